@@ -1,0 +1,175 @@
+"""The embedded data set: the Python source of two pinned dependencies, as byte-level tokens.
+
+It needs no download: pip has already installed the text. A token is a byte of UTF-8 (0..255) or
+EOT (256), which begins every document; a document is one function, one method, or what stands
+between them. Some whole files are held out for validation. The shards have llm.c's format, as
+FineWeb's have, and must come out bit for bit as in SHARDS below.
+
+    python data/source_code.py [--out DIR]
+"""
+
+import argparse
+import ast
+import collections
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import sys
+import warnings
+
+import numpy as np
+
+PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
+SHARDS = {  # name: sha256
+    "source_train_000001.bin": "be01e8d5dec943fa1d18a14fb0afa7529e166e8fe635441499de92d131cd264a",
+    "source_train_000002.bin": "cecdb8b6a6512c3e384a2ad733b9f8876867ffea780e6e03061fa8cc447bfd4b",
+    "source_val_000000.bin": "f7a55403e5071ae33147658cfd0981ec725adf2345e6147015784bcafc053046",
+}
+EOT = 256
+MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
+FIRST_SHARD_TOKENS = 2_000_000  # the rest is in the second: a run has to cross from one to the next
+
+# A file may be held out if few of its lines stand in other files too. This keeps twins such as
+# inference/_client.py and inference/_generated/_async_client.py, and families such as optax's
+# aliases, out of validation, where they would reward recall.
+LONG_LINE = 40  # bytes; shorter lines are the same everywhere
+MAX_SHARED_LINES = 0.1
+HELD_OUT = 0.14  # share of the files that may be, by a hash of the path
+
+
+def read_files() -> dict[str, bytes]:
+    """Path in its package -> source, without the licence, which is the same in every file."""
+    files = {}
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            sys.exit(f"source_code.py: {package} is missing. {remedy()}")
+        folder = pathlib.Path(spec.origin).parent
+        for path in folder.rglob("*.py"):
+            lines = path.read_bytes().splitlines(keepends=True)
+            while lines and lines[0].startswith(b"#"):
+                lines.pop(0)
+            files[f"{package}/{path.relative_to(folder).as_posix()}"] = b"".join(lines)
+    return dict(sorted(files.items()))
+
+
+def held_out(files: dict[str, bytes]) -> set[str]:
+    """The validation files: a fixed draw from those that share few lines with any other file."""
+    long_lines = {
+        path: {line for line in map(bytes.strip, text.splitlines()) if len(line) > LONG_LINE}
+        for path, text in files.items()
+    }
+    count = collections.Counter(line for lines in long_lines.values() for line in lines)
+    chosen = set()
+    for path, lines in long_lines.items():
+        draw = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
+        shared = sum(count[line] > 1 for line in lines)
+        if draw < HELD_OUT and shared <= MAX_SHARED_LINES * len(lines):
+            chosen.add(path)
+    return chosen
+
+
+def definitions(text: bytes) -> list[ast.stmt]:
+    """Functions, classes and methods, not the ones within others."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what newer Pythons say of older code
+        top = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+    methods = [
+        node
+        for owner in top
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    ]
+    return top + methods
+
+
+def documents(text: bytes) -> list[bytes]:
+    """Cuts a file before and after every definition; comments right above go with it."""
+    lines = text.splitlines(keepends=True)  # of bytes: at newlines only, as ast counts them
+    cuts = {0, len(lines)}
+    for node in definitions(text):
+        start = min(part.lineno for part in [node, *node.decorator_list]) - 1
+        while start > 0 and lines[start - 1].lstrip().startswith(b"#"):
+            start -= 1
+        cuts |= {start, node.end_lineno}
+    cuts = sorted(cuts)
+    pieces = [b"".join(lines[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [piece.strip(b"\n") + b"\n" for piece in pieces if piece.strip()]
+
+
+def build() -> dict[str, list[bytes]]:
+    """The documents of each shard: no document twice, order shuffled by their own hashes."""
+    files = read_files()
+    val_files = held_out(files)
+    train, val = set(), set()
+    for path, text in files.items():
+        (val if path in val_files else train).update(documents(text))
+    train, val = sorted(train - val, key=sha256), sorted(val, key=sha256)
+    ends = np.cumsum([1 + len(document) for document in train])
+    cut = int(np.searchsorted(ends, FIRST_SHARD_TOKENS))
+    return dict(zip(SHARDS, (train[:cut], train[cut:], val), strict=True))
+
+
+def encode(shard: list[bytes]) -> bytes:
+    """llm.c's format: 256 int32 of header, then the tokens as uint16."""
+    parts = [part for document in shard for part in ([EOT], np.frombuffer(document, np.uint8))]
+    tokens = np.concatenate(parts).astype("<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    return header.tobytes() + tokens.tobytes()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def remedy() -> str:
+    """Which packages are not the pinned ones, and the command that installs those."""
+    pins = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = "missing"
+    found = ", ".join(f"{package} {version}" for package, version in installed.items())
+    force = "--force-reinstall --no-deps " if installed == PACKAGES else ""
+    return f"Installed: {found}. Run: {sys.executable} -m pip install {force}{pins}"
+
+
+def write(path: pathlib.Path, data: bytes):
+    """Whole or not at all, also where two processes write at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main():
+    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = pathlib.Path(__file__).resolve().parent
+    cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
+    out = cli.parse_args().out
+    paths = {name: out / name for name in SHARDS}
+    if all(p.is_file() and sha256(p.read_bytes()) == SHARDS[n] for n, p in paths.items()):
+        print(f"{out}: all {len(SHARDS)} shards are there")
+        return
+    shards = build()
+    encoded = {name: encode(shard) for name, shard in shards.items()}
+    if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
+        sys.exit(f"source_code.py: the text is not that of the pinned packages. {remedy()}")
+    for name, data in encoded.items():
+        write(paths[name], data)
+        tokens = (len(data) - 1024) // 2
+        print(f"{name} tokens:{tokens} documents:{len(shards[name])} sha256:{SHARDS[name]}")
+
+
+if __name__ == "__main__":
+    main()

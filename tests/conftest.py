@@ -1,0 +1,12 @@
+"""Tests run on 8 simulated devices of a CPU."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
