@@ -1,7 +1,6 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
-Run     ./run.sh                # the record on GPUs, the tiny preset on a machine without
-        python train_gpt.py tiny --steps 100 --target 0      # every field of Config is a flag
+Run     ./run.sh, or python train_gpt.py [record | tiny] [--field value ...]: see --help
 Dims    B sequence  T position  D model  H head  K head channel  F hidden  V row of a table
         N token or matrix  G group of 8 matrices  R row  C column; x is the residual stream
 Source  record 21 of modded-nanogpt; README.md says where we differ, and what was measured where
@@ -12,14 +11,12 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import resource
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -38,29 +35,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 SOURCE = Path(__file__).read_bytes().decode()  # now: the file may be edited while a run goes on
 SEQUENCES = 8  # in a step, whatever the number of devices; also matrices in a group of a bank
 HEADER = 1024  # bytes: 256 int32, of which the first three are magic, version and token count
+LAYER = r"([LS]|-(?!v))(?:v(\d+))?(?:<(\d+))?"  # a word of Config.plan
 FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-LAYER = r"([LS](?=v|<|$)|-(?!v))(?:v(\d+))?(?:<(\d+))?"  # a word of Config.plan
+CHOICES = dict(compute=FORMATS[:2], head_forward=FORMATS, head_backward=FORMATS,
+               attention=("cudnn", "xla"), in_flight=(1, 2, 4, 8))  # fmt: skip
+
 
 # ---- Config --------------------------------------------------------------------------------------
-
-
 def refuse(message: str) -> None:
     print(f"train_gpt.py: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-class Layer(NamedTuple):
-    """What sets one layer apart."""
-
-    window: str  # "L" long, "S" short, "-" no attention at all
-    values: int | None  # value table that is mixed into v
-    skip: int | None  # earlier layer whose output is added to the input
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     # fmt: off
-    plan: str = "Lv0 Sv1 Sv2 S L S S<5 -<4 S<3 Sv0<2 Sv1<1 Lv2<0"  # layers: L long or S short window or - no attention, vN value table, <N skip from layer N
+    plan: str = "Lv0 Sv1 Sv2 S L S S<5 -<4 S<3 Sv0<2 Sv1<1 Lv2<0"  # a word a layer: L long or S
+    # short window, - no attention; vN mixes value table N into v; <N adds the output of layer N
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # MLP hidden width
@@ -94,21 +85,15 @@ class Config:
     # fmt: on
 
     @property
-    def V(self) -> int:
-        return -(-self.vocab // 128) * 128
-
-    @property
-    def layers(self) -> list[Layer]:
-        words = [re.fullmatch(LAYER, word) for word in self.plan.split()]
-        return [Layer(w[1], *(int(n) if n else None for n in (w[2], w[3]))) for w in words]
+    def layers(self) -> list[tuple[str, int | None, int | None]]:
+        """Of each layer: window (L, S or -), value table, earlier layer whose output it adds."""
+        words = [re.fullmatch(LAYER, word).groups() for word in self.plan.split()]
+        return [(w, *(int(n) if n else None for n in numbers)) for w, *numbers in words]
 
     def window_at(self, step: int) -> int:
         """Long window in tokens: linear in the step, rounded up to blocks."""
         blocks = -(-self.window * step // (self.steps * self.window_block))
         return self.window_block * max(1, blocks)
-
-    def short(self, window: int) -> int:
-        return self.window_block * max(1, window // self.window_block // 2)
 
     @property
     def val_steps(self) -> int:
@@ -118,14 +103,11 @@ class Config:
         return step % self.val_every == 0 or step == self.steps
 
 
-PRESETS = dict(
-    record=Config(),
-    tiny=Config(
-        plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, in_flight=8,
-        head_chunk=256, window=192, window_block=64, steps=800, muon_lr=0.03,
-        data="data/source_code", val_every=200, val_T=1024, val_tokens=65536, target=1.6,
-    ),
-)  # fmt: skip
+PRESETS = dict(record=Config(), tiny=Config(
+    plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, in_flight=8,
+    head_chunk=256, window=192, window_block=64, steps=800, muon_lr=0.03,
+    data="data/source_code", val_every=200, val_T=1024, val_tokens=65536, target=1.6,
+))  # fmt: skip
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
@@ -134,12 +116,11 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
     cli.error = refuse
     cli.add_argument("preset", nargs="?", default="record", choices=PRESETS)
     for field in dataclasses.fields(Config):
-        comment = re.search(rf"^    {field.name}: .*?  # (.*)$", SOURCE, re.M)[1]
-        text = f"{comment} (record: {field.default})".replace("%", "%%")
+        comment = re.search(rf"^    {field.name}: .*?  # (.*(\n    #.*)*)", SOURCE, re.M)[1]
+        text = f"{comment.replace('    # ', '')} (record: {field.default})"
         cli.add_argument(f"--{field.name}", type=field.type, metavar="", help=text)
     overrides = vars(cli.parse_args(argv))
-    preset = overrides.pop("preset")
-    c = dataclasses.replace(PRESETS[preset], **overrides)
+    c = dataclasses.replace(PRESETS[preset := overrides.pop("preset")], **overrides)
     for fault in faults(c):
         refuse(fault)
     return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed == -1 else c
@@ -150,10 +131,10 @@ def faults(c: Config) -> Iterator[str]:
     for word in c.plan.split() or [""]:
         if not re.fullmatch(LAYER, word):
             yield f"--plan: {word!r} is no layer; write one word a layer, like L, Sv0, S<3 or -"
-    for i, layer in enumerate(c.layers):
-        if layer.skip is not None and layer.skip >= i:
-            yield f"--plan: layer {i} skips from layer {layer.skip}, which is not before it"
-    tables = {layer.values for layer in c.layers} - {None}
+    for i, (_, _, skip) in enumerate(c.layers):
+        if skip is not None and skip >= i:
+            yield f"--plan: layer {i} adds the output of layer {skip}, which is not before it"
+    tables = {table for _, table, _ in c.layers} - {None}
     if tables != set(range(len(tables))):
         yield f"--plan: the value tables are {sorted(tables)}; number them from 0"
     for name, value in dataclasses.asdict(c).items():
@@ -161,21 +142,17 @@ def faults(c: Config) -> Iterator[str]:
             yield f"--{name} {value} must be positive"
         if name.endswith("_scale") and math.frexp(value)[0] != 0.5:
             yield f"--{name} {value} must be a power of two, so that scaling is exact"
-        if name in ("compute", "head_forward", "head_backward") and value not in FORMATS:
-            yield f"--{name} {value} must be one of {', '.join(FORMATS)}"
+        if name in CHOICES and value not in CHOICES[name]:
+            yield f"--{name} {value} must be one of {', '.join(map(str, CHOICES[name]))}"
         if name in ("T", "val_T") and value % c.head_chunk:
             yield f"--head_chunk {c.head_chunk} must divide --{name} {value}"
     if c.D % c.H or c.D // c.H < 16 or c.D // c.H % 8:
         yield f"--D {c.D} must be --H {c.H} heads of 16, 24, 32 ... channels"
     if not 0 <= c.eot < c.vocab <= 65536:
         yield f"--vocab {c.vocab} must fit 16 bits and hold --eot {c.eot}"
-    if c.in_flight not in (1, 2, 4, 8):
-        yield f"--in_flight {c.in_flight} must be 1, 2, 4 or 8, to divide the 8 sequences of a step"
     if c.val_tokens % (SEQUENCES * c.val_T):
         yield f"--val_tokens {c.val_tokens} must be a multiple of 8 sequences of --val_T {c.val_T}"
-    if c.attention not in ("cudnn", "xla"):
-        yield f"--attention {c.attention} must be cudnn or xla"
-    if c.cooldown > 1 or not c.target >= 0 or not -1 <= c.seed < 2**32:
+    if c.cooldown > 1 or not 0 <= c.target or not -1 <= c.seed < 2**32:
         yield "--cooldown must be at most 1, --target at least 0, --seed -1 or below 2**32"
 
 
@@ -185,35 +162,30 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
         devices = jax.devices()
     except RuntimeError as error:
         refuse(f"JAX finds no device: {error}")
-    kind, n = devices[0].device_kind, len(devices)
+    gpu, n = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind, len(devices)
     if preset == "record" and devices[0].platform == "cpu":
-        refuse("the record needs GPUs, and JAX sees only a CPU. With NVIDIA GPUs: ./run.sh, or pip "
-               'install "jax[cuda13]" (driver before 580: "jax[cuda12]"). Without: ./run.sh tiny')  # fmt: skip
+        refuse("the record needs GPUs and JAX sees only a CPU. With GPUs: ./run.sh, or pip install "
+               "'jax[cuda13]' (driver < 580: 'jax[cuda12]'); without: ./run.sh tiny")  # fmt: skip
     if n not in (1, 2, 4, 8):
         refuse(f"the 8 sequences of a step do not divide among {n} devices; show JAX 1, 2, 4 or 8")
     if jax.config.jax_enable_x64:
         refuse("JAX_ENABLE_X64 is set, which makes another run of this; unset it")
-    if devices[0].platform != "gpu" or "NVIDIA" not in kind:
-        return devices, dataclasses.replace(c, attention="xla")
-    if float(devices[0].compute_capability) < 8.9:  # no FP8
+    c = dataclasses.replace(c, attention=c.attention if gpu else "xla")
+    if gpu and float(devices[0].compute_capability) < 8.9:  # no FP8
         c = dataclasses.replace(c, head_forward=c.compute, head_backward=c.compute)
     return devices, c
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-
-
 class Leaf(NamedTuple):
     """All there is to know about one parameter; padding is stored but is no part of the model."""
 
-    # fmt: off
-    real: tuple[int, ...]   # shape without padding; a bank's is [matrices, R, C]
+    real: tuple[int, ...]  # shape without padding; a bank's is [matrices, R, C]
     shape: tuple[int, ...]  # shape of the float32 master copy; a bank's is [G, 8, R, C]
-    spec: P                 # sharding of the master copy and of its optimizer state
-    init: Callable          # (key, shape) -> array
-    optimizer: str          # "adam" or "muon"
-    rate: Any               # learning rate; in a bank one for each matrix, [G, 8, 1, 1]
-    # fmt: on
+    spec: P  # sharding of the master copy and of its optimizer state
+    init: Callable  # (key, shape) -> array
+    optimizer: str  # "adam" or "muon"
+    rate: Any  # learning rate; in a bank one for each matrix, [G, 8, 1, 1]
 
 
 def bank(R: int, C: int, layers: int, bounds: tuple[float, ...], rates: tuple[float, ...]) -> Leaf:
@@ -223,91 +195,71 @@ def bank(R: int, C: int, layers: int, bounds: tuple[float, ...], rates: tuple[fl
     columns = np.zeros((2, -(-n // SEQUENCES) * SEQUENCES), np.float32)
     columns[:, :n] = np.tile((bounds, rates), layers)
     bound, rate = columns.reshape(2, -1, SEQUENCES, 1, 1)
-
-    def init(key, shape):
-        return bound * jax.random.uniform(key, shape, minval=-1.0)
-
-    return Leaf((n, R, C), (*rate.shape[:2], R, C), P(None, "fsdp"), init, "muon", rate)
+    return Leaf((n, R, C), (*rate.shape[:2], R, C), P(None, "fsdp"),
+                lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0),
+                "muon", rate)  # fmt: skip
 
 
 def table(c: Config) -> dict[str, Leaf]:
     """One row per parameter. A new technique adds its row here and its line in the model."""
-    D, F, V, L, row, group = c.D, c.F, c.V, len(c.layers), P("fsdp"), P(None, "fsdp")
-    attends = sum(layer.window != "-" for layer in c.layers)
-    values = [layer.values for layer in c.layers if layer.values is not None]
-    tables, mixes, skips = len(set(values)), len(values), sum(y.skip is not None for y in c.layers)
+    D, F, V, L = c.D, c.F, -(-c.vocab // 128) * 128, len(c.layers)
+    attends, mixes, skips = L - c.plan.count("-"), c.plan.count("v"), c.plan.count("<")
+    tables = len({number for _, number, _ in c.layers} - {None})
     normal, full = jax.nn.initializers.normal(1.0), jax.nn.initializers.constant
     b, m, tall = 0.5 * (3 / D) ** 0.5, c.muon_lr, max(1, F / D) ** 0.5
     # fmt: off
     return dict(
-        embed  = Leaf((c.vocab, D),         (V, D),         row,   normal,    "adam", c.embed_lr),
-        values = Leaf((tables, c.vocab, D), (tables, V, D), group, normal,    "adam", c.embed_lr),
+        embed  = Leaf((c.vocab, D), (V, D), P("fsdp"), normal, "adam", c.embed_lr),
+        values = Leaf((tables, c.vocab, D), (tables, V, D), P(None, "fsdp"), normal, "adam",
+                      c.embed_lr),
         attn   = bank(D, D, attends, (b, b, b, 0), (m, m, m, m)),  # q, k, v, o of each layer
         mlp    = bank(F, D, L, (b, 0), (m * tall, m)),             # fc, and proj transposed
-        head   = Leaf((V, D),               (V, D),         row,   full(0.0), "adam", c.head_lr),
-        skip   = Leaf((skips,),             (skips,),       P(),   full(1.0), "adam", c.scalar_lr),
-        mix    = Leaf((L, 2), (L, 2), P(), full(np.float32([1, 0])),          "adam", c.scalar_lr),
-        v_mix  = Leaf((attends,),           (attends,),     P(),   full(0.5), "adam", c.scalar_lr),
-        ve_mix = Leaf((mixes,),             (mixes,),       P(),   full(0.5), "adam", c.scalar_lr),
-    )
-    # fmt: on
+        head   = Leaf((V, D), (V, D), P("fsdp"), full(0.0), "adam", c.head_lr),
+        skip   = Leaf((skips,), (skips,), P(), full(1.0), "adam", c.scalar_lr),
+        mix    = Leaf((L, 2), (L, 2), P(), full(np.float32([1, 0])), "adam", c.scalar_lr),
+        v_mix  = Leaf((attends,), (attends,), P(), full(0.5), "adam", c.scalar_lr),
+        ve_mix = Leaf((mixes,), (mixes,), P(), full(0.5), "adam", c.scalar_lr),
+    )  # fmt: on
 
 
 def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     """The model alone, in float32: banks become [matrices, R, C], and padding goes."""
     model = {}
-    for name, row in table(c).items():
-        values = np.asarray(params[name]).reshape(-1, *row.shape[len(row.shape) - len(row.real) + 1 :])
-        model[name] = values[tuple(map(slice, row.real))]
+    for name, (real, shape, *_) in table(c).items():
+        stacked = np.asarray(params[name]).reshape(-1, *shape[len(shape) - len(real) + 1 :])
+        model[name] = stacked[tuple(map(slice, real))]
     return model
 
 
 def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
-    """[zero-2] Whole weights from every device's share, a group at a time; kept for the backward
-    pass. arXiv:1910.02054.
+    """[zero-2] Whole weights from every device's share, a group of a bank at a time; kept for the
+    backward pass. Its transpose sends each gradient, summed, to its owner. Both exchanges are in
+    c.compute; what is exchanged is float32, so that turns add up in it. arXiv:1910.02054."""
 
-    Its transpose sends each gradient, summed, to its owner. Both exchanges are in c.compute; outside
-    it is float32, in which the gradients of several turns add up.
-    """
+    def whole(share: Array, spec: P) -> Any:
+        if spec == P():
+            return lax.pcast(share, "fsdp", to="varying")
+        if spec[0] is None:
+            return [whole(group, P("fsdp")) for group in share]
+        return lax.all_gather(share.astype(c.compute), "fsdp", tiled=True).astype(jnp.float32)
 
-    def whole(share: Array) -> Array:
-        w = lax.all_gather(share.astype(c.compute), "fsdp", axis=0, tiled=True)
-        return w.astype(jnp.float32)
-
-    weights = {}
-    for name, row in table(c).items():
-        if row.spec == P():
-            weights[name] = lax.pcast(params[name], "fsdp", to="varying")
-        else:
-            weights[name] = whole(params[name]) if row.spec[0] else list(map(whole, params[name]))
-    return weights
+    return {name: whole(params[name], row.spec) for name, row in table(c).items()}
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where the tokens of a batch stand, for attention: rotary angles and document codes."""
-
-    cos: Array  # (T, 1, K / 4)
-    sin: Array
-    code_q: Array  # (B, T, 1, 4)
-    code_k: Array
-
-
-def place(first_BT: Array, K: int, dtype: str) -> Place:
+def place(first_BT: Array, K: int, dtype: str) -> tuple[Array, Array, Array, Array]:
+    """Where tokens stand, for rotate: cos and sin (T, 1, K / 4), codes of q and k (B, T, 1, 4)."""
     # [half-rope] A half of the channels stays still; base 1024. modded-nanogpt record 17.
     speed = (1 / 1024) ** jnp.linspace(0, 1, K // 4)
     angle = jnp.arange(first_BT.shape[1])[:, None, None] * speed
     # [document-mask] Four channels of q and k whose product is 256 * (document of k - document of
     # q): 0 within a document, and to an earlier one below any score. So every attention kernel
     # keeps documents apart, without a mask. Exact in bfloat16 below 4,096 documents a sequence.
-    document = jnp.cumsum(first_BT, axis=1, dtype=jnp.int32)
+    document = jnp.cumsum(first_BT, axis=1, dtype=jnp.int32)[:, :, None]
     high, low, one = document // 16, document % 16, jnp.ones_like(document)
     code_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1)
     code_k = jnp.stack((one, one, high, low), axis=-1)
-    codes = (code[:, :, None].astype(dtype) for code in (code_q, code_k))
-    return Place(jnp.cos(angle), jnp.sin(angle), *codes)
+    return jnp.cos(angle), jnp.sin(angle), code_q.astype(dtype), code_k.astype(dtype)
 
 
 def norm(x: Array) -> Array:
@@ -321,21 +273,20 @@ def blend(*terms: tuple[Any, Array]) -> Array:
     return total.astype(terms[0][1].dtype)
 
 
-def rotate(x_BTHK: Array, at: Place, code_BT14: Array) -> Array:
+def rotate(x_BTHK: Array, cos: Array, sin: Array, code_BT14: Array) -> Array:
     """Rotate channel pairs (j, j + K/2), and put the document code into the last four."""
     a, still_a, b, still_b = jnp.split(x_BTHK, 4, axis=-1)
-    turned_a, turned_b = a * at.cos + b * at.sin, b * at.cos - a * at.sin
     code = jnp.broadcast_to(code_BT14, (*x_BTHK.shape[:-1], 4))
-    parts = turned_a, still_a, turned_b, still_b[..., :-4], code
+    parts = a * cos + b * sin, still_a, b * cos - a * sin, still_b[..., :-4], code
     return jnp.concatenate([part.astype(x_BTHK.dtype) for part in parts], axis=-1)
 
 
-def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: Place, c: Config) -> Array:
-    B, T, D = x.shape
+def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: tuple, c: Config) -> Array:
+    (B, T, D), (cos, sin, code_q, code_k) = x.shape, at
     qkv = jnp.einsum("BTD,ED->BTE", x, w_4DD[:3].reshape(3 * D, D))
     q, k, v = (part.reshape(B, T, c.H, D // c.H) for part in jnp.split(qkv, 3, axis=-1))
     # [qk-norm] Henry et al. 2020, arXiv:2010.04245: scores stay bounded, so the rate can be high.
-    q, k = rotate(norm(q), at, at.code_q), rotate(norm(k), at, at.code_k)
+    q, k = rotate(norm(q), cos, sin, code_q), rotate(norm(k), cos, sin, code_k)
     # [value-embed] v also reads a token table of its own. Zhou et al. 2024, arXiv:2410.17897.
     v = blend((v_terms[0], v), *v_terms[1:])
     # [window] Each query sees `window` keys, itself included. Both arguments, always: without
@@ -348,10 +299,9 @@ def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: Place, c:
 
 
 def mlp(x: Array, w_2FD: Array) -> Array:
-    fc_FD, proj_FD = w_2FD
     # [relu2] So et al. 2021, arXiv:2109.08668.
-    hidden = jnp.square(jax.nn.relu(jnp.einsum("BTD,FD->BTF", x, fc_FD)))
-    return jnp.einsum("BTF,FD->BTD", hidden, proj_FD)
+    hidden = jnp.square(jax.nn.relu(jnp.einsum("BTD,FD->BTF", x, w_2FD[0])))
+    return jnp.einsum("BTF,FD->BTD", hidden, w_2FD[1])
 
 
 def matrices(groups: list[Array], count: int, dtype: str) -> Iterator[Array]:
@@ -361,50 +311,43 @@ def matrices(groups: list[Array], count: int, dtype: str) -> Iterator[Array]:
 
 
 def loss_fn(w: dict[str, Any], tokens_BT: Array, c: Config, window: int) -> Array:
-    """Sum over the sequences of their mean next-token loss, nats.
-
-    w holds gathered weights; tokens_BT is one longer than the model's T; window is the long one.
-    """
+    """Sum over the sequences of their mean next-token loss, nats; w holds gathered weights,
+    tokens_BT is one longer than the model's T, window is the long one."""
     inputs, targets, dtype = tokens_BT[:, :-1], tokens_BT[:, 1:], c.compute
     (B, T), K = inputs.shape, c.D // c.H
-    at, windows = place(inputs == c.eot, K, dtype), dict(L=window, S=c.short(window))
+    at = place(inputs == c.eot, K, dtype)
+    windows = dict(L=window, S=c.window_block * max(1, window // c.window_block // 2))
     attn_w, mlp_w = matrices(w["attn"], 4, dtype), matrices(w["mlp"], 2, dtype)
-    skip, v_mix, ve_mix = iter(w["skip"]), iter(w["v_mix"]), iter(w["ve_mix"])
-    embed, *values = (
-        rows.at[inputs].get(mode="promise_in_bounds").astype(dtype)  # check_data promised
-        for rows in (w["embed"], *w["values"])
-    )
+    skip_w, v_mix, ve_mix = iter(w["skip"]), iter(w["v_mix"]), iter(w["ve_mix"])
+    tables = (w["embed"], *w["values"])  # check_data promised that the tokens are within them
+    embed, *values = (t.at[inputs].get(mode="promise_in_bounds").astype(dtype) for t in tables)
     x = x0 = norm(embed)
     outputs = []
-    for layer, (fade, reread) in zip(c.layers, w["mix"], strict=True):
+    for (reach, table, skip), (fade, reread) in zip(c.layers, w["mix"], strict=True):
         # [u-net] Late layers add the output of early ones. modded-nanogpt record 11.
-        if layer.skip is not None:
-            x = blend((1.0, x), (next(skip), outputs[layer.skip]))
+        if skip is not None:
+            x = blend((1.0, x), (next(skip_w), outputs[skip]))
         # [x0] Each layer may fade the stream and read the embedding again. Record 9.
         x = blend((fade, x), (reread, x0))
-        if layer.window != "-":
-            v_terms = [next(v_mix)]
-            if layer.values is not None:
-                v_terms.append((next(ve_mix), values[layer.values].reshape(B, T, c.H, K)))
-            x = x + attention(norm(x), next(attn_w), v_terms, windows[layer.window], at, c)
+        if reach != "-":
+            ve = [] if table is None else [(next(ve_mix), values[table].reshape(B, T, c.H, K))]
+            x = x + attention(norm(x), next(attn_w), (next(v_mix), *ve), windows[reach], at, c)
         x = x + mlp(norm(x), next(mlp_w))
         outputs.append(x)
     return head_loss(norm(x).reshape(B * T, c.D), w["head"], targets.reshape(B * T), c, T)
 
 
 # ---- Head ----------------------------------------------------------------------------------------
-
-
 def quantize(x: Array, scale: float, dtype: str) -> Array:
     """Clip first: a float8 cast overflows to NaN or inf where generated GPU code saturates."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
 
 
-def matmul(a: Array, b: Array, axes: tuple[int, int], scale: float, dtype: str) -> Array:
-    """Product over an axis of each, divided by scale; HIGHEST: float8 sums keep all their bits."""
+def matmul(a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision: Any) -> Array:
+    """Product over an axis of each, divided by scale; float8 sums keep all bits at "highest"."""
     dims = (((axes[0],), (axes[1],)), ((), ()))
-    out = lax.dot_general(a, b, dims, lax.Precision.HIGHEST, preferred_element_type=dtype)
+    out = lax.dot_general(a, b, dims, precision, preferred_element_type=dtype)
     return out * jnp.asarray(1 / scale, dtype)
 
 
@@ -415,12 +358,9 @@ def softcap(z: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def head_loss(x_ND: Array, w_VD: Array, targets_N: Array, c: Config, T: int) -> Array:
-    """[fp8-head] Softcapped cross-entropy over all V columns, summed over N tokens, divided by T.
-
-    Micikevicius et al. 2022, arXiv:2209.05433; modded-nanogpt record 20. In chunks of tokens, so
-    that [N, V] logits never exist, and with both gradients computed while a chunk's logits are at
-    hand; the compiler drops the gradients where nobody asks for them.
-    """
+    """[fp8-head] Softcapped cross-entropy over all V columns, summed over N tokens, divided by T;
+    arXiv:2209.05433, record 20. In chunks of tokens, so that [N, V] logits never exist, with both
+    gradients computed while logits are at hand; the compiler drops them where nobody asks."""
     return head_loss_forward(x_ND, w_VD, targets_N, c, T)[0]
 
 
@@ -431,7 +371,7 @@ def head_loss_forward(x_ND: Array, w_VD: Array, targets_N: Array, c: Config, T: 
     def one_chunk(dw, chunk):
         x, targets = chunk
         x8 = quantize(x, c.x_scale, c.head_forward)
-        z = matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
+        z = matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute, None)
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
         picked = jnp.take_along_axis(z, targets[:, None], axis=1, mode="promise_in_bounds")
         loss = (jnp.log(total) - softcap(picked)).sum() / T
@@ -440,29 +380,24 @@ def head_loss_forward(x_ND: Array, w_VD: Array, targets_N: Array, c: Config, T: 
         s, hit = softcap(z), lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
         dz = (jnp.exp(s) / total - hit) * s * (30 - s) / (30 * 7.5 * T)
         g8 = quantize(dz, c.g_scale, c.head_backward)
-        dx = matmul(g8, w8_DV, (1, 1), c.g_scale * c.w_scale, c.compute)
-        return dw + matmul(g8, x8, (0, 0), c.g_scale * c.x_scale, "float32"), (loss, dx)
+        dx = matmul(g8, w8_DV, (1, 1), c.g_scale * c.w_scale, c.compute, "highest")
+        return dw + matmul(g8, x8, (0, 0), c.g_scale * c.x_scale, "float32", "highest"), (loss, dx)
 
     chunks = x_ND.reshape(-1, c.head_chunk, c.D), targets_N.reshape(-1, c.head_chunk)
     dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
 
-def head_loss_backward(c: Config, T: int, gradients: tuple[Array, Array], g: Array) -> tuple:
-    dx, dw = gradients
-    return (dx * g).astype(dx.dtype), dw * g, None
+head_loss.defvjp(
+    head_loss_forward,
+    lambda c, T, grads, g: ((grads[0] * g).astype(grads[0].dtype), grads[1] * g, None),
+)
 
-
-head_loss.defvjp(head_loss_forward, head_loss_backward)
 
 # ---- Optimizer -----------------------------------------------------------------------------------
-
-
 def orthogonalize(G_NRC: Array, dtype: str) -> Array:
     """[muon] Newton-Schulz: five steps push every singular value of each matrix to about 1.
-
-    Quintic of Jordan et al. 2024, kellerjordan.github.io/posts/muon.
-    """
+    Quintic of Jordan et al. 2024, kellerjordan.github.io/posts/muon."""
     tall = G_NRC.shape[-2] > G_NRC.shape[-1]
     X = G_NRC.mT if tall else G_NRC
     X = (X / (jnp.linalg.norm(X, axis=(-2, -1), keepdims=True) + 1e-7)).astype(dtype)
@@ -472,34 +407,28 @@ def orthogonalize(G_NRC: Array, dtype: str) -> Array:
     return (X.mT if tall else X).astype(jnp.float32)
 
 
-class MuonState(NamedTuple):
-    count: Array
-    momentum: dict[str, Array]
-
-
 def scale_by_muon(c: Config) -> optax.GradientTransformation:
     """Nesterov momentum, then orthogonalization, of banks of whole matrices [G, k, R, C]."""
     decay_at = optax.linear_schedule(0.85, 0.95, c.momentum_steps)
 
-    def init(params):
-        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
-
     def update(grads, state, params=None):
-        decay = decay_at(state.count)
-        momentum = jax.tree.map(lambda b, g: b + (1 - decay) * (g - b), state.momentum, grads)
+        count, momentum = state
+        decay = decay_at(count)
+        momentum = jax.tree.map(lambda b, g: b + (1 - decay) * (g - b), momentum, grads)
         nesterov = jax.tree.map(lambda b, g: g + decay * (b - g), momentum, grads)
         updates = jax.tree.map(lambda u: orthogonalize(u, c.compute), nesterov)
-        return updates, MuonState(state.count + 1, momentum)
+        return updates, (count + 1, momentum)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(
+        lambda params: (jnp.zeros([], jnp.int32), optax.tree.zeros_like(params)), update
+    )
 
 
 def optimizer(c: Config) -> optax.GradientTransformation:
     """Each row of the table by its own rule and at its own rate, under one schedule."""
     rows = table(c)
     rules = dict(adam=optax.scale_by_adam(0.8, 0.95, eps=1e-10), muon=scale_by_muon(c))
-    fall = c.cooldown * c.steps
-    schedule = optax.linear_schedule(1.0, 0.1, fall, c.steps - fall)
+    schedule = optax.linear_schedule(1.0, 0.1, c.cooldown * c.steps, (1 - c.cooldown) * c.steps)
 
     def rate(row: Leaf, update: Array) -> Any:
         if row.optimizer == "adam":
@@ -515,49 +444,41 @@ def optimizer(c: Config) -> optax.GradientTransformation:
 
 
 # ---- Step ----------------------------------------------------------------------------------------
-
-
 class State(NamedTuple):
     params: dict[str, Array]
     optimizer: Any
 
 
 def initial_state(seed: Array, c: Config) -> State:
-    rows = table(c)
-    keys = dict(zip(rows, jax.random.split(jax.random.key(seed), len(rows)), strict=True))
-    params = {name: row.init(keys[name], row.shape) for name, row in rows.items()}
+    key, rows = jax.random.key(seed), enumerate(table(c).items())
+    params = {name: row.init(jax.random.fold_in(key, i), row.shape) for i, (name, row) in rows}
     return State(params, optimizer(c).init(params))
 
 
 def state_shapes(c: Config, mesh: Mesh) -> State:
     """Shape and sharding of each leaf: its parameter's row is found by the name on its path."""
-    rows = table(c)
+    rows, state = table(c), jax.eval_shape(functools.partial(initial_state, c=c), np.uint32(0))
 
     def leaf(path, x):
         spec = next((rows[key.key].spec for key in path if getattr(key, "key", None) in rows), P())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    state = jax.eval_shape(functools.partial(initial_state, c=c), np.uint32(0))
     return jax.tree.map_with_path(leaf, state)
 
 
 def make_state(c: Config, mesh: Mesh) -> State:
     """Freshly initialised from c.seed: the same numbers on any number of devices."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
-    return jax.jit(initial_state, static_argnames="c", out_shardings=shardings)(np.uint32(c.seed), c=c)
+    return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(np.uint32(c.seed), c)
 
 
 def train_step(state: State, tokens_BT: Array, c: Config, window: int) -> tuple[State, Array]:
     """One update, from this device's share of the 8 sequences; the loss is the mean of all 8."""
     w, scatter = jax.vjp(functools.partial(gather, c=c), state.params)
-
-    def one_turn(total, tokens):
-        value = jax.value_and_grad(loss_fn)(w, tokens, c, window)
-        return jax.tree.map(jnp.add, total, value), None
-
+    turn = functools.partial(jax.value_and_grad(loss_fn), w, c=c, window=window)
     turns = tokens_BT.reshape(-1, min(c.in_flight, len(tokens_BT)), c.T + 1)
     zero = jnp.zeros_like(tokens_BT[0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, w)
-    (loss, grads), _ = lax.scan(one_turn, zero, turns)
+    (loss, grads), _ = lax.scan(lambda a, t: (jax.tree.map(jnp.add, a, turn(t)), None), zero, turns)
     (grads,) = scatter(jax.tree.map(lambda g: g / SEQUENCES, grads))
     updates, opt = optimizer(c).update(grads, state.optimizer, state.params)
     state = State(optax.apply_updates(state.params, updates), opt)
@@ -575,22 +496,17 @@ def val_step(params: dict[str, Array], tokens_BT: Array, c: Config, window: int)
 
 def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program of a "train" or "val" stage, from shapes: no batch is spent, no state touched."""
-    state, sharding = state_shapes(c, mesh), NamedSharding(mesh, P("fsdp"))
-    step, first, T = (
-        (train_step, state, c.T) if kind == "train" else (val_step, state.params, c.val_T)
-    )
+    train, state, data = kind == "train", state_shapes(c, mesh), P("fsdp")
+    step, first, T = (train_step, state, c.T) if train else (val_step, state.params, c.val_T)
+    step = functools.partial(step, c=c, window=window)
     specs = jax.tree.map(lambda x: x.sharding.spec, first)
-    step = jax.shard_map(
-        functools.partial(step, c=c, window=window), mesh=mesh, in_specs=(specs, P("fsdp")),
-        out_specs=(specs, P()) if kind == "train" else P(),
-    )  # fmt: skip
-    tokens = jax.ShapeDtypeStruct((SEQUENCES, T + 1), jnp.int32, sharding=sharding)
-    return jax.jit(step, donate_argnums=(0,) * (kind == "train")).lower(first, tokens).compile()
+    outs = (specs, P()) if train else P()
+    step = jax.shard_map(step, mesh=mesh, in_specs=(specs, data), out_specs=outs)
+    tokens = jax.ShapeDtypeStruct((SEQUENCES, T + 1), "int32", sharding=NamedSharding(mesh, data))
+    return jax.jit(step, donate_argnums=0 if train else ()).lower(first, tokens).compile()
 
 
 # ---- Data ----------------------------------------------------------------------------------------
-
-
 def open_shard(path: Path) -> np.memmap | str:
     """The tokens of a file in llm.c's format (256 int32: magic, version, count; then uint16), or
     what is wrong with its header or size."""
@@ -608,25 +524,23 @@ def steps_in(shard: np.ndarray, T: int) -> int:
     return max(0, (len(shard) - 2) // (SEQUENCES * T))
 
 
-def inspect(shard: np.memmap, T: int, steps: int, eot: int) -> dict[str, Any]:
-    """What one pass over every byte finds: sha256, largest token, most documents in a sequence."""
-    sha, largest, documents = hashlib.sha256(np.fromfile(shard.filename, np.uint8, HEADER)), 0, 0
-    piece, used = T * max(1, 2**22 // T), SEQUENCES * T * steps
+def inspect(shard: np.memmap, T: int, eot: int) -> dict[str, Any]:
+    """What one pass over every byte of a shard finds."""
+    path, largest, documents = Path(shard.filename), 0, 0
+    sha, piece = hashlib.sha256(np.fromfile(path, np.uint8, HEADER)), T * max(1, 2**22 // T)
     for start in range(0, len(shard), piece):
         tokens = np.array(shard[start : start + piece])
         sha.update(tokens)
+        sequences = np.flatnonzero(tokens == eot) // T
         largest = max(largest, int(tokens.max()))
-        sequence = np.flatnonzero(tokens[: max(0, used - start)] == eot) // T
-        documents = max(documents, int(np.bincount(sequence, minlength=1).max()))
-    return dict(sha256=sha.hexdigest(), largest_token=largest, documents_in_sequence=documents)
+        documents = max(documents, int(np.bincount(sequences, minlength=1).max()))
+    return dict(file=path.name, bytes=path.stat().st_size, sha256=sha.hexdigest(),
+                largest_token=largest, documents_in_sequence=documents)  # fmt: skip
 
 
 def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
-    """The shards that the run reads, validation last; exits 2 at the first thing wrong with them.
-
-    Without contents it looks at names, headers and sizes, before anything compiles; with what
-    inspect found in these shards, it judges that.
-    """
+    """The shards that the run reads, validation last; exits 2 at the first thing wrong: in names,
+    headers, sizes, before anything compiles; with contents, in what inspect found in them."""
     shards = []
     for split, T, need in ("train", c.T, c.steps), ("val", c.val_T, c.val_steps):
         paths, found = sorted(Path(c.data).glob(f"*_{split}_*.bin")), 0
@@ -644,148 +558,119 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
                 break
         if found < need:
             count = -(-need * len(paths) // found) if found else -(-need * SEQUENCES * T // 10**8)
-            get = f"python data/cached_fineweb10B.py {max(1, count) if split == 'train' else 1}"
-            get = "python data/source_code.py" if "source_code" in c.data else get
-            refuse(f"{c.data}: {split} shards hold {found} of {need} steps; get more by {get}")
-    for shard, content in zip(shards, contents, strict=False):
-        if content["largest_token"] >= c.vocab:
-            refuse(f"{shard.filename} has token {content['largest_token']}; --vocab is {c.vocab}")
-        if content["documents_in_sequence"] >= 4096:
-            refuse(f"{shard.filename}: {content['documents_in_sequence']} documents start in one "
+            fetch = f"cached_fineweb10B.py {count if split == 'train' else 1}"
+            fetch = "source_code.py" if "source_code" in c.data else fetch
+            refuse(
+                f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{fetch}"
+            )
+    for found in contents:
+        if found["largest_token"] >= c.vocab:
+            refuse(f"{found['file']} has token {found['largest_token']}; --vocab is {c.vocab}")
+        if found["documents_in_sequence"] >= 4096:
+            refuse(f"{found['file']}: {found['documents_in_sequence']} documents start in one "
                    "sequence; at most 4095 can be kept apart")  # fmt: skip
-    hashes = [content["sha256"] for content in contents]
-    if len(set(hashes)) < len(hashes):
-        refuse(f"{c.data} holds the same shard twice: {[Path(s.filename).name for s in shards]}")
+        if sum(found["sha256"] == other["sha256"] for other in contents) > 1:
+            refuse(f"{c.data}: {found['file']} is there twice, under another name")
     return shards
 
 
-def stream(shards: list[np.memmap], T: int) -> Iterator[np.ndarray]:
+def stream(shards: list[np.memmap], T: int, steps: int) -> Iterator[np.ndarray]:
     """Consecutive (8, T + 1) int32 steps over the shards in order; not shuffled, not repeated."""
     batch = SEQUENCES * T
-    for shard in shards:
-        for start in range(0, batch * steps_in(shard, T), batch):
-            run = shard[start : start + batch + 1].astype(np.int32)
-            yield np.lib.stride_tricks.sliding_window_view(run, T + 1)[::T]
+    starts = ((shard, i * batch) for shard in shards for i in range(steps_in(shard, T)))
+    for _, (shard, start) in zip(range(steps), starts, strict=False):
+        tokens = shard[start : start + batch + 1].astype(np.int32)
+        yield np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 
 def on_devices(steps: Iterable[np.ndarray], mesh: Mesh, ahead: int = 2) -> Iterator[Array]:
     """Copy `ahead` steps early: device_put returns at once, so the copy hides behind a step."""
-    sharding = NamedSharding(mesh, P("fsdp"))
-    arrays = (jax.device_put(step, sharding) for step in steps)
-    queue = collections.deque(itertools.islice(arrays, ahead))
-    while queue:
-        queue.extend(itertools.islice(arrays, 1))
-        yield queue.popleft()
+    sharding, queue = NamedSharding(mesh, P("fsdp")), collections.deque()
+    for step in steps:
+        queue.append(jax.device_put(step, sharding))
+        if len(queue) > ahead:
+            yield queue.popleft()
+    yield from queue
 
 
 # ---- Log -----------------------------------------------------------------------------------------
-
-
-def ask(*command: str) -> str | None:
-    """What a command prints; None where it does not exist or fails."""
-    try:
-        here = Path(__file__).parent
-        return subprocess.check_output(command, cwd=here, text=True, stderr=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 class Log:
-    """logs/<run>.txt, written line by line: the source; a line of 100 =; facts, each `name json`;
-    validations in upstream's grammar; and `RESULT json`, in a run that came to its end."""
+    """logs/<run>.txt, written line by line: the source, a line of 100 =, facts as `name json`
+    (what it takes to run it again, no secrets), validations in upstream's grammar, RESULT json."""
 
-    def __init__(self):
+    def __init__(self, preset: str, c: Config, devices: list[jax.Device], argv: list[str]):
         name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
-        self.path = Path("logs") / f"{name}.txt"
+        self.path = Path("logs", f"{name}.txt")
         self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("x", buffering=1, encoding="utf-8", newline="\n")
         self.file.write(SOURCE + "=" * 100 + "\n")
+        steers = re.compile(r"(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|LIBTPU|TPU|CUD|NVIDIA|NCCL|TF)")
+        home, ask = str(Path.home()), subprocess.getoutput
+        packages = {module.__name__: module.__version__ for module in (jax, np, optax)}
+        self.facts(
+            versions=dict(packages, python=sys.version, backend=devices[0].client.platform_version),
+            devices=[device.device_kind for device in devices],
+            driver=ask("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"),
+            environment={k: v.replace(home, "~") for k, v in os.environ.items() if steers.match(k)},
+            git=dict(revision=ask("git rev-parse HEAD 2>/dev/null"),
+                     changes=ask("git status --short 2>/dev/null")),
+            argv=argv, seed=c.seed, config=dict(preset=preset, **dataclasses.asdict(c)),
+            parameters={name: math.prod(row.real) for name, row in table(c).items()},
+        )  # fmt: skip
 
     def line(self, text: str) -> None:
         print(text, flush=True)
         self.file.write(text + "\n")
 
     def facts(self, **facts: Any) -> None:
-        for name, value in facts.items():
-            self.file.write(f"{name} {json.dumps(value)}\n")
-
-
-def describe(log: Log, preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> None:
-    """Everything that somebody needs to run it again, and no secrets."""
-    steers = re.compile(r"(JAX|XLA|LIBTPU|TPU|CUDA|CUDNN|NVIDIA|NCCL|TF|OMP)_")
-    secret = re.compile("TOKEN|KEY|SECRET|PASS")
-    names = [name for name in sorted(os.environ) if steers.match(name) and not secret.search(name)]
-    log.facts(
-        versions=dict(python=sys.version, jax=jax.__version__, numpy=np.__version__,
-                      optax=optax.__version__, backend=devices[0].client.platform_version),
-        devices=[device.device_kind for device in devices],
-        driver=ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        environment={name: os.environ[name].replace(str(Path.home()), "~") for name in names},
-        argv=argv,
-        git=dict(revision=ask("git", "rev-parse", "HEAD"), changes=ask("git", "status", "--short")),
-        seed=c.seed,
-        config=dict(preset=preset, **dataclasses.asdict(c)),
-        parameters={name: math.prod(row.real) for name, row in table(c).items()},
-    )  # fmt: skip
+        self.file.writelines(f"{name} {json.dumps(value)}\n" for name, value in facts.items())
 
 
 class Clock:
-    """Seconds of training. stop() waits for the devices, so that queued work is on the bill."""
+    """Seconds of training, and the live line, on stderr, about the newest step that is done."""
 
-    seconds, started = 0.0, None
+    def __init__(self, c: Config):
+        self.c, self.queue = c, collections.deque()
+        self.seconds = self.started = self.shown = 0.0
+        self.every, self.form = (0.2, "{:64}\r") if sys.stderr.isatty() else (10, "{}\n")
 
     def start(self) -> None:
         self.started = time.perf_counter()
 
-    def now(self) -> float:
-        return self.seconds + (time.perf_counter() - self.started if self.started else 0.0)
-
     def stop(self, pending: Any) -> None:
-        jax.block_until_ready(pending)
-        self.seconds, self.started = self.now(), None
-
-
-class Progress:
-    """The live line, on stderr, about the newest step that is done. It never waits for a device."""
-
-    def __init__(self, c: Config, clock: Clock):
-        self.c, self.clock, self.queue, self.shown = c, clock, collections.deque(), 0.0
-        self.live = sys.stderr.isatty()
-
-    def show(self, *queued: tuple[int, Array]) -> None:
-        self.queue.extend(queued)
-        done = None
-        while self.queue and self.queue[0][1].is_ready():
-            done = self.queue.popleft()
-        if done is None or time.perf_counter() - self.shown < (0.2 if self.live else 10):
-            return
-        self.shown, (step, loss), seconds = time.perf_counter(), done, self.clock.now()
-        rate = step * SEQUENCES * self.c.T / seconds
-        left = time.strftime("%H:%M:%S", time.gmtime(seconds / step * (self.c.steps - step)))
-        text = f"step {step}/{self.c.steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  {left} left"
-        print(*(f"\r{text:78}", "") if self.live else (text, "\n"), sep="", end="", file=sys.stderr, flush=True)
-
-    def drain(self) -> None:
-        """Show the queued steps go by, but for the last few: those are Clock.stop's to wait for."""
+        """Wait for the devices, so that queued work is on the bill; show most of it go by."""
         while len(self.queue) > 2:
             time.sleep(0.01)
             self.show()
+        jax.block_until_ready(pending)
         self.queue.clear()
+        self.seconds += time.perf_counter() - self.started
+
+    def show(self, *queued: tuple[int, Array]) -> None:
+        """Add (step, loss) to what is queued, print what is done; this never waits for a device."""
+        self.queue.extend(queued)
+        done, now = None, time.perf_counter()
+        while self.queue and self.queue[0][1].is_ready():
+            done = self.queue.popleft()
+        if done is None or now < self.shown + self.every:
+            return
+        self.shown, (step, loss), seconds = now, done, self.seconds + now - self.started
+        left = time.strftime("%H:%M:%S", time.gmtime(seconds / step * (self.c.steps - step)))
+        rate = f"{step * SEQUENCES * self.c.T / seconds:,.0f} tokens/s"
+        text = f"step {step}/{self.c.steps}  loss {loss:.3f}  {rate}  {left} left"
+        print(self.form.format(text), end="", file=sys.stderr, flush=True)
 
 
 # ---- Run -----------------------------------------------------------------------------------------
-
-
 def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tuple, Callable]:
     """Compile every stage, while every byte of the data is read; then run each program once, on a
     state and tokens that are thrown away, since a first call loads it and connects the devices."""
-    stages = {("train", c.window_at(step)): c.T for step in range(c.steps)}
-    validated = filter(c.validates, range(c.steps + 1))
-    stages |= {("val", c.window_at(step)): c.val_T for step in validated}
+    stages = {("train", c.window_at(s)): c.T for s in range(c.steps)}
+    stages |= {("val", c.window_at(s)): c.val_T for s in range(c.steps + 1) if c.validates(s)}
     print(f"compiling {len(stages)} programs, reading {len(shards)} shards ...", flush=True)
     began, pool = time.perf_counter(), ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2))
-    reads = [pool.submit(inspect, s, c.T, steps_in(s, c.T), c.eot) for s in shards[:-1]]
-    reads.append(pool.submit(inspect, shards[-1], c.val_T, c.val_steps, c.eot))
+    sizes = [c.T] * (len(shards) - 1) + [c.val_T]
+    reads = [pool.submit(inspect, shard, T, c.eot) for shard, T in zip(shards, sizes, strict=True)]
     jobs = {stage: pool.submit(compile_stage, *stage, c, mesh) for stage in stages}
     try:
         contents = [read.result() for read in reads]
@@ -793,9 +678,7 @@ def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tu
         programs = {stage: job.result() for stage, job in jobs.items()}
     finally:
         pool.shutdown(cancel_futures=True)
-    for shard, content in zip(shards, contents, strict=True):
-        path = Path(shard.filename)
-        log.facts(data=dict(file=path.name, bytes=path.stat().st_size, **content))
+    log.facts(data=contents)
     state = make_state(c, mesh)
     for (kind, window), T in stages.items():
         (tokens,) = on_devices([np.zeros((SEQUENCES, T + 1), np.int32)], mesh)
@@ -806,22 +689,18 @@ def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tu
     return programs
 
 
-def validate(program: Callable, params: dict, shard: np.memmap, c: Config, mesh: Mesh) -> float:
-    """Mean loss over the first val_tokens, nats a token."""
-    steps = itertools.islice(stream([shard], c.val_T), c.val_steps)
-    return float(np.mean([float(program(params, tokens)) for tokens in on_devices(steps, mesh)]))
-
-
 def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tuple[dict, dict]:
-    """The run, from fresh weights: trained ones, and what there is to say about them."""
-    state, batches, clock = make_state(c, mesh), on_devices(stream(shards[:-1], c.T), mesh), Clock()
-    progress = Progress(c, clock)
+    """The run, from fresh weights: trained ones, and facts. MFU counts the matrix products of both
+    passes, but attention's, at the dense bf16 peak; memory is a device's, on CPUs the process's."""
+    state, clock = jax.block_until_ready(make_state(c, mesh)), Clock(c)
+    batches = on_devices(stream(shards[:-1], c.T, c.steps), mesh)
+    clock.start()
     for step in range(c.steps + 1):
         if c.validates(step):
-            progress.drain()
             clock.stop(state)
             program, ms = programs["val", c.window_at(step)], 1e3 * clock.seconds
-            val_loss = validate(program, state.params, shards[-1], c, mesh)
+            tokens = on_devices(stream(shards[-1:], c.val_T, c.val_steps), mesh)
+            val_loss = float(np.mean([float(program(state.params, batch)) for batch in tokens]))
             log.line(f"step:{step}/{c.steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms "
                      f"step_avg:{ms / max(step, 1):.2f}ms")  # fmt: skip
             if not math.isfinite(val_loss):
@@ -831,51 +710,38 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
                 break
             clock.start()
         state, loss = programs["train", c.window_at(step)](state, next(batches))
-        progress.show((step + 1, loss))
-    reason = "target reached" if val_loss <= c.target else "end of schedule"
-    return state.params, dict(reason=reason, val_loss=val_loss, target=c.target, steps=step,
-                              tokens=step * SEQUENCES * c.T, train_time_ms=ms)  # fmt: skip
-
-
-def usage(c: Config, devices: list[jax.Device], tokens: int, seconds: float) -> dict[str, Any]:
-    """Peak memory of a device, and model FLOP utilisation: the matrix products of forward and
-    backward pass, without attention's, over the devices' dense bf16 peak; None if that is unknown.
-    """
+        clock.show((step + 1, loss))
+    tokens, devices = step * SEQUENCES * c.T, list(mesh.devices.flat)
     peaks = dict(H100=989e12, H200=989e12, A100=312e12)
     peak = next((f for name, f in peaks.items() if name in devices[0].device_kind), None)
     flops = 6 * tokens * sum(math.prod(table(c)[name].real) for name in ("attn", "mlp", "head"))
-    mfu = flops / seconds / len(devices) / peak if peak and seconds else None
     memory = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in devices)
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the CPU backend counts none
-    return dict(peak_memory_bytes=memory or process, mfu=mfu)
-
-
-def save(params: dict[str, Array], c: Config, path: Path) -> None:
-    """The weights under the names of the table, without padding, and the configuration as JSON."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez(file, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
-    part.replace(path)
+    return state.params, dict(
+        reason="target reached" if val_loss <= c.target else "end of schedule", val_loss=val_loss,
+        target=c.target, steps=step, tokens=tokens, seed=c.seed, devices=len(devices),
+        train_time_ms=ms, mfu=peak and flops / clock.seconds / len(devices) / peak,
+        peak_memory_bytes=memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
     preset, c = parse_config(argv)
     devices, c = fit_devices(preset, c)
     shards = check_data(c)
-    log, mesh = Log(), Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log = Log(preset, c, devices, argv)
+    mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
     print(f"{preset} on {len(devices)} x {devices[0].device_kind}, log in {log.path}")
     try:
-        describe(log, preset, c, devices, argv)
         programs = prepare(c, mesh, shards, log)
         params, result = train(c, mesh, programs, shards, log)
-        result |= usage(c, devices, result["tokens"], result["train_time_ms"] / 1e3)
         weights = log.path.with_suffix(".npz")
         try:
-            save(params, c, weights)
+            with weights.open("wb") as file:  # numbers under the names of the table, no padding
+                np.savez(file, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
         finally:  # a full disk must not cost the result
-            log.line(f"RESULT {json.dumps(result | dict(seed=c.seed, weights=weights.name))}")
+            log.line(f"RESULT {json.dumps(result | dict(weights=weights.name))}")
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # leave the live line
         log.line("INTERRUPTED")
         sys.exit(130)
 
