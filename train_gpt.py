@@ -104,9 +104,9 @@ class Config:
 
 
 PRESETS = dict(record=Config(), tiny=Config(
-    plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, in_flight=8,
-    head_chunk=256, window=192, window_block=64, steps=800, muon_lr=0.03,
-    data="data/source_code", val_every=200, val_T=1024, val_tokens=65536, target=1.6,
+    plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, val_T=1024,
+    in_flight=8, head_chunk=256, window=192, window_block=64, steps=500, cooldown=0.7, muon_lr=0.02,
+    embed_lr=0.3, data="data/source_code", val_every=125, val_tokens=65536, target=1.6,
 ))  # fmt: skip
 
 

@@ -35,8 +35,8 @@ def config() -> train_gpt.Config:
 
 
 C = config()
-ATTENDING = [i for i, layer in enumerate(C.layers) if layer.window != "-"]
-WITH_VALUES = [i for i, layer in enumerate(C.layers) if layer.values is not None]
+ATTENDING = [i for i, (window, _, _) in enumerate(C.layers) if window != "-"]
+WITH_VALUES = [i for i, (_, table, _) in enumerate(C.layers) if table is not None]
 
 
 def ours(prefix: str) -> dict[str, np.ndarray]:
@@ -86,12 +86,11 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def loss_and_gradient(window: int):
-    def function(params, tokens):
-        w = train_gpt.gather(params, C)
-        return jax.value_and_grad(train_gpt.loss_fn)(w, tokens, C, window)
-
-    return on_one_device(function)
+def of_the_loss(transform, window: int):
+    """The loss of the first batch, or its value and gradient."""
+    loss = transform(lambda w, tokens: train_gpt.loss_fn(w, tokens, C, window))
+    function = on_one_device(lambda params, tokens: loss(train_gpt.gather(params, C), tokens))
+    return function(padded(ours("param")), GOLDEN["tokens"][:1])
 
 
 def test_every_array_of_the_fixture_is_used():
@@ -106,13 +105,12 @@ WINDOWS = [int(re.search(r"\d+$", key)[0]) for key in GOLDEN if key.startswith("
 
 @pytest.mark.parametrize("blocks", WINDOWS)
 def test_loss(blocks):
-    loss, _ = loss_and_gradient(128 * blocks)(padded(ours("param")), GOLDEN["tokens"][:1])
+    loss = of_the_loss(lambda loss: loss, 128 * blocks)
     assert float(loss) == pytest.approx(GOLDEN[f"loss_mean/window_blocks={blocks}"], abs=1e-5)
 
 
 def test_every_gradient():
-    window = 128 * GOLDEN["meta/window_blocks"].item()
-    _, grads = loss_and_gradient(window)(padded(ours("param")), GOLDEN["tokens"][:1])
+    _, grads = of_the_loss(jax.value_and_grad, 128 * GOLDEN["meta/window_blocks"].item())
     stacked = {  # as gather returns them: a list of groups for each bank
         k: np.stack(g) if isinstance(g, list) else np.asarray(g) for k, g in grads.items()
     }
@@ -124,7 +122,10 @@ def test_every_gradient():
     assert errors[worst] < 1e-3, (worst, errors[worst])
 
 
-def test_five_updates():
+def test_five_updates(monkeypatch):
+    rows = train_gpt.table(C)  # banks have groups of 8 still, but a step is one sequence
+    monkeypatch.setattr(train_gpt, "table", lambda c: rows)
+    monkeypatch.setattr(train_gpt, "SEQUENCES", 1)
     window = 128 * GOLDEN["meta/window_blocks"].item()
     function = lambda state, tokens: train_gpt.train_step(state, tokens, C, window)  # noqa: E731
     step = on_one_device(function)
@@ -133,8 +134,7 @@ def test_five_updates():
     for tokens, expected in zip(
         GOLDEN["tokens"], GOLDEN["trajectory/mean_loss_before_step"], strict=True
     ):
-        # a step is the mean over 8 sequences: 8 times the same one is that one
-        state, loss = step(state, np.repeat(tokens[None], 8, axis=0))
+        state, loss = step(state, tokens[None])
         assert float(loss) == pytest.approx(expected, rel=1e-4)
     moved = {}
     for name, ours_ in train_gpt.unpad(state.params, C).items():

@@ -1,0 +1,201 @@
+"""1, 2, 4 and 8 devices do the same: tokens, validation, gradients, losses; and how they talk."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import train_gpt
+from tests.tools import MINI, MINI32, make_mesh, make_random_state, place_on, sequences
+
+COUNTS = (1, 2, 4, 8)
+WINDOW = 24
+
+
+@functools.cache
+def stage(kind: str, devices: int, c: train_gpt.Config):
+    return train_gpt.compile_stage(kind, WINDOW, c, make_mesh(devices))
+
+
+def run(devices: int, c: train_gpt.Config, steps: int) -> tuple[list[float], dict]:
+    mesh, step = make_mesh(devices), stage("train", devices, c)
+    state, losses = make_random_state(c, mesh), []
+    for i in range(steps):
+        state, loss = step(state, place_on(mesh, sequences(c, c.T, seed=i)))
+        losses.append(float(loss))
+    return losses, {name: np.asarray(p) for name, p in state.params.items()}
+
+
+@pytest.mark.parametrize("devices", COUNTS)
+def test_the_stream_of_tokens_is_the_same(devices):
+    """Also across the end of a shard; every step is on the devices in the order of its rows."""
+    shards = [np.arange(n, dtype=np.uint16) for n in (1100, 20, 2000, 513, 514)]
+    mesh, digest, steps = make_mesh(devices), hashlib.sha256(), []
+    for batch in train_gpt.on_devices(train_gpt.stream(shards, 32, 1000), mesh):
+        assert batch.shape == (8, 33) and batch.dtype == jnp.int32
+        parts = sorted(batch.addressable_shards, key=lambda part: part.index[0].start or 0)
+        rows = np.concatenate([np.asarray(part.data) for part in parts])
+        digest.update(rows.tobytes())
+        steps.append(rows)
+    expected = []
+    for shard in shards:  # upstream: the tail is dropped when position + batch + 1 >= length
+        position = 0
+        while position + 256 + 1 < len(shard):
+            expected.append([shard[position + r * 32 :][:33] for r in range(8)])
+            position += 256
+    assert digest.hexdigest() == hashlib.sha256(np.int32(expected).tobytes()).hexdigest()
+    assert len(steps) == 4 + 0 + 7 + 1 + 2
+
+
+def test_the_stream_is_two_steps_ahead_and_ends():
+    taken = []
+    source = (taken.append(i) or np.full((8, 3), i, np.int32) for i in range(5))
+    batches = train_gpt.on_devices(source, make_mesh(2))
+    got = []
+    for batch in batches:
+        got.append(int(batch[0, 0]))
+        assert len(taken) == min(5, got[-1] + 3)
+    assert got == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("c, tolerance", [(MINI32, 1e-6), (MINI, 1e-3)], ids=["float32", "bf16"])
+def test_validation_is_the_same(c, tolerance):
+    params = run(1, c, 1)[1]
+    losses = []
+    for devices in COUNTS:
+        mesh = make_mesh(devices)
+        put = lambda p, x, mesh=mesh: jax.device_put(p, jax.sharding.NamedSharding(mesh, x.spec))  # noqa: E731
+        placed = {k: put(params[k], row) for k, row in train_gpt.table(c).items()}
+        losses.append(
+            float(stage("val", devices, c)(placed, place_on(mesh, sequences(c, c.val_T))))
+        )
+    assert losses == pytest.approx([losses[0]] * 4, rel=tolerance)
+
+
+def gradients(devices: int, c: train_gpt.Config) -> dict[str, np.ndarray]:
+    """What reaches the optimizer of every device, put together: caught in place of the update."""
+    mesh, caught = make_mesh(devices), train_gpt.optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        rule = caught(c)
+        spy = rule._replace(update=lambda g, state, params: (g, state))
+        patch.setattr(train_gpt, "optimizer", lambda c: spy)
+        patch.setattr(train_gpt.optax, "apply_updates", lambda params, g: g)
+        step = train_gpt.compile_stage("train", WINDOW, c, mesh)
+    c_seeded = make_random_state(c, mesh)
+    state, _ = step(c_seeded, place_on(mesh, sequences(c, c.T)))
+    return train_gpt.unpad(state.params, c)
+
+
+def test_gradients_are_the_same_to_the_factor():
+    """Adam and Muon hide a lost factor of 8, so compare what they are given: the mean over the 8
+    sequences, also by hand from one sequence at a time, with no sharding and no accumulation."""
+    c = dataclasses.replace(MINI32, in_flight=2)
+    w = train_gpt.gather
+    params = {k: np.asarray(p) for k, p in make_random_state(c, make_mesh(1)).params.items()}
+    by_hand = {k: 0.0 for k in params}
+    tokens = sequences(c, c.T)
+
+    def loss(params, row):
+        with pytest.MonkeyPatch.context() as patch:  # gather, where there is but one device
+            patch.setattr(train_gpt.lax, "all_gather", lambda x, *_, **__: x)
+            patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
+            return train_gpt.loss_fn(w(params, c), row, c, WINDOW)
+
+    one = jax.jit(jax.grad(loss))
+    for row in tokens:
+        grads = one(params, row[None])
+        by_hand = {k: by_hand[k] + np.asarray(g, np.float64) / 8 for k, g in grads.items()}
+    by_hand = train_gpt.unpad(by_hand, c)
+    for devices in COUNTS:
+        for name, g in gradients(devices, c).items():
+            error = np.linalg.norm(g - by_hand[name]) / np.linalg.norm(by_hand[name])
+            assert error < 1e-5, (devices, name, error)
+
+
+def test_losses_are_the_same_in_float32():
+    losses = [run(devices, MINI32, 20)[0] for devices in COUNTS]
+    assert losses[0][-1] < losses[0][0] - 0.3
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], atol=5e-4)
+
+
+def test_losses_are_the_same_in_bf16_at_equal_sequences_in_flight():
+    c = dataclasses.replace(MINI, in_flight=1)
+    losses = [run(devices, c, 10)[0] for devices in COUNTS]
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], atol=2e-3)
+
+
+def test_initial_weights_are_the_same():
+    first, *others = (train_gpt.make_state(MINI, make_mesh(n)).params for n in COUNTS)
+    for name in first:
+        for other in others:
+            np.testing.assert_array_equal(np.asarray(first[name]), np.asarray(other[name]))
+
+
+# ---- The compiled program ------------------------------------------------------------------------
+
+SHAPE = re.compile(r"(?:bf16|f32)\[([\d,]*)\]")
+
+
+def collectives(text: str, kind: str) -> list[int]:
+    """Elements of every array that the collectives of a kind return, tuples taken apart."""
+    sizes = []
+    for line in re.findall(rf"= (.*?) {kind}(?:-start)?\(", text):
+        for dims in SHAPE.findall(line):
+            sizes.append(int(np.prod([int(n) for n in dims.split(",") if n], initial=1)))
+    return sizes
+
+
+def weight_sized(c: train_gpt.Config) -> int:
+    """Elements of the smallest share of a weight that one of 8 devices owns in a group."""
+    matrices = [row.shape for row in train_gpt.table(c).values() if len(row.shape) > 1]
+    return min(s[-1] * s[-2] // (1 if len(s) == 4 else 8) for s in matrices if s[-1] * s[-2] > 64)
+
+
+def test_eight_devices_reduce_scatter_and_all_reduce_no_weight():
+    text = stage("train", 8, MINI).as_text()
+    groups = sum(row.shape[0] if row.spec == P(None, "fsdp") else 1
+                 for row in train_gpt.table(MINI).values() if row.spec != P())  # fmt: skip
+    stored = sum(
+        int(np.prod(row.shape)) for row in train_gpt.table(MINI).values() if row.spec != P()
+    )
+    assert sum(collectives(text, "all-gather")) == stored
+    assert len(collectives(text, "all-gather")) == groups
+    assert sum(collectives(text, "reduce-scatter")) == stored // 8
+    assert max(collectives(text, "all-reduce"), default=0) < weight_sized(MINI)
+    assert collectives(text, "all-reduce")  # of the scalars and the loss: the search does find them
+
+
+def test_a_planted_all_reduce_is_caught(monkeypatch):
+    """A gradient that every device receives whole, in place of a share, must not pass the above."""
+
+    def all_reduced(x, axis, tiled):
+        @jax.custom_vjp
+        def whole(x):
+            return lax.all_gather(x, axis, tiled=tiled)
+
+        def back(_, g):
+            share = g.shape[0] // 8
+            return (
+                lax.dynamic_slice_in_dim(lax.psum(g, axis), lax.axis_index(axis) * share, share),
+            )
+
+        whole.defvjp(lambda x: (whole(x), None), back)
+        return whole(x)
+
+    real = lax.all_gather
+    planted = type("lax", (), dict(vars(lax)))
+    planted.all_gather = staticmethod(lambda x, axis, tiled: all_reduced(x, axis, tiled))
+    monkeypatch.setattr(train_gpt, "lax", planted)
+    assert lax.all_gather is real
+    text = train_gpt.compile_stage("train", WINDOW, MINI, make_mesh(8)).as_text()
+    assert max(collectives(text, "all-reduce")) >= weight_sized(MINI)
+    assert not collectives(text, "reduce-scatter")

@@ -1,0 +1,194 @@
+"""Which token may see which: causality, documents, windows; float32 where no test says else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.tools import MINI, MINI32, sequences, whole_weights
+
+
+@pytest.fixture
+def activations(monkeypatch):
+    """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens."""
+    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, c, T: x)
+    weights = whole_weights(MINI32)
+    function = jax.jit(lambda tokens: train_gpt.loss_fn(weights, tokens, MINI32, window=48))
+    return lambda tokens: np.asarray(function(tokens)).reshape(8, -1, MINI32.D)
+
+
+def changed(before, after):
+    return np.abs(after - before).max(axis=-1) > 1e-5
+
+
+def test_no_token_sees_a_later_one(activations):
+    tokens = sequences(MINI32, MINI32.T, documents=1)
+    before = activations(tokens)
+    for t in (1, 17, 40, 63):
+        other = tokens.copy()
+        other[:, t] = (other[:, t] + 1) % (MINI32.vocab - 1)
+        other[tokens[:, t] == MINI32.eot, t] = MINI32.eot
+        moved = changed(before, activations(other))
+        assert not moved[:, :t].any()
+        assert moved[:, t][tokens[:, t] != MINI32.eot].all()
+
+
+def test_no_token_sees_another_document(activations):
+    tokens = sequences(MINI32, MINI32.T, documents=1)
+    starts = [0, 9, 10, 32, 50]
+    tokens[:, :-1][tokens[:, :-1] == MINI32.eot] = 0
+    tokens[:, starts] = MINI32.eot
+    before = activations(tokens)
+    document = np.cumsum(tokens[0, :-1] == MINI32.eot)
+    for t in (3, 20, 33, 51):
+        other = tokens.copy()
+        other[:, t] = (other[:, t] + 1) % (MINI32.vocab - 1)
+        moved = changed(before, activations(other))
+        assert not moved[:, document != document[t]].any()
+        assert moved[:, t].all()
+        if (document == document[t])[t + 1]:
+            assert moved[:, t + 1].any()  # its own document does see it
+
+
+def test_every_layer_counts(activations):
+    tokens, weights = sequences(MINI32, MINI32.T), whole_weights(MINI32)
+    loss = jax.jit(lambda w: train_gpt.loss_fn(w, tokens, MINI32, window=48))
+    before = np.asarray(loss(weights))
+    layers = len(MINI32.layers)
+    attending = layers - MINI32.plan.count("-")
+    for bank, count, each in (("attn", attending, 4), ("mlp", layers, 2)):
+        for i in range(count):
+            other = [np.array(group) for group in weights[bank]]
+            other[i * each // 8][i * each % 8 : i * each % 8 + each] = 0
+            assert np.abs(np.asarray(loss(weights | {bank: other})) - before).max() > 1e-4
+
+
+STAGES = sorted({MINI32.window_at(step) for step in range(MINI32.steps + 1)})
+
+
+@pytest.mark.parametrize(
+    "window", sorted({w for w in STAGES} | {max(8, w // 8 // 2 * 8) for w in STAGES})
+)
+def test_window_of_a_layer_by_its_jacobian(window):
+    """Query q depends on key k exactly where q - window < k <= q, for every window in use."""
+    c, T = MINI32, 64
+    w = next(train_gpt.matrices(whole_weights(c)["attn"], 4, "float32"))
+    at = train_gpt.place(jnp.zeros((1, T), bool), c.D // c.H, "float32")
+    x = jax.random.normal(jax.random.key(1), (1, T, c.D))
+    sums = lambda x: train_gpt.attention(x, w, (1.0,), window, at, c)[0].sum(axis=-1)  # noqa: E731
+    reaches = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
+    q, k = np.indices((T, T))
+    np.testing.assert_array_equal(reaches, (k <= q) & (k > q - window))
+
+
+def windows_used(c: train_gpt.Config, window: int, monkeypatch) -> list[int]:
+    used = []
+    attend = train_gpt.attention
+
+    def spy(x, w, v_terms, window, at, c):
+        used.append(window)
+        return attend(x, w, v_terms, window, at, c)
+
+    monkeypatch.setattr(train_gpt, "attention", spy)
+    jax.eval_shape(
+        lambda w: train_gpt.loss_fn(w, jnp.zeros((1, c.T + 1), jnp.int32), c, window),
+        jax.eval_shape(lambda: whole_weights(c)),
+    )
+    return used
+
+
+@pytest.mark.parametrize("step", range(0, 1771, 118))
+def test_windows_of_the_record_at_each_stage(step, monkeypatch):
+    """ladder: long max(1, ceil(13.5 s / 1770)) blocks of 128 in layers 0, 4, 11; short half of it,
+    no attention in layer 7; validation at the window of its step."""
+    record = dataclasses.replace(train_gpt.Config(), attention="xla")
+    blocks = max(1, int(np.ceil(13.5 * step / 1770)))
+    long, short = 128 * blocks, 128 * max(1, blocks // 2)
+    assert record.window_at(step) == long
+    small = dataclasses.replace(record, D=96, F=8, T=128, head_chunk=128, vocab=127, eot=126)
+    expected = [long if layer in (0, 4, 11) else short for layer in range(12) if layer != 7]
+    assert windows_used(small, record.window_at(step), monkeypatch) == expected
+
+
+def test_the_record_grows_through_14_windows():
+    c = train_gpt.Config()
+    windows = [c.window_at(step) for step in range(c.steps + 1)]
+    assert sorted(set(windows)) == [128 * k for k in range(1, 15)] and windows == sorted(windows)
+
+
+def test_tiny_has_every_technique_of_the_record():
+    c = train_gpt.PRESETS["tiny"]
+    windows = {c.window_at(step) for step in range(c.steps)}
+    assert len(windows) >= 2 and min(windows) < c.T
+    reach, tables, skips = zip(*c.layers, strict=True)
+    assert {"L", "S", "-"} <= set(reach) and set(tables) > {None} and set(skips) > {None}
+    assert max(windows) < c.T and "float8" in c.head_forward and "float8" in c.head_backward
+
+
+# ---- The document code against an explicit mask --------------------------------------------------
+
+
+def layouts(T: int, window: int) -> dict[str, list[int]]:
+    return {
+        "one document": [0],
+        "starts in the middle of one": [5],
+        "many": list(range(0, T, 3)),
+        "every token one": list(range(T)),
+        "boundary at the window's edge": [0, window, 2 * window],
+        "one past the window's edge": [0, window + 1],
+    }
+
+
+def by_code(q, k, v, first, window):
+    cos, sin, code_q, code_k = train_gpt.place(first, q.shape[-1], q.dtype)
+    q, k = train_gpt.rotate(q, cos, sin, code_q), train_gpt.rotate(k, cos, sin, code_k)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=0.12, is_causal=True, local_window_size=(window - 1, 0)
+    )
+
+
+def by_mask(q, k, v, first, window):
+    cos, sin, code_q, _ = train_gpt.place(first, q.shape[-1], q.dtype)
+    q, k = (train_gpt.rotate(x, cos, sin, jnp.zeros_like(code_q)) for x in (q, k))
+    document, (i, j) = np.cumsum(first, axis=1), np.indices((q.shape[1],) * 2)
+    mask = (j <= i) & (i - j < window) & (document[:, :, None] == document[:, None, :])
+    return jax.nn.dot_product_attention(q, k, v, scale=0.12, mask=mask[:, None])
+
+
+def forward_and_backward(attend, q, k, v, first, window, cotangent):
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, first, window), q, k, v)
+    return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
+
+
+@pytest.mark.parametrize("layout", layouts(64, 16))
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
+def test_document_code_is_an_exact_mask(layout, dtype, tolerance):
+    T, window = 64, 16
+    first = np.zeros((1, T), bool)
+    first[:, layouts(T, window)[layout]] = True
+    q, k, v, cotangent = jax.random.normal(jax.random.key(2), (4, 1, T, 2, 32)).astype(dtype)
+    code = forward_and_backward(by_code, q, k, v, first, window, cotangent)
+    mask = forward_and_backward(by_mask, q, k, v, first, window, cotangent)
+    for got, expected in zip(code, mask, strict=True):
+        norm = max(np.linalg.norm(expected), 1e-3)  # dq, dk of one-token documents are zero
+        assert np.linalg.norm(got - expected) / norm < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4095_documents_are_still_apart(dtype):
+    """In a document of one token each token can only see itself: attention returns v."""
+    T = 4095
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, T, 1, 16)).astype(dtype)
+    out = jax.jit(lambda q, k, v: by_code(q, k, v, jnp.ones((1, T), bool), T))(q, k, v)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(v, np.float32))
+
+
+def test_model_starts_at_the_loss_of_a_uniform_guess():
+    """A zero head gives every one of the V columns, padding included, the same probability."""
+    c = dataclasses.replace(MINI, vocab=200, eot=199)
+    weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
+    loss = train_gpt.loss_fn(weights, sequences(c, c.T), c, window=16)
+    assert float(loss) / 8 == pytest.approx(np.log(256), abs=1e-6)
