@@ -352,14 +352,14 @@ def matmul(a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision:
 
 
 def softcap(z: Array) -> Array:
-    """[softcap] Logits between 0 and 30: Gemma 2, arXiv:2408.00118; this form, record 18."""
+    """[softcap] Logits between 0 and 30: Gemma 2, arXiv:2408.00118; records 18 and 19."""
     return 30 * jax.nn.sigmoid(z.astype(jnp.float32) / 7.5)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def head_loss(x_ND: Array, w_VD: Array, targets_N: Array, c: Config, T: int) -> Array:
     """[fp8-head] Softcapped cross-entropy over all V columns, summed over N tokens, divided by T;
-    arXiv:2209.05433, record 20. In chunks of tokens, so that [N, V] logits never exist, with both
+    arXiv:2209.05433, record 19. In chunks of tokens, so that [N, V] logits never exist, with both
     gradients computed while logits are at hand; the compiler drops them where nobody asks."""
     return head_loss_forward(x_ND, w_VD, targets_N, c, T)[0]
 

@@ -1,0 +1,399 @@
+"""What cannot work is refused: exit code 2, one line on stderr, nothing compiled, no log."""
+
+import ast
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train_gpt
+
+TRAIN = Path(train_gpt.__file__).resolve()
+MINI = "tiny --D 32 --H 2 --F 64 --T 32 --head_chunk 32 --steps 6 --val_T 64 --val_tokens 1024"
+FIELDS = {field.name: field.type for field in dataclasses.fields(train_gpt.Config)}
+NUMBERS = {name: kind for name, kind in FIELDS.items() if kind is not str}
+
+
+class Passed(Exception):
+    """Raised where a run goes on after its guards."""
+
+
+def write_shard(path: Path, tokens, magic: int = 20240520, version: int = 1, count=None) -> Path:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+def text(n: int, first: int = 0) -> np.ndarray:
+    tokens = np.arange(first, first + n) % 97
+    tokens[::50] = 256
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """An empty folder, one device, and nothing to compile."""
+    one = jax.devices()[:1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    monkeypatch.setattr(train_gpt, "compile_stage", lambda *_: pytest.fail("something compiled"))
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Two train shards of 4 steps each, and a val shard of 2."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    write_shard(folder / "x_train_000001.bin", text(1100))
+    write_shard(folder / "x_train_000002.bin", text(1100, 1))
+    write_shard(folder / "x_val_000000.bin", text(1100, 2))
+    return folder
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Runs, and returns the one line by which the run was refused."""
+
+    def run(*argv: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            train_gpt.main(list(argv))
+        said = capsys.readouterr()
+        assert stopped.value.code == 2
+        assert re.fullmatch(r"train_gpt\.py: .+\n", said.err)
+        assert said.out == "" and not Path("logs").exists()
+        return said.err
+
+    return run
+
+
+def test_refuse_is_three_lines_and_only_three_functions_call_it():
+    tree = ast.parse(train_gpt.SOURCE)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    (refuse,) = [function for function in functions if function.name == "refuse"]
+    assert refuse.end_lineno - refuse.lineno + 1 == 3
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "refuse"]
+    callers = set()
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "refuse":
+                callers.add(function.name)
+                named.remove(node.func)
+    assert callers == {"parse_config", "fit_devices", "check_data"}
+    (assigned,) = [node for node in ast.walk(tree) if getattr(node, "value", None) in named]
+    assert ast.unparse(assigned) == "cli.error = refuse" and len(named) == 1
+
+
+# ---- Flags ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["tiny", "--bogus", "1"], "--bogus"),
+        (
+            ["tiny", "--step", "3"],
+            "--step ",
+        ),  # no abbreviations: a typo must not become another flag
+        (["huge"], "'huge'.*record.*tiny"),
+        (["tiny", "more"], "more"),
+        (["tiny", "--steps", "many"], "--steps.*'many'"),
+        (["tiny", "--steps", "1.5"], "--steps.*'1.5'"),
+        (["tiny", "--steps"], "--steps"),
+    ],
+)
+def test_unknown_flags_presets_and_values_are_refused(refusal, argv, says):
+    assert re.search(says, refusal(*argv))
+
+
+FAULTS = [
+    ("--plan", "L X", "'X' is no layer; write one word a layer"),
+    ("--plan", "L<1v0 L", "'L<1v0' is no layer"),
+    ("--plan", "L -v0", "'-v0' is no layer"),  # a value table where nothing attends
+    ("--plan", "", "'' is no layer"),
+    ("--plan", "L<0 L", "layer 0 adds the output of layer 0, which is not before it"),
+    ("--plan", "L S<2 L", "layer 1 adds the output of layer 2, which is not before it"),
+    ("--plan", "Lv1", "the value tables are [1]; number them from 0"),
+    ("--plan", "Lv0 Sv2", "the value tables are [0, 2]; number them from 0"),
+    ("--x_scale", "3", "--x_scale 3.0 must be a power of two"),
+    ("--w_scale", "0.3", "--w_scale 0.3 must be a power of two"),
+    ("--g_scale", "inf", "--g_scale inf must be a power of two"),
+    ("--compute", "float16", "--compute float16 must be one of float32, bfloat16"),
+    ("--compute", "float8_e5m2", "--compute float8_e5m2 must be one of float32, bfloat16"),
+    ("--head_forward", "int8", "--head_forward int8 must be one of float32, bfloat16, float8_e4m3"),
+    ("--head_backward", "", "--head_backward  must be one of float32, bfloat16, float8_e4m3"),
+    ("--attention", "flash", "--attention flash must be one of cudnn, xla"),
+    ("--in_flight", "3", "--in_flight 3 must be one of 1, 2, 4, 8"),
+    ("--head_chunk", "24", "--head_chunk 24 must divide --T 32"),
+    ("--val_T", "48", "--head_chunk 32 must divide --val_T 48"),
+    ("--D", "33", "--D 33 must be --H 2 heads of 16, 24, 32 ... channels"),
+    ("--D", "40", "--D 40 must be --H 2 heads"),
+    ("--D", "16", "--D 16 must be --H 2 heads"),
+    ("--vocab", "65537", "--vocab 65537 must fit 16 bits"),
+    ("--eot", "257", "--vocab 257 must fit 16 bits and hold --eot 257"),
+    ("--eot", "-1", "--vocab 257 must fit 16 bits and hold --eot -1"),
+    ("--val_tokens", "1000", "--val_tokens 1000 must be a multiple of 8 sequences of --val_T 64"),
+    ("--cooldown", "1.5", "--cooldown must be at most 1"),
+    ("--target", "-1", "--target at least 0"),
+    ("--target", "nan", "--target at least 0"),
+    ("--seed", "-2", "--seed -1 or below 2**32"),
+    ("--seed", str(2**32), "--seed -1 or below 2**32"),
+]
+
+
+@pytest.mark.parametrize("flag, value, says", FAULTS)
+def test_faults_of_a_configuration_are_refused(refusal, data, flag, value, says):
+    assert says in refusal(*MINI.split(), "--data", str(data), flag, value)
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS.keys() - {"seed", "target", "eot"}))
+def test_numbers_must_be_positive(refusal, data, name):
+    for value in ["0", "-1"] + ["nan"] * (NUMBERS[name] is float):
+        message = refusal(*MINI.split(), "--data", str(data), f"--{name}", value)
+        assert re.search(rf"--{name} {float(value):g}(\.0)? must be positive", message)
+
+
+@pytest.mark.parametrize("in_flight", ["1", "2", "4", "8"])
+def test_sequences_of_any_length_share_a_device(data, monkeypatch, in_flight):
+    """Also of three to one: what passes the guards must compile."""
+    monkeypatch.setattr(train_gpt, "gather", lambda params, c: {})
+    monkeypatch.setattr(train_gpt, "loss_fn", lambda w, tokens, c, window: 1.0 * tokens.sum())
+    monkeypatch.setattr(train_gpt.lax, "psum", lambda x, axis: x)
+    flags = f"{MINI} --T 96 --val_T 32 --in_flight {in_flight}".split()
+    _, c = train_gpt.parse_config(flags)
+    assert train_gpt.val_step({}, np.ones((8, 33), np.int32), c, window=8) == 33
+
+
+# ---- Devices -------------------------------------------------------------------------------------
+def test_record_without_an_accelerator_says_what_to_install_and_names_tiny(refusal):
+    message = refusal()
+    assert "only a CPU" in message
+    assert "./run.sh tiny" in message and "pip install 'jax[cuda13]'" in message
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_devices_must_divide_the_sequences(refusal, data, monkeypatch, count):
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"do not divide among {count} devices; show JAX 1, 2, 4 or 8" in message
+
+
+def test_no_device_is_refused_in_the_words_of_jax(refusal, data, monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert "JAX finds no device: Unable to initialize backend 'cuda'" in message
+
+
+@pytest.mark.parametrize(
+    "variables, argv, says",
+    [
+        ({}, ["record"], "sees only a CPU"),
+        ({"JAX_ENABLE_X64": "1"}, ["tiny"], "JAX_ENABLE_X64 is set"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, ["tiny"], "3 devices"),
+    ],
+)
+def test_a_refused_process_exits_with_2_and_one_line(tmp_path, variables, argv, says):
+    env = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
+    command = [sys.executable, TRAIN, *argv]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"train_gpt\.py: .*{says}.*\n", done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+def test_good_data_passes(data, monkeypatch):
+    """So that what the other tests break is what is refused."""
+
+    def prepare(*_):
+        raise Passed
+
+    monkeypatch.setattr(train_gpt, "prepare", prepare)
+    with pytest.raises(Passed):
+        train_gpt.main([*MINI.split(), "--data", str(data)])
+
+
+@pytest.mark.parametrize(
+    "gone, says",
+    [
+        ("*", "train shards hold 0 of 6 steps; run python data/cached_fineweb10B.py 1"),
+        ("*_train_*", "train shards hold 0 of 6 steps; run python data/cached_fineweb10B.py 1"),
+        ("*_val_*", "val shards hold 0 of 2 steps; run python data/cached_fineweb10B.py 1"),
+    ],
+)
+def test_missing_shards_are_named_with_the_command_that_gets_them(refusal, data, gone, says):
+    for path in data.glob(gone):
+        path.unlink()
+    assert f"{data}: {says}" in refusal(*MINI.split(), "--data", str(data))
+
+
+def test_a_missing_folder_is_refused_and_source_code_has_its_own_command(refusal):
+    message = refusal(*MINI.split(), "--data", "data/source_code")
+    assert "hold 0 of 6 steps; run python data/source_code.py\n" in message
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ("x_train_000002.bin", "x_train_000003.bin", "x_train_000002.bin is missing, x_train_0000"),
+        ("x_train_000002.bin", "y_train_000002.bin", "x_train_000002.bin is missing, y_train_0000"),
+        ("x_train_000002.bin", "x_train_000002 (1).bin", "x_train_000002.bin is missing"),
+        ("x_train_000001.bin", "x_train_000001_old.bin", "a shard is missing, x_train_000001_old"),
+        ("x_val_000000.bin", "x_val_last.bin", "a shard is missing, x_val_last.bin stands in its"),
+    ],
+)
+def test_gaps_and_foreign_names_are_refused(refusal, data, old, new, says):
+    (data / old).rename(data / new)
+    assert f"{data}: {says}" in refusal(*MINI.split(), "--data", str(data))
+
+
+def size(n: int):
+    return lambda path: os.truncate(path, n)
+
+
+def header(**fields):
+    return lambda path: write_shard(path, text(1100), **fields)
+
+
+BROKEN = dict(
+    short=(size(3000), "has 3000 bytes where its header promises 3224"),
+    long=(size(4000), "has 4000 bytes where its header promises 3224"),
+    odd_byte=(size(3225), "has 3225 bytes where its header promises 3224"),
+    header_only=(size(1024), "has 1024 bytes where its header promises 3224"),
+    cut_header=(size(1023), "is no token shard"),
+    empty=(size(0), "is no token shard"),
+    magic=(header(magic=20240801), "is no token shard"),
+    version=(header(version=2), "is no token shard"),
+    no_tokens=(header(count=0), "is no token shard"),
+    negative_count=(header(count=-1100), "is no token shard"),
+    huge_count=(header(count=2**31 - 1), "has 3224 bytes where its header promises 4294968318"),
+)
+
+
+@pytest.mark.parametrize("name", ["x_train_000001", "x_train_000002", "x_val_000000"])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_shards_are_refused(refusal, data, name, fault):
+    change, says = BROKEN[fault]
+    change(data / f"{name}.bin")
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"{data / name}.bin {says}" in message and "delete it and get it again" in message
+
+
+def test_too_few_tokens_are_refused(refusal, data):
+    message = refusal(*MINI.split(), "--data", str(data), "--steps", "9")
+    assert "train shards hold 8 of 9 steps; run python data/cached_fineweb10B.py 3\n" in message
+
+
+def test_a_short_val_shard_is_refused(refusal, data):
+    message = refusal(*MINI.split(), "--data", str(data), "--val_tokens", "1536")
+    assert "val shards hold 2 of 3 steps; run python data/cached_fineweb10B.py 1\n" in message
+
+
+def test_the_record_needs_seven_shards():
+    shard, c = np.broadcast_to(np.uint16(0), 100_000_000), train_gpt.PRESETS["record"]
+    assert train_gpt.steps_in(shard, c.T) == 254
+    assert 6 * 254 < c.steps == 1770 <= 7 * 254
+
+
+@pytest.mark.parametrize("there", [0, 1, 3, 6])
+def test_the_message_says_that_seven_are_needed(refusal, tmp_path, there):
+    data = tmp_path / "fineweb"
+    data.mkdir()
+    for i in range(there):
+        path = write_shard(data / f"fineweb_train_{i + 1:06}.bin", [], count=100_000_000)
+        os.truncate(path, 1024 + 200_000_000)  # a hole: takes no room on the disk
+    flags = ["--T", "49152", "--head_chunk", "64", "--steps", "1770", "--data", str(data)]
+    message = refusal(*MINI.split(), *flags)
+    assert f"{there * 254} of 1770 steps; run python data/cached_fineweb10B.py 7\n" in message
+
+
+# ---- The pass over the bytes, while stages compile -----------------------------------------------
+@pytest.fixture
+def outcome(data, monkeypatch, capsys):
+    """Runs to the end of the pass over the data: what it was refused by, or None."""
+
+    def make_state(*_):
+        raise Passed
+
+    def run(*argv: str) -> str | None:
+        shutil.rmtree("logs", ignore_errors=True)
+        with pytest.raises((SystemExit, Passed)) as stopped:
+            train_gpt.main([*MINI.split(), "--data", str(data), *argv])
+        (log,) = Path("logs").iterdir()
+        said = capsys.readouterr()
+        assert "step:" not in said.out and not re.search("^(step:|RESULT)", log.read_text(), re.M)
+        if stopped.type is Passed:
+            return None
+        assert stopped.value.code == 2 and re.fullmatch(r"train_gpt\.py: .+\n", said.err)
+        return said.err
+
+    monkeypatch.setattr(train_gpt, "compile_stage", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "make_state", make_state)
+    return run
+
+
+@pytest.mark.parametrize("name", ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"])
+@pytest.mark.parametrize("at", [0, 500, -1])  # the last: in the tail, which is not trained on
+def test_tokens_beyond_the_vocabulary_are_refused(data, outcome, name, at):
+    tokens = text(1100, first=3)
+    tokens[at] = 256
+    write_shard(data / name, tokens)
+    assert outcome() is None
+    tokens[at] = 257
+    write_shard(data / name, tokens)
+    assert f"{name} has token 257; --vocab is 257" in outcome()
+
+
+@pytest.mark.parametrize("split", ["train_000001", "val_000000"])
+def test_documents_that_a_code_cannot_tell_apart_are_refused(data, outcome, split):
+    T = 8192
+    flags = f"--T {T} --head_chunk {T} --val_T {T} --val_tokens {8 * T} --steps 1".split()
+    for i, name in enumerate(("train_000001", "val_000000")):
+        write_shard(data / f"x_{name}.bin", text(8 * T + 2, first=i))
+    tokens = text(8 * T + 2, first=2)
+    tokens[T : 3 * T] = 7
+    tokens[T + 2 : 2 * T : 2] = 256  # 4,095 documents start in the second sequence
+    tokens[2 * T : 3 * T - 2 : 2] = 256  # and in the third
+    write_shard(data / f"x_{split}.bin", tokens)
+    assert outcome(*flags) is None
+    tokens[3 * T - 1] = 256
+    write_shard(data / f"x_{split}.bin", tokens)
+    assert f"x_{split}.bin: 4096 documents start in one sequence" in outcome(*flags)
+
+
+@pytest.mark.parametrize("copy", ["x_train_000002.bin", "x_val_000000.bin"])
+def test_the_same_bytes_twice_are_refused(data, outcome, copy):
+    shutil.copy(data / "x_train_000001.bin", data / copy)
+    assert "is there twice, under another name" in outcome()
+
+
+def test_a_shard_is_inspected_to_its_end(tmp_path):
+    """It is read in pieces, of which this one has three."""
+    T = 24_576
+    tokens = np.random.default_rng(0).integers(0, 257, 2 * (2**22 // T * T) + 999)
+    tokens[-1], tokens[-2_000_000:-1_500_000:3] = 400, 256
+    path = write_shard(tmp_path / "x_train_000001.bin", tokens)
+    starts = np.bincount(np.flatnonzero(tokens == 256) // T)
+    assert starts.argmax() > 2**22 // T
+    assert train_gpt.inspect(train_gpt.open_shard(path), T, 256) == dict(
+        file=path.name, bytes=path.stat().st_size, largest_token=400,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(), documents_in_sequence=starts.max(),
+    )  # fmt: skip
+
+
+def test_a_good_log_names_what_was_read(data, outcome, monkeypatch):
+    """The facts about the data are in the log before anything trains."""
+    assert outcome() is None
+    (log,) = Path("logs").iterdir()
+    (line,) = re.findall("^data (.*)$", log.read_text(), re.M)
+    assert [shard["file"] for shard in json.loads(line)] == sorted(p.name for p in data.iterdir())

@@ -1,0 +1,140 @@
+"""What the one file promises about itself: its size, its inertness, what it leans on."""
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+
+TRAIN = Path(train_gpt.__file__).resolve()
+LINES = train_gpt.SOURCE.splitlines()
+TREE = ast.parse(train_gpt.SOURCE)
+NODES = list(ast.walk(TREE))
+FIELDS = dataclasses.fields(train_gpt.Config)
+
+
+def test_the_file_is_short():
+    assert len(LINES) <= 750
+    assert max(map(len, LINES)) <= 100
+
+
+def test_every_function_is_short():
+    functions = [node for node in NODES if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    assert len(functions) > 50
+    assert {f.lineno: n for f in functions if (n := f.end_lineno - f.lineno + 1) > 45} == {}
+
+
+# ---- Config --------------------------------------------------------------------------------------
+def test_no_field_is_a_switch():
+    """A technique is in the file or it is not: there are no dead branches to keep alive."""
+    for field in FIELDS:
+        assert field.type in (int, float, str), field.name
+        assert type(field.default) is field.type, field.name
+
+
+@pytest.mark.parametrize("name", [field.name for field in FIELDS])
+def test_every_field_is_read_somewhere_and_has_a_comment(name):
+    (line,) = [line for line in LINES if line.startswith(f"    {name}: ")]
+    assert re.search(r"  # .{10}", line)
+    reads = [node for node in NODES if isinstance(node, ast.Attribute) and node.attr == name]
+    assert [node for node in reads if getattr(node.value, "id", None) in ("c", "self")]
+
+
+# ---- Importing -----------------------------------------------------------------------------------
+def imported() -> set[str]:
+    names = [a.name for node in NODES if isinstance(node, ast.Import) for a in node.names]
+    names += [node.module for node in NODES if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
+
+
+def test_only_jax_optax_numpy_and_the_standard_library_are_imported():
+    assert imported() - sys.stdlib_module_names == {"jax", "numpy", "optax"}
+
+
+def test_top_level_statements_only_define():
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    rest = [node for node in TREE.body if not isinstance(node, kinds)]
+    assigned = [ast.unparse(node.value) for node in rest if isinstance(node, ast.Assign)]
+    others = [node for node in rest if not isinstance(node, ast.Assign)]
+    assert ast.get_docstring(TREE) == others[0].value.value.strip()
+    assert ast.unparse(others[1]).startswith("head_loss.defvjp(")
+    assert ast.unparse(others[2].test) == "__name__ == '__main__'" and len(others) == 3
+    for value in assigned:
+        calls = [n for n in ast.walk(ast.parse(value)) if isinstance(n, ast.Call)]
+        called = {ast.unparse(call.func) for call in calls}
+        reads_itself = value == "Path(__file__).read_bytes().decode()"
+        assert reads_itself or called <= {"dict", "Config"}, value
+
+
+AUDIT = """
+import sys, threading
+import jax, numpy, optax
+from jax._src import xla_bridge
+import argparse, collections, dataclasses, functools, hashlib, json, math, os, re, resource
+import secrets, subprocess, time
+from concurrent.futures import ThreadPoolExecutor
+events = []
+sys.addaudithook(lambda name, args: events.append((name, args and str(args[0]))))
+import train_gpt
+seen, threads, argv = list(events), threading.enumerate(), sys.argv
+own = lambda path: path.endswith(".pyc") or path == train_gpt.__file__
+opened = [path for name, path in seen if name == "open"]
+assert train_gpt.__file__ in opened, "the hook sees nothing"
+assert all(map(own, opened)), opened
+effects = ("os.", "shutil.", "socket.", "subprocess.", "signal.", "tempfile.")
+reads = ("os.listdir", "os.scandir")
+bad = [e for e in seen if e[0].startswith(effects) and e[0] not in reads]
+assert not bad, bad
+assert threads == [threading.main_thread()], threads
+assert not xla_bridge._backends, "JAX has a backend"
+assert sorted(os.listdir()) == ["audit.py"]
+xla_bridge.get_backend("cpu")
+assert xla_bridge._backends, "the test looks for backends in a wrong place"
+"""
+
+
+def test_importing_it_does_nothing(tmp_path):
+    """No device is taken, no thread started, no file but its own opened, no process run."""
+    (tmp_path / "audit.py").write_text(AUDIT)
+    env = os.environ | {"PYTHONPATH": str(TRAIN.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "audit.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_nothing_is_run_or_unpacked_that_came_from_outside():
+    names = {node.id for node in NODES if isinstance(node, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__"}
+    assert not imported() & {"pickle", "marshal", "shelve", "importlib", "ctypes"}
+    attributes = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
+    assert not attributes & {"system", "popen", "Popen", "load", "import_module"}
+    keywords = {node.arg for node in NODES if isinstance(node, ast.keyword)}
+    assert not keywords & {"shell", "allow_pickle"}
+
+
+def test_commands_are_constants():
+    """subprocess.getoutput, here `ask`, gives its text to a shell."""
+    calls = [node for node in NODES if isinstance(node, ast.Call)]
+    asked = [call.args for call in calls if getattr(call.func, "id", None) == "ask"]
+    uses = [n for n in NODES if isinstance(n, ast.Attribute) and n.attr == "getoutput"]
+    assert len(asked) == 3 and len(uses) == 1
+    assert train_gpt.SOURCE.count("subprocess") == 2  # its import, and that use
+    assert all(isinstance(argument, ast.Constant) for (argument,) in asked)
+
+
+# ---- Techniques ----------------------------------------------------------------------------------
+def test_every_technique_is_told_in_the_readme():
+    """`# [tag]` or a docstring that begins with it here, `[tag]` in a row of a table there."""
+    tags = re.findall(r'(?:# |""")\[([a-z0-9-]+)\]', train_gpt.SOURCE)
+    table = re.findall(r"^\|.*$", (TRAIN.parent / "README.md").read_text(encoding="utf-8"), re.M)
+    told = re.findall(r"`\[([a-z0-9-]+)\]`", "\n".join(table))
+    assert len(tags) == len(set(tags)) > 5
+    assert sorted(set(told)) == sorted(tags)
