@@ -112,15 +112,16 @@ PRESETS = dict(record=Config(), tiny=Config(
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """`train_gpt.py [preset] [--field value ...]`: the fields of Config are the flags."""
+    preset, *argv = argv if argv and argv[0][:1] != "-" else ["record", *argv]
+    c = PRESETS.get(preset) or refuse(f"there is no preset {preset!r}, only {', '.join(PRESETS)}")
     cli = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    cli.usage = f"train_gpt.py [{' | '.join(PRESETS)}] [--field value ...]"
     cli.error = refuse
-    cli.add_argument("preset", nargs="?", default="record", choices=PRESETS)
     for field in dataclasses.fields(Config):
         comment = re.search(rf"^    {field.name}: .*?  # (.*(\n    #.*)*)", SOURCE, re.M)[1]
         text = f"{comment.replace('    # ', '')} (record: {field.default})"
         cli.add_argument(f"--{field.name}", type=field.type, metavar="", help=text)
-    overrides = vars(cli.parse_args(argv))
-    c = dataclasses.replace(PRESETS[preset := overrides.pop("preset")], **overrides)
+    c = dataclasses.replace(c, **vars(cli.parse_args(argv)))
     for fault in faults(c):
         refuse(fault)
     return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed == -1 else c
@@ -138,13 +139,14 @@ def faults(c: Config) -> Iterator[str]:
     if tables != set(range(len(tables))):
         yield f"--plan: the value tables are {sorted(tables)}; number them from 0"
     for name, value in dataclasses.asdict(c).items():
-        if name not in ("seed", "target", "eot") and not isinstance(value, str) and not value > 0:
-            yield f"--{name} {value} must be positive"
+        bounded = type(value) is not str and name not in ("seed", "target", "eot")
+        if bounded and not 0 < value < math.inf:
+            yield f"--{name} {value} must be positive, and finite"
         if name.endswith("_scale") and math.frexp(value)[0] != 0.5:
             yield f"--{name} {value} must be a power of two, so that scaling is exact"
         if name in CHOICES and value not in CHOICES[name]:
             yield f"--{name} {value} must be one of {', '.join(map(str, CHOICES[name]))}"
-        if name in ("T", "val_T") and value % c.head_chunk:
+        if name in ("T", "val_T") and c.head_chunk > 0 and value % c.head_chunk:
             yield f"--head_chunk {c.head_chunk} must divide --{name} {value}"
     if c.D % c.H or c.D // c.H < 16 or c.D // c.H % 8:
         yield f"--D {c.D} must be --H {c.H} heads of 16, 24, 32 ... channels"
@@ -152,7 +154,7 @@ def faults(c: Config) -> Iterator[str]:
         yield f"--vocab {c.vocab} must fit 16 bits and hold --eot {c.eot}"
     if c.val_tokens % (SEQUENCES * c.val_T):
         yield f"--val_tokens {c.val_tokens} must be a multiple of 8 sequences of --val_T {c.val_T}"
-    if c.cooldown > 1 or not 0 <= c.target or not -1 <= c.seed < 2**32:
+    if c.cooldown > 1 or not 0 <= c.target < math.inf or not -1 <= c.seed < 2**32:
         yield "--cooldown must be at most 1, --target at least 0, --seed -1 or below 2**32"
 
 
@@ -160,8 +162,8 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of this machine, and the configuration in formats that they can run."""
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        refuse(f"JAX finds no device: {error}")
+    except (RuntimeError, AssertionError) as error:
+        refuse(f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {error!r}")
     gpu, n = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind, len(devices)
     if preset == "record" and devices[0].platform == "cpu":
         refuse("the record needs GPUs and JAX sees only a CPU. With GPUs: ./run.sh, or pip install "
@@ -252,9 +254,8 @@ def place(first_BT: Array, K: int, dtype: str) -> tuple[Array, Array, Array, Arr
     # [half-rope] A half of the channels stays still; base 1024. modded-nanogpt record 17.
     speed = (1 / 1024) ** jnp.linspace(0, 1, K // 4)
     angle = jnp.arange(first_BT.shape[1])[:, None, None] * speed
-    # [document-mask] Four channels of q and k whose product is 256 * (document of k - document of
-    # q): 0 within a document, and to an earlier one below any score. So every attention kernel
-    # keeps documents apart, without a mask. Exact in bfloat16 below 4,096 documents a sequence.
+    # [document-mask] Four channels whose product is 256 * (document of k - document of q): 0 within
+    # one, to an earlier one below any score; no kernel needs a mask. Exact for < 4,096 documents.
     document = jnp.cumsum(first_BT, axis=1, dtype=jnp.int32)[:, :, None]
     high, low, one = document // 16, document % 16, jnp.ones_like(document)
     code_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1)
@@ -398,8 +399,7 @@ head_loss.defvjp(
 def orthogonalize(G_NRC: Array, dtype: str) -> Array:
     """[muon] Newton-Schulz: five steps push every singular value of each matrix to about 1.
     Quintic of Jordan et al. 2024, kellerjordan.github.io/posts/muon."""
-    tall = G_NRC.shape[-2] > G_NRC.shape[-1]
-    X = G_NRC.mT if tall else G_NRC
+    X = G_NRC.mT if (tall := G_NRC.shape[-2] > G_NRC.shape[-1]) else G_NRC
     X = (X / (jnp.linalg.norm(X, axis=(-2, -1), keepdims=True) + 1e-7)).astype(dtype)
     for _ in range(5):
         A = X @ X.mT
@@ -488,7 +488,7 @@ def train_step(state: State, tokens_BT: Array, c: Config, window: int) -> tuple[
 def val_step(params: dict[str, Array], tokens_BT: Array, c: Config, window: int) -> Array:
     """Mean loss of 8 sequences, with as many tokens at once as in training and no FP8."""
     c = dataclasses.replace(c, head_forward=c.compute, head_backward=c.compute)
-    at_once = min(max(1, c.in_flight * c.T // c.val_T), len(tokens_BT))
+    at_once = math.gcd(max(1, c.in_flight * c.T // c.val_T), len(tokens_BT))
     w, turns = gather(params, c), tokens_BT.reshape(-1, at_once, c.val_T + 1)
     losses = lax.map(lambda tokens: loss_fn(w, tokens, c, window), turns)
     return lax.psum(losses.sum(), "fsdp") / SEQUENCES
@@ -557,9 +557,9 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
             if found >= need:
                 break
         if found < need:
-            count = -(-need * len(paths) // found) if found else -(-need * SEQUENCES * T // 10**8)
-            fetch = f"cached_fineweb10B.py {count if split == 'train' else 1}"
-            fetch = "source_code.py" if "source_code" in c.data else fetch
+            each = found / len(paths) if found else max(1, (10**8 - 2) // (SEQUENCES * T))
+            fetch = f"cached_fineweb10B.py {math.ceil(need / each) if split == 'train' else 1}"
+            fetch = "source_code.py" if Path(c.data).name == "source_code" else fetch
             refuse(
                 f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{fetch}"
             )
@@ -604,7 +604,7 @@ class Log:
         self.path.parent.mkdir(exist_ok=True)
         self.file = self.path.open("x", buffering=1, encoding="utf-8", newline="\n")
         self.file.write(SOURCE + "=" * 100 + "\n")
-        steers = re.compile(r"(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|LIBTPU|TPU|CUD|NVIDIA|NCCL|TF)")
+        steers = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|LIBTPU|TPU|CUD|NVI|NCCL|TF_CPP)")
         home, ask = str(Path.home()), subprocess.getoutput
         packages = {module.__name__: module.__version__ for module in (jax, np, optax)}
         self.facts(
@@ -631,7 +631,7 @@ class Clock:
 
     def __init__(self, c: Config):
         self.c, self.queue = c, collections.deque()
-        self.seconds = self.started = self.shown = 0.0
+        self.seconds, self.started, self.shown = 0.0, time.perf_counter(), 0.0
         self.every, self.form = (0.2, "{:64}\r") if sys.stderr.isatty() else (10, "{}\n")
 
     def start(self) -> None:
@@ -685,7 +685,7 @@ def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tu
         first = state if kind == "train" else state.params
         out = jax.block_until_ready(programs[kind, window](first, tokens))
         state = out[0] if kind == "train" else state
-    log.facts(compile=dict(programs=len(programs), seconds=time.perf_counter() - began))
+    log.facts(compile=dict(seconds=time.perf_counter() - began))
     return programs
 
 
@@ -694,7 +694,6 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
     passes, but attention's, at the dense bf16 peak; memory is a device's, on CPUs the process's."""
     state, clock = jax.block_until_ready(make_state(c, mesh)), Clock(c)
     batches = on_devices(stream(shards[:-1], c.T, c.steps), mesh)
-    clock.start()
     for step in range(c.steps + 1):
         if c.validates(step):
             clock.stop(state)
@@ -734,12 +733,13 @@ def main(argv: list[str]) -> None:
     try:
         programs = prepare(c, mesh, shards, log)
         params, result = train(c, mesh, programs, shards, log)
-        weights = log.path.with_suffix(".npz")
+        part = log.path.with_suffix(".part")
         try:
-            with weights.open("wb") as file:  # numbers under the names of the table, no padding
+            with part.open("wb") as file:  # numbers under the names of the table, no padding
                 np.savez(file, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
+            result["weights"] = part.replace(log.path.with_suffix(".npz")).name
         finally:  # a full disk must not cost the result
-            log.line(f"RESULT {json.dumps(result | dict(weights=weights.name))}")
+            log.line(f"RESULT {json.dumps(result)}")
     except KeyboardInterrupt:
         print(file=sys.stderr)  # leave the live line
         log.line("INTERRUPTED")

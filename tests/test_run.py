@@ -88,7 +88,7 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
     env = {
         **os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NCCL_DEBUG": "WARN",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_OF_MINE": f"{Path.home()}/mine",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "HOME": str(folder), "TF_CPP_MINE": f"{folder}/mine",
         "HF_TOKEN": "hidden-1", "JAX_SECRET_KEY": "hidden-2", "XLA_PASSWORD": "hidden-3",
         "TPU_ACCESS_TOKEN": "hidden-4", "MY_OWN": "hidden-5",
     }  # fmt: skip
@@ -129,7 +129,7 @@ def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
         embed=257 * 32, values=257 * 32, attn=8 * 32 * 32, mlp=4 * 64 * 32, head=384 * 32,
         skip=1, mix=4, v_mix=2, ve_mix=1,
     )  # fmt: skip
-    assert facts["compile"]["programs"] == 4 and facts["compile"]["seconds"] > 0
+    assert facts["compile"]["seconds"] > 0
 
 
 def test_the_data_is_named_by_size_and_hash(real, data):
@@ -143,11 +143,11 @@ def test_the_data_is_named_by_size_and_hash(real, data):
 
 
 def test_what_steers_jax_is_in_the_log_and_secrets_are_not(real):
-    assert "hidden" not in real.log.rest and str(Path.home()) not in real.log.rest
+    assert "hidden" not in real.log.rest and str(real.folder) not in real.log.rest
     environment = real.log.facts["environment"]
     assert environment["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
     assert environment["JAX_PLATFORMS"] == "cpu" and environment["NCCL_DEBUG"] == "WARN"
-    assert environment["TF_OF_MINE"] == "~/mine"
+    assert environment["TF_CPP_MINE"] == "~/mine"
     assert not {"HF_TOKEN", "JAX_SECRET_KEY", "MY_OWN", "PATH"} & set(environment)
 
 
@@ -295,6 +295,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(run):
     for name in a.weights.keys() - {"config"}:
         np.testing.assert_array_equal(a.weights[name], b.weights[name])
         assert not np.array_equal(a.weights[name], c.weights[name])
+
+
+def test_the_seed_gives_the_same_start_in_another_process_on_other_devices(run, real):
+    unseen = slice(20, 250)  # tokens that are not in the data: their rows stay as they began
+    ours, theirs = run("--seed", "7").weights, real.log.weights
+    np.testing.assert_array_equal(ours["embed"][unseen], theirs["embed"][unseen])
+    assert len(np.unique(ours["embed"][unseen])) > 1000
 
 
 def test_every_run_draws_a_seed_and_logs_it(run):
@@ -516,10 +523,13 @@ def test_ctrl_c_in_training_ends_the_log_and_the_process(tmp_path, data):
     write_shard(folder / "x_val_000000.bin", 1200, 2)
     flags = f"--steps {steps} --val_every {steps} --window 8 --data {folder}".split()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    # A background job ignores Ctrl-C and its children inherit that, but for a handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, TRAIN, *MINI, *flags], cwd=tmp_path, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     try:
         live = process.stderr.readline()
         (path,) = (tmp_path / "logs").iterdir()
