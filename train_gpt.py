@@ -106,7 +106,7 @@ class Config:
 PRESETS = dict(record=Config(), tiny=Config(
     plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, val_T=1024,
     in_flight=8, head_chunk=256, window=192, window_block=64, steps=500, cooldown=0.7, muon_lr=0.02,
-    embed_lr=0.3, data="data/source_code", val_every=125, val_tokens=65536, target=1.6,
+    embed_lr=0.3, data="data/source_code", val_every=125, val_tokens=65536, target=1.49,
 ))  # fmt: skip
 
 
@@ -558,11 +558,9 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
                 break
         if found < need:
             each = found / len(paths) if found else max(1, (10**8 - 2) // (SEQUENCES * T))
-            fetch = f"cached_fineweb10B.py {math.ceil(need / each) if split == 'train' else 1}"
-            fetch = "source_code.py" if Path(c.data).name == "source_code" else fetch
-            refuse(
-                f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{fetch}"
-            )
+            get = f"cached_fineweb10B.py {math.ceil(need / each) if split == 'train' else 1}"
+            get = "source_code.py" if Path(c.data).name == "source_code" else get
+            refuse(f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{get}")
     for found in contents:
         if found["largest_token"] >= c.vocab:
             refuse(f"{found['file']} has token {found['largest_token']}; --vocab is {c.vocab}")
@@ -715,11 +713,12 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
     peak = next((f for name, f in peaks.items() if name in devices[0].device_kind), None)
     flops = 6 * tokens * sum(math.prod(table(c)[name].real) for name in ("attn", "mlp", "head"))
     memory = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in devices)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, of what getrusage counts
     return state.params, dict(
         reason="target reached" if val_loss <= c.target else "end of schedule", val_loss=val_loss,
         target=c.target, steps=step, tokens=tokens, seed=c.seed, devices=len(devices),
         train_time_ms=ms, mfu=peak and flops / clock.seconds / len(devices) / peak,
-        peak_memory_bytes=memory or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        peak_memory_bytes=memory or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     )  # fmt: skip
 
 

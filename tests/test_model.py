@@ -100,6 +100,22 @@ def windows_used(c: train_gpt.Config, window: int, monkeypatch) -> list[int]:
     return used
 
 
+def test_every_attention_is_asked_for_causality_and_a_window_at_once(monkeypatch):
+    """On a CPU the window alone is causal too; cuDNN would read it as open to the right."""
+    asked = []
+    real = jax.nn.dot_product_attention
+
+    def spy(q, k, v, **options):
+        asked.append(options)
+        return real(q, k, v, **(options | {"implementation": "xla"}))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    c = dataclasses.replace(MINI32, attention="cudnn")
+    train_gpt.loss_fn(whole_weights(c), sequences(c, c.T), c, window=16)
+    options = dict(scale=0.12, is_causal=True, implementation="cudnn")
+    assert asked == [options | {"local_window_size": (w - 1, 0)} for w in (16, 8, 16, 8)]
+
+
 @pytest.mark.parametrize("step", range(0, 1771, 118))
 def test_windows_of_the_record_at_each_stage(step, monkeypatch):
     """ladder: long max(1, ceil(13.5 s / 1770)) blocks of 128 in layers 0, 4, 11; short half of it,
