@@ -49,7 +49,7 @@ install() {
   local stamp=.venv/installed-$1 file=$2
   shift 2
   if [ "$(cat "$file")" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
-  echo "Installing $file $* into .venv (first run: a minute or two, more with GPUs) ..."
+  echo "Installing $file${*:+ with $*} into .venv (first run: a minute or two, more with GPUs) ..."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file" "$@" ||
     fail "pip could not install $file; its own words are above"
   cp "$file" "$stamp"

@@ -72,9 +72,7 @@ def test_format_is_that_of_llm_c(shards):
 
 def test_there_is_enough_of_it(shards):
     first, second, val = shards[1].values()
-    used = (
-        500 * 8 * 256
-    )  # by tiny: it crosses from the first shard to the second, and no epoch ends
+    used = 500 * 8 * 256  # by tiny: it crosses to the second shard, and no epoch ends
     assert len(first) + 8 * 256 < used < len(first) + len(second) - 8 * 256
     assert len(val) >= 131_073  # what the evaluation reads, and one token more for the last target
 
