@@ -199,3 +199,9 @@ def test_a_planted_all_reduce_is_caught(monkeypatch):
     text = train_gpt.compile_stage("train", WINDOW, MINI, make_mesh(8)).as_text()
     assert max(collectives(text, "all-reduce")) >= weight_sized(MINI)
     assert not collectives(text, "reduce-scatter")
+
+
+def test_training_is_in_fp8_and_validation_is_not():
+    for kind, used in (("train", True), ("val", False)):
+        text = stage(kind, 8, MINI).as_text()
+        assert [name in text for name in ("f8e4m3fn", "f8e5m2")] == [used, used], kind
