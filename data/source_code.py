@@ -159,7 +159,8 @@ def main():
     out = cli.parse_args().out
     paths = {name: out / name for name in SHARDS}
     if all(p.is_file() and sha256(p.read_bytes()) == SHARDS[n] for n, p in paths.items()):
-        print(f"{out}: all {len(SHARDS)} shards are there")
+        for name, expected in SHARDS.items():
+            print(f"{name} sha256:{expected} is there already")
         return
     shards = build()
     encoded = {name: encode(shard) for name, shard in shards.items()}

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -399,3 +400,26 @@ def test_a_good_log_names_what_was_read(data, outcome, monkeypatch):
     (log,) = Path("logs").iterdir()
     (line,) = re.findall("^data (.*)$", log.read_text(), re.M)
     assert [shard["file"] for shard in json.loads(line)] == sorted(p.name for p in data.iterdir())
+
+
+@pytest.mark.parametrize(
+    "platform, kind, capability, attention, head",
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "cudnn", ("float8_e4m3fn", "float8_e5m2")),
+        ("gpu", "NVIDIA GeForce RTX 4090", "8.9", "cudnn", ("float8_e4m3fn", "float8_e5m2")),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "cudnn", ("bfloat16", "bfloat16")),
+        ("gpu", "AMD Instinct MI300X", "gfx942", "xla", ("float8_e4m3fn", "float8_e5m2")),
+        ("tpu", "TPU v5 lite", "", "xla", ("float8_e4m3fn", "float8_e5m2")),
+    ],
+)
+def test_formats_and_kernel_fit_the_device(
+    platform, kind, capability, attention, head, monkeypatch
+):
+    """A GPU without FP8 takes the head in bfloat16; only NVIDIA's have cuDNN."""
+    device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device] * 8)
+    devices, c = train_gpt.fit_devices("record", train_gpt.Config())
+    assert devices == [device] * 8
+    assert (c.attention, (c.head_forward, c.head_backward)) == (attention, head)
+    same = dict(attention=attention, head_forward=head[0], head_backward=head[1])
+    assert c == dataclasses.replace(train_gpt.Config(), **same)
