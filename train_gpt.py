@@ -235,8 +235,8 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
 
 def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     """[zero-2] Whole weights from every device's share, a group of a bank at a time; kept for the
-    backward pass. Its transpose sends each gradient, summed, to its owner. Both exchanges are in
-    c.compute; what is exchanged is float32, so that turns add up in it. arXiv:1910.02054."""
+    backward pass. Its transpose sends each gradient, summed, to its owner. They travel in c.compute
+    and are float32 before and after, so that several turns add up in float32. arXiv:1910.02054."""
 
     def whole(share: Array, spec: P) -> Any:
         if spec == P():
