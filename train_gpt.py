@@ -732,17 +732,17 @@ def main(argv: list[str]) -> None:
     try:
         programs = prepare(c, mesh, shards, log)
         params, result = train(c, mesh, programs, shards, log)
-        part = log.path.with_suffix(".part")
-        try:
-            with part.open("wb") as file:  # numbers under the names of the table, no padding
-                np.savez(file, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
-            result["weights"] = part.replace(log.path.with_suffix(".npz")).name
-        finally:  # a full disk must not cost the result
-            log.line(f"RESULT {json.dumps(result)}")
     except KeyboardInterrupt:
         print(file=sys.stderr)  # leave the live line
         log.line("INTERRUPTED")
         sys.exit(130)
+    part = log.path.with_suffix(".part")
+    try:
+        with part.open("wb") as file:  # numbers under the names of the table, no padding
+            np.savez(file, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
+        result["weights"] = part.replace(log.path.with_suffix(".npz")).name
+    finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
+        log.line(f"RESULT {json.dumps(result)}")
 
 
 if __name__ == "__main__":

@@ -498,13 +498,17 @@ def test_a_loss_that_is_no_number_voids_the_run(run, monkeypatch):
     assert log.lines[-1].startswith("NON-FINITE: ") and log.weights is None
 
 
-def test_a_full_disk_does_not_cost_the_result(run, monkeypatch):
+@pytest.mark.parametrize("trouble", [OSError, KeyboardInterrupt])
+def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch, trouble):
+    """A full disk, or Ctrl-C: the run did come to its end, and names no weights."""
+
     def savez(*_, **__):
-        raise OSError("No space left on device")
+        raise trouble
 
     monkeypatch.setattr(np, "savez", savez)
-    log = run(raises=OSError)
-    assert log.result["steps"] == 6
+    log = run(raises=trouble)
+    assert log.result["steps"] == 6 and "weights" not in log.result
+    assert log.lines[-1].startswith("RESULT ")
 
 
 def test_an_interrupt_before_training_is_told(run, monkeypatch):
