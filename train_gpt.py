@@ -33,12 +33,12 @@ from jax import Array, P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 SOURCE = Path(__file__).read_bytes().decode()  # now: the file may be edited while a run goes on
-SEQUENCES = 8  # in a step, whatever the number of devices; also matrices in a group of a bank
+SHARES = 8  # of a batch and of a group of matrices, dealt to 1, 2, 4 or 8 devices
 HEADER = 1024  # bytes: 256 int32, of which the first three are magic, version and token count
 LAYER = r"([LS]|-(?!v))(?:v(\d+))?(?:<(\d+))?"  # a word of Config.plan
 FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 CHOICES = dict(compute=FORMATS[:2], head_forward=FORMATS, head_backward=FORMATS,
-               attention=("cudnn", "xla"), in_flight=(1, 2, 4, 8))  # fmt: skip
+               attention=("cudnn", "xla"))  # fmt: skip
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -57,8 +57,9 @@ class Config:
     F: int = 3072               # MLP hidden width
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     eot: int = 50256            # token that starts every document
-    T: int = 49152              # tokens in a sequence; a step is 8 sequences on any machine
-    in_flight: int = 1          # sequences a device runs at once, at most: 1, 2, 4 or 8 (memory)
+    T: int = 49152              # tokens in a sequence
+    sequences: int = 8          # in a step, on any number of devices: a multiple of 8
+    in_flight: int = 1          # of a step's sequences, a device runs so many at once (memory)
     head_chunk: int = 8192      # tokens whose logits exist at once (memory); divides T and val_T
     window: int = 1728          # long attention window at the last step, tokens
     window_block: int = 128     # tokens that windows are rounded up to; a short one is half a long
@@ -97,7 +98,11 @@ class Config:
 
     @property
     def val_steps(self) -> int:
-        return self.val_tokens // (SEQUENCES * self.val_T)
+        return self.val_tokens // (SHARES * self.val_T)
+
+    def batch(self, kind: str) -> tuple[int, int]:
+        """Sequences, and tokens in each, of a "train" or "val" step."""
+        return (self.sequences, self.T) if kind == "train" else (SHARES, self.val_T)
 
     def validates(self, step: int) -> bool:
         return step % self.val_every == 0 or step == self.steps
@@ -152,7 +157,9 @@ def faults(c: Config) -> Iterator[str]:
         yield f"--D {c.D} must be --H {c.H} heads of 16, 24, 32 ... channels"
     if not 0 <= c.eot < c.vocab <= 65536:
         yield f"--vocab {c.vocab} must fit 16 bits and hold --eot {c.eot}"
-    if c.val_tokens % (SEQUENCES * c.val_T):
+    if c.sequences % SHARES or c.in_flight > 0 and c.sequences % c.in_flight:
+        yield f"--sequences {c.sequences} must be a multiple of 8, and of --in_flight {c.in_flight}"
+    if c.val_tokens % (SHARES * c.val_T):
         yield f"--val_tokens {c.val_tokens} must be a multiple of 8 sequences of --val_T {c.val_T}"
     if c.cooldown > 1 or not 0 <= c.target < math.inf or not -1 <= c.seed < 2**32:
         yield "--cooldown must be at most 1, --target at least 0, --seed -1 or below 2**32"
@@ -169,7 +176,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
         refuse("the record needs GPUs and JAX sees only a CPU. With GPUs: ./run.sh, or pip install "
                "'jax[cuda13]' (driver < 580: 'jax[cuda12]'); without: ./run.sh tiny")  # fmt: skip
     if n not in (1, 2, 4, 8):
-        refuse(f"the 8 sequences of a step do not divide among {n} devices; show JAX 1, 2, 4 or 8")
+        refuse(f"the sequences of a step do not divide among {n} devices; show JAX 1, 2, 4 or 8")
     if jax.config.jax_enable_x64:
         refuse("JAX_ENABLE_X64 is set, which makes another run of this; unset it")
     c = dataclasses.replace(c, attention=c.attention if gpu else "xla")
@@ -194,9 +201,9 @@ def bank(R: int, C: int, layers: int, bounds: tuple[float, ...], rates: tuple[fl
     """(R, C) matrices, len(rates) to a layer, in groups of 8, of which every device holds the same
     share of whole ones: Muon needs no communication. Each is uniform within its bound."""
     n = len(rates) * layers
-    columns = np.zeros((2, -(-n // SEQUENCES) * SEQUENCES), np.float32)
+    columns = np.zeros((2, -(-n // SHARES) * SHARES), np.float32)
     columns[:, :n] = np.tile((bounds, rates), layers)
-    bound, rate = columns.reshape(2, -1, SEQUENCES, 1, 1)
+    bound, rate = columns.reshape(2, -1, SHARES, 1, 1)
     return Leaf((n, R, C), (*rate.shape[:2], R, C), P(None, "fsdp"),
                 lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0),
                 "muon", rate)  # fmt: skip
@@ -290,13 +297,17 @@ def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: tuple, c:
     q, k = rotate(norm(q), cos, sin, code_q), rotate(norm(k), cos, sin, code_k)
     # [value-embed] v also reads a token table of its own. Zhou et al. 2024, arXiv:2410.17897.
     v = blend((v_terms[0], v), *v_terms[1:])
+    y = attend(q, k, v, window, c.attention)
+    return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_4DD[3])
+
+
+def attend(q: Array, k: Array, v: Array, window: int, kernel: str) -> Array:
     # [window] Each query sees `window` keys, itself included. Both arguments, always: without
     # is_causal, cuDNN leaves the right side of a window open and sees the future.
-    y = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q, k, v, scale=0.12, is_causal=True, local_window_size=(window - 1, 0),
-        implementation=c.attention,
+        implementation=kernel,
     )  # fmt: skip
-    return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_4DD[3])
 
 
 def mlp(x: Array, w_2FD: Array) -> Array:
@@ -473,16 +484,16 @@ def make_state(c: Config, mesh: Mesh) -> State:
 
 
 def train_step(state: State, tokens_BT: Array, c: Config, window: int) -> tuple[State, Array]:
-    """One update, from this device's share of the 8 sequences; the loss is the mean of all 8."""
+    """One update, from this device's share of the sequences; the loss is the mean of all."""
     w, scatter = jax.vjp(functools.partial(gather, c=c), state.params)
     turn = functools.partial(jax.value_and_grad(loss_fn), w, c=c, window=window)
-    turns = tokens_BT.reshape(-1, min(c.in_flight, len(tokens_BT)), c.T + 1)
+    turns = tokens_BT.reshape(-1, math.gcd(c.in_flight, len(tokens_BT)), c.T + 1)
     zero = jnp.zeros_like(tokens_BT[0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, w)
     (loss, grads), _ = lax.scan(lambda a, t: (jax.tree.map(jnp.add, a, turn(t)), None), zero, turns)
-    (grads,) = scatter(jax.tree.map(lambda g: g / SEQUENCES, grads))
+    (grads,) = scatter(jax.tree.map(lambda g: g / c.sequences, grads))
     updates, opt = optimizer(c).update(grads, state.optimizer, state.params)
     state = State(optax.apply_updates(state.params, updates), opt)
-    return state, lax.psum(loss, "fsdp") / SEQUENCES
+    return state, lax.psum(loss, "fsdp") / c.sequences
 
 
 def val_step(params: dict[str, Array], tokens_BT: Array, c: Config, window: int) -> Array:
@@ -491,19 +502,24 @@ def val_step(params: dict[str, Array], tokens_BT: Array, c: Config, window: int)
     at_once = math.gcd(max(1, c.in_flight * c.T // c.val_T), len(tokens_BT))
     w, turns = gather(params, c), tokens_BT.reshape(-1, at_once, c.val_T + 1)
     losses = lax.map(lambda tokens: loss_fn(w, tokens, c, window), turns)
-    return lax.psum(losses.sum(), "fsdp") / SEQUENCES
+    return lax.psum(losses.sum(), "fsdp") / SHARES
 
 
 def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program of a "train" or "val" stage, from shapes: no batch is spent, no state touched."""
     train, state, data = kind == "train", state_shapes(c, mesh), P("fsdp")
-    step, first, T = (train_step, state, c.T) if train else (val_step, state.params, c.val_T)
+    step, first = (train_step, state) if train else (val_step, state.params)
+    rows, T = c.batch(kind)
     step = functools.partial(step, c=c, window=window)
     specs = jax.tree.map(lambda x: x.sharding.spec, first)
     outs = (specs, P()) if train else P()
     step = jax.shard_map(step, mesh=mesh, in_specs=(specs, data), out_specs=outs)
-    tokens = jax.ShapeDtypeStruct((SEQUENCES, T + 1), "int32", sharding=NamedSharding(mesh, data))
-    return jax.jit(step, donate_argnums=0 if train else ()).lower(first, tokens).compile()
+    tokens = jax.ShapeDtypeStruct((rows, T + 1), "int32", sharding=NamedSharding(mesh, data))
+    program = jax.jit(step, donate_argnums=0 if train else ()).lower(first, tokens)
+    # cuBLAS for every matrix product: it adds the residual stream, and reads a weight where it lies
+    # in its gathered group, which XLA's own Triton products do not; and is quicker to tune.
+    gpu = mesh.devices.flat[0].platform == "gpu"
+    return program.compile(dict(xla_gpu_enable_triton_gemm=False) if gpu else None)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -519,9 +535,9 @@ def open_shard(path: Path) -> np.memmap | str:
     return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
 
 
-def steps_in(shard: np.ndarray, T: int) -> int:
-    """Whole steps of 8 sequences; as upstream, a shard's tail is dropped."""
-    return max(0, (len(shard) - 2) // (SEQUENCES * T))
+def steps_in(shard: np.ndarray, rows: int, T: int) -> int:
+    """Whole steps of (rows, T) tokens; as upstream, a shard's tail is dropped."""
+    return max(0, (len(shard) - 2) // (rows * T))
 
 
 def inspect(shard: np.memmap, T: int, eot: int) -> dict[str, Any]:
@@ -542,7 +558,8 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
     """The shards that the run reads, validation last; exits 2 at the first thing wrong: in names,
     headers, sizes, before anything compiles; with contents, in what inspect found in them."""
     shards = []
-    for split, T, need in ("train", c.T, c.steps), ("val", c.val_T, c.val_steps):
+    for split, need in ("train", c.steps), ("val", c.val_steps):
+        rows, T = c.batch(split)
         paths, found = sorted(Path(c.data).glob(f"*_{split}_*.bin")), 0
         for i, path in enumerate(paths if split == "train" else paths[:1]):
             prefix, number = paths[0].stem[:-6], paths[0].stem[-6:]
@@ -553,11 +570,11 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
             if isinstance(shard, str):
                 refuse(f"{path} {shard}; delete it and get it again")
             shards.append(shard)
-            found += steps_in(shard, T)
+            found += steps_in(shard, rows, T)
             if found >= need:
                 break
         if found < need:
-            each = found / len(paths) if found else max(1, (10**8 - 2) // (SEQUENCES * T))
+            each = found / len(paths) if found else max(1, (10**8 - 2) // (rows * T))
             get = f"cached_fineweb10B.py {math.ceil(need / each) if split == 'train' else 1}"
             get = "source_code.py" if Path(c.data).name == "source_code" else get
             refuse(f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{get}")
@@ -572,10 +589,10 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
     return shards
 
 
-def stream(shards: list[np.memmap], T: int, steps: int) -> Iterator[np.ndarray]:
-    """Consecutive (8, T + 1) int32 steps over the shards in order; not shuffled, not repeated."""
-    batch = SEQUENCES * T
-    starts = ((shard, i * batch) for shard in shards for i in range(steps_in(shard, T)))
+def stream(shards: list[np.memmap], rows: int, T: int, steps: int) -> Iterator[np.ndarray]:
+    """Consecutive (rows, T + 1) int32 steps over the shards in order; no shuffle, no repetition."""
+    batch = rows * T
+    starts = ((shard, i * batch) for shard in shards for i in range(steps_in(shard, rows, T)))
     for _, (shard, start) in zip(range(steps), starts, strict=False):
         tokens = shard[start : start + batch + 1].astype(np.int32)
         yield np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
@@ -654,17 +671,67 @@ class Clock:
             return
         self.shown, (step, loss), seconds = now, done, self.seconds + now - self.started
         left = time.strftime("%H:%M:%S", time.gmtime(seconds / step * (self.c.steps - step)))
-        rate = f"{step * SEQUENCES * self.c.T / seconds:,.0f} tokens/s"
+        rate = f"{step * math.prod(self.c.batch('train')) / seconds:,.0f} tokens/s"
         text = f"step {step}/{self.c.steps}  loss {loss:.3f}  {rate}  {left} left"
         print(self.form.format(text), end="", file=sys.stderr, flush=True)
 
 
 # ---- Run -----------------------------------------------------------------------------------------
+def check_attention(c: Config) -> dict[str, float]:
+    """Relative errors of the attention kernel, forward and backward, against an explicit mask in
+    float32, on 512 tokens; refuses to go on with wrong ones, about which cuDNN is silent."""
+    T, W, i = 512, 128, jnp.arange(512)
+    first = jnp.zeros((1, T), bool).at[0, np.array([37, 200, 201, 350])].set(True)
+    document, (*_, code_q, code_k) = jnp.cumsum(first), place(first, c.D // c.H, c.compute)
+    seen = (i <= i[:, None]) & (i > i[:, None] - W) & (document == document[:, None])
+
+    def kernel(q, k, v):
+        q, k = rotate(q, 1.0, 0.0, code_q), rotate(k, 1.0, 0.0, code_k)  # the code, no rotation
+        return attend(q, k, v, W, c.attention)
+
+    def mask(q, k, v):
+        scores = 0.12 * jnp.einsum("BTHK,BSHK->BHTS", q[..., :-4], k[..., :-4])
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("BHTS,BSHK->BTHK", weights, v)
+
+    @jax.default_matmul_precision("highest")
+    def results(inputs):
+        *qkv, g = inputs
+        y, pull = jax.vjp(kernel, *qkv)
+        exact, pull_exact = jax.vjp(mask, *(x.astype("float32") for x in qkv))
+        found, wanted = (y, *pull(g)), (exact, *pull_exact(g.astype("float32")))
+        return jax.tree.map(lambda a, b: jnp.linalg.norm(a - b) / jnp.linalg.norm(b), found, wanted)
+
+    inputs = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
+    errors = dict(zip(("y", "dq", "dk", "dv"), map(float, jax.jit(results)(inputs)), strict=True))
+    if not max(errors.values()) < 0.02 or not all(map(math.isfinite, errors.values())):
+        refuse(
+            f"attention by {c.attention} is wrong on this machine, by {errors} of its size; "
+            "install the versions in requirements.txt, or another driver"
+        )
+    return errors
+
+
+def smaller(c: Config) -> str:
+    """What to try where memory is short: another split of the same tokens."""
+    if c.in_flight > 1:
+        at_once = next(n for n in range(c.in_flight // 2, 0, -1) if c.sequences % n == 0)
+        return f"--in_flight {at_once}"
+    if c.head_chunk >= 4096:
+        return f"--head_chunk {c.head_chunk // 4}"
+    if c.T % 2:
+        return "more devices"
+    chunk = math.gcd(c.head_chunk, c.T // 2)
+    other = f" --head_chunk {chunk}" * (chunk != c.head_chunk)
+    return f"--T {c.T // 2} --sequences {2 * c.sequences}{other}"
+
+
 def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tuple, Callable]:
     """Compile every stage, while every byte of the data is read; then run each program once, on a
     state and tokens that are thrown away, since a first call loads it and connects the devices."""
-    stages = {("train", c.window_at(s)): c.T for s in range(c.steps)}
-    stages |= {("val", c.window_at(s)): c.val_T for s in range(c.steps + 1) if c.validates(s)}
+    steps = [("train", s) for s in range(c.steps)]
+    steps += [("val", s) for s in range(c.steps + 1) if c.validates(s)]
+    stages = dict.fromkeys((kind, c.window_at(s)) for kind, s in steps)
     print(f"compiling {len(stages)} programs, reading {len(shards)} shards ...", flush=True)
     began, pool = time.perf_counter(), ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2))
     sizes = [c.T] * (len(shards) - 1) + [c.val_T]
@@ -678,8 +745,9 @@ def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tu
         pool.shutdown(cancel_futures=True)
     log.facts(data=contents)
     state = make_state(c, mesh)
-    for (kind, window), T in stages.items():
-        (tokens,) = on_devices([np.zeros((SEQUENCES, T + 1), np.int32)], mesh)
+    for kind, window in stages:
+        rows, T = c.batch(kind)
+        (tokens,) = on_devices([np.zeros((rows, T + 1), np.int32)], mesh)
         first = state if kind == "train" else state.params
         out = jax.block_until_ready(programs[kind, window](first, tokens))
         state = out[0] if kind == "train" else state
@@ -691,12 +759,12 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
     """The run, from fresh weights: trained ones, and facts. MFU counts the matrix products of both
     passes, but attention's, at the dense bf16 peak; memory is a device's, on CPUs the process's."""
     state, clock = jax.block_until_ready(make_state(c, mesh)), Clock(c)
-    batches = on_devices(stream(shards[:-1], c.T, c.steps), mesh)
+    batches = on_devices(stream(shards[:-1], *c.batch("train"), c.steps), mesh)
     for step in range(c.steps + 1):
         if c.validates(step):
             clock.stop(state)
             program, ms = programs["val", c.window_at(step)], 1e3 * clock.seconds
-            tokens = on_devices(stream(shards[-1:], c.val_T, c.val_steps), mesh)
+            tokens = on_devices(stream(shards[-1:], *c.batch("val"), c.val_steps), mesh)
             val_loss = float(np.mean([float(program(state.params, batch)) for batch in tokens]))
             log.line(f"step:{step}/{c.steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms "
                      f"step_avg:{ms / max(step, 1):.2f}ms")  # fmt: skip
@@ -708,7 +776,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
             clock.start()
         state, loss = programs["train", c.window_at(step)](state, next(batches))
         clock.show((step + 1, loss))
-    tokens, devices = step * SEQUENCES * c.T, list(mesh.devices.flat)
+    tokens, devices = step * math.prod(c.batch("train")), list(mesh.devices.flat)
     peaks = dict(H100=989e12, H200=989e12, A100=312e12)
     peak = next((f for name, f in peaks.items() if name in devices[0].device_kind), None)
     flops = 6 * tokens * sum(math.prod(table(c)[name].real) for name in ("attn", "mlp", "head"))
@@ -724,18 +792,27 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
 
 def main(argv: list[str]) -> None:
     preset, c = parse_config(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # of a GPU, instead of 0.75
     devices, c = fit_devices(preset, c)
     shards = check_data(c)
     log = Log(preset, c, devices, argv)
     mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    print(f"{preset} on {len(devices)} x {devices[0].device_kind}, log in {log.path}")
+    on = f"{preset} on {len(devices)} x {devices[0].device_kind}"
+    print(f"{on}, head in {c.head_forward}, log in {log.path}")
     try:
+        if c.attention == "cudnn":
+            log.facts(attention=check_attention(c))
         programs = prepare(c, mesh, shards, log)
         params, result = train(c, mesh, programs, shards, log)
     except KeyboardInterrupt:
         print(file=sys.stderr)  # leave the live line
         log.line("INTERRUPTED")
         sys.exit(130)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        log.line(f"OUT OF MEMORY: {str(error).splitlines()[0]}")
+        refuse(f"not enough memory on {devices[0].device_kind}: try {smaller(c)}")
     part = log.path.with_suffix(".part")
     try:
         with part.open("wb") as file:  # numbers under the names of the table, no padding

@@ -38,7 +38,7 @@ def test_the_stream_of_tokens_is_the_same(devices):
     """Also across the end of a shard; every step is on the devices in the order of its rows."""
     shards = [np.arange(n, dtype=np.uint16) for n in (1100, 20, 2000, 513, 514)]
     mesh, digest, steps = make_mesh(devices), hashlib.sha256(), []
-    for batch in train_gpt.on_devices(train_gpt.stream(shards, 32, 1000), mesh):
+    for batch in train_gpt.on_devices(train_gpt.stream(shards, 8, 32, 1000), mesh):
         assert batch.shape == (8, 33) and batch.dtype == jnp.int32
         parts = sorted(batch.addressable_shards, key=lambda part: part.index[0].start or 0)
         rows = np.concatenate([np.asarray(part.data) for part in parts])
@@ -193,7 +193,10 @@ def test_a_planted_all_reduce_is_caught(monkeypatch):
 
     real = lax.all_gather
     planted = type("lax", (), dict(vars(lax)))
-    planted.all_gather = staticmethod(lambda x, axis, tiled: all_reduced(x, axis, tiled))
+    gather = lambda x, axis, tiled, to="": (  # noqa: E731
+        real(x, axis, tiled=tiled, to=to) if to else all_reduced(x, axis, tiled)
+    )
+    planted.all_gather = staticmethod(gather)
     monkeypatch.setattr(train_gpt, "lax", planted)
     assert lax.all_gather is real
     text = train_gpt.compile_stage("train", WINDOW, MINI, make_mesh(8)).as_text()
@@ -205,3 +208,34 @@ def test_training_is_in_fp8_and_validation_is_not():
     for kind, used in (("train", True), ("val", False)):
         text = stage(kind, 8, MINI).as_text()
         assert [name in text for name in ("f8e4m3fn", "f8e5m2")] == [used, used], kind
+
+
+# ---- Shorter sequences ---------------------------------------------------------------------------
+def test_twice_as_many_sequences_of_half_the_length_are_the_same_tokens():
+    half = dataclasses.replace(MINI32, T=MINI32.T // 2, sequences=16)
+    shards = [np.arange(n, dtype=np.uint16) for n in (1100, 20, 2000)]
+    long = train_gpt.stream(shards, *MINI32.batch("train"), 100)
+    short = train_gpt.stream(shards, *half.batch("train"), 100)
+    for a, b in zip(long, short, strict=True):
+        np.testing.assert_array_equal(a[:, :-1].reshape(-1), b[:, :-1].reshape(-1))
+        np.testing.assert_array_equal(a[:, 1:].reshape(-1), b[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_24_sequences_train_alike_however_many_run_at_once(devices):
+    c = dataclasses.replace(MINI32, sequences=24, T=32, steps=3)
+    tokens = np.concatenate([sequences(c, c.T, seed=i) for i in range(3)])
+    losses = []
+    for in_flight in (1, 3, 24):
+        mesh, at_once = make_mesh(devices), dataclasses.replace(c, in_flight=in_flight)
+        state = make_random_state(c, mesh)
+        _, loss = stage("train", devices, at_once)(state, place_on(mesh, tokens))
+        losses.append(float(loss))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    w = make_random_state(c, make_mesh(1)).params
+    whole = jax.shard_map(
+        lambda p, t: train_gpt.loss_fn(train_gpt.gather(p, c), t, c, WINDOW),
+        mesh=make_mesh(1), in_specs=({k: row.spec for k, row in train_gpt.table(c).items()}, P()),
+        out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    assert losses[0] == pytest.approx(float(jax.jit(whole)(w, tokens)) / 24, rel=1e-5)

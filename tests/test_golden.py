@@ -27,7 +27,7 @@ def config() -> train_gpt.Config:
     assert meta["heads"] * meta["head_dim"] == D
     T = GOLDEN["tokens"].shape[1] - 1
     return dataclasses.replace(
-        train_gpt.Config(), D=D, H=meta["heads"], F=F, T=T, head_chunk=T // 4,
+        train_gpt.Config(), D=D, H=meta["heads"], F=F, T=T, sequences=1, head_chunk=T // 4,
         vocab=len(GOLDEN["param/embed.weight"]), eot=meta["eot"], steps=meta["schedule_steps"],
         cooldown=meta["cooldown"], compute="float32", head_forward="float32",
         head_backward="float32", attention="xla",
@@ -122,10 +122,7 @@ def test_every_gradient():
     assert errors[worst] < 1e-3, (worst, errors[worst])
 
 
-def test_five_updates(monkeypatch):
-    rows = train_gpt.table(C)  # banks have groups of 8 still, but a step is one sequence
-    monkeypatch.setattr(train_gpt, "table", lambda c: rows)
-    monkeypatch.setattr(train_gpt, "SEQUENCES", 1)
+def test_five_updates():
     window = 128 * GOLDEN["meta/window_blocks"].item()
     function = lambda state, tokens: train_gpt.train_step(state, tokens, C, window)  # noqa: E731
     step = on_one_device(function)

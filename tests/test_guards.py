@@ -77,7 +77,7 @@ def refusal(capsys):
     return run
 
 
-def test_refuse_is_three_lines_and_only_three_functions_call_it():
+def test_refuse_is_three_lines_and_only_five_functions_call_it():
     tree = ast.parse(train_gpt.SOURCE)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     (refuse,) = [function for function in functions if function.name == "refuse"]
@@ -89,7 +89,7 @@ def test_refuse_is_three_lines_and_only_three_functions_call_it():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "refuse":
                 callers.add(function.name)
                 named.remove(node.func)
-    assert callers == {"parse_config", "fit_devices", "check_data"}
+    assert callers == {"parse_config", "fit_devices", "check_data", "check_attention", "main"}
     (assigned,) = [node for node in ast.walk(tree) if getattr(node, "value", None) in named]
     assert ast.unparse(assigned) == "cli.error = refuse" and len(named) == 1
 
@@ -133,7 +133,7 @@ FAULTS = [
     ("--head_forward", "int8", "--head_forward int8 must be one of float32, bfloat16, float8_e4m3"),
     ("--head_backward", "", "--head_backward  must be one of float32, bfloat16, float8_e4m3"),
     ("--attention", "flash", "--attention flash must be one of cudnn, xla"),
-    ("--in_flight", "3", "--in_flight 3 must be one of 1, 2, 4, 8"),
+    ("--in_flight", "3", "--sequences 8 must be a multiple of 8, and of --in_flight 3"),
     ("--head_chunk", "24", "--head_chunk 24 must divide --T 32"),
     ("--val_T", "48", "--head_chunk 32 must divide --val_T 48"),
     ("--D", "33", "--D 33 must be --H 2 heads of 16, 24, 32 ... channels"),
@@ -304,7 +304,7 @@ def test_a_short_val_shard_is_refused(refusal, data):
 
 def test_the_record_needs_seven_shards():
     shard, c = np.broadcast_to(np.uint16(0), 100_000_000), train_gpt.PRESETS["record"]
-    assert train_gpt.steps_in(shard, c.T) == 254
+    assert train_gpt.steps_in(shard, 8, c.T) == 254
     assert 6 * 254 < c.steps == 1770 <= 7 * 254
 
 

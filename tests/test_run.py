@@ -176,7 +176,7 @@ def test_the_result_is_the_last_line(real):
 
 def test_the_screen_shows_the_log_and_the_live_line(real):
     out = real.done.stdout.splitlines()
-    assert f"2 x cpu, log in logs/{real.log.path.name}" in out[0]
+    assert f"2 x cpu, head in float32, log in logs/{real.log.path.name}" in out[0]
     assert "compiling 4 programs, reading 3 shards" in out[1]
     assert out[2:] == real.log.lines[-4:]
     live = r"step [1-6]/6  loss \d+\.\d{3}  [\d,]+ tokens/s  \d\d:\d\d:\d\d left"
@@ -203,7 +203,7 @@ def test_the_weights_have_the_loss_that_was_printed(real, data):
         params[name] = padded.reshape(row.shape)
     shard = train_gpt.open_shard(data / "x_val_000000.bin")
     program = compiled("val", c.window_at(6), program_config(c), MESH)
-    tokens = train_gpt.on_devices(train_gpt.stream([shard], c.val_T, c.val_steps), MESH)
+    tokens = train_gpt.on_devices(train_gpt.stream([shard], *c.batch("val"), c.val_steps), MESH)
     params = jax.device_put(params, program.input_shardings[0][0])
     loss = np.mean([float(program(params, batch)) for batch in tokens])
     assert loss == pytest.approx(real.log.result["val_loss"], abs=1e-4)
@@ -372,7 +372,7 @@ def now(monkeypatch):
 def slow_stream(monkeypatch, now, T: int) -> None:
     """A second for every step that is read in sequences of T tokens."""
 
-    def slowly(steps, shards, length, count):
+    def slowly(steps, shards, rows, length, count):
         for step in steps:
             now.s += length == T
             yield step
