@@ -270,9 +270,38 @@ def place(first_BT: Array, K: int, dtype: str) -> tuple[Array, Array, Array, Arr
     return jnp.cos(angle), jnp.sin(angle), code_q.astype(dtype), code_k.astype(dtype)
 
 
+def inverse_rms(x: Array) -> Array:
+    return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 2.0**-23)
+
+
 def norm(x: Array) -> Array:
-    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x * lax.rsqrt(mean_square + 2.0**-23)).astype(x.dtype)
+    return (x * inverse_rms(x)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def norm_linear(x_BTD: Array, w_ED: Array, along: str) -> Array:
+    """y = h w^T with h = norm(x). The gradient of norm lacks the part along h, sum(dh h), which is
+    also sum(dy y): that one costs no pass over memory where dy is the result of simple sums."""
+    return norm_linear_forward(x_BTD, w_ED, along)[0]
+
+
+def norm_linear_forward(x_BTD: Array, w_ED: Array, along: str) -> tuple:
+    inverse = inverse_rms(x_BTD)
+    # Without the barrier XLA makes h again in the backward pass, from all that x was made of.
+    h, inverse = lax.optimization_barrier(((x_BTD * inverse).astype(x_BTD.dtype), inverse))
+    y = jnp.einsum("BTD,ED->BTE", h, w_ED)
+    return y, (h, inverse, w_ED, y)
+
+
+def norm_linear_backward(along: str, kept: tuple, dy: Array) -> tuple:
+    h, inverse, w_ED, y = kept
+    dh = jnp.einsum("BTE,ED->BTD", dy, w_ED)
+    a, b = (dy, y) if along == "y" else (dh, h)
+    part = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / h.shape[-1]
+    return ((dh - h * part) * inverse).astype(h.dtype), jnp.einsum("BTE,BTD->ED", dy, h)
+
+
+norm_linear.defvjp(norm_linear_forward, norm_linear_backward)
 
 
 def blend(*terms: tuple[Any, Array]) -> Array:
@@ -286,15 +315,41 @@ def rotate(x_BTHK: Array, cos: Array, sin: Array, code_BT14: Array) -> Array:
     a, still_a, b, still_b = jnp.split(x_BTHK, 4, axis=-1)
     code = jnp.broadcast_to(code_BT14, (*x_BTHK.shape[:-1], 4))
     parts = a * cos + b * sin, still_a, b * cos - a * sin, still_b[..., :-4], code
-    return jnp.concatenate([part.astype(x_BTHK.dtype) for part in parts], axis=-1)
+    return jnp.concatenate([part.astype(code.dtype) for part in parts], axis=-1)
+
+
+@jax.custom_vjp
+def norm_rotate(x_BTHK: Array, cos: Array, sin: Array, code_BT14: Array) -> Array:
+    """rotate(norm(x)). Rotation keeps lengths, so the sum that norm's gradient needs is that of the
+    result times its gradient, over the channels that hold no code."""
+    return norm_rotate_forward(x_BTHK, cos, sin, code_BT14)[0]
+
+
+def norm_rotate_forward(x: Array, cos: Array, sin: Array, code: Array) -> tuple:
+    inverse = inverse_rms(x)
+    y = lax.optimization_barrier(rotate(x * inverse, cos, sin, code))
+    return y, (x, inverse, cos, sin, y)
+
+
+def norm_rotate_backward(kept: tuple, g: Array) -> tuple:
+    x, inverse, cos, sin, y = kept
+    g, K = g.astype(jnp.float32), g.shape[-1]
+    along = jnp.where(jnp.arange(K) < K - 4, g * y, 0).sum(axis=-1, keepdims=True) / K
+    dx = (
+        rotate(g, cos, -sin, jnp.zeros_like(g, shape=(1, 1, 1, 4))) - x * inverse * along
+    ) * inverse
+    return dx.astype(x.dtype), None, None, None
+
+
+norm_rotate.defvjp(norm_rotate_forward, norm_rotate_backward)
 
 
 def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: tuple, c: Config) -> Array:
     (B, T, D), (cos, sin, code_q, code_k) = x.shape, at
-    qkv = jnp.einsum("BTD,ED->BTE", x, w_4DD[:3].reshape(3 * D, D))
+    qkv = norm_linear(x, w_4DD[:3].reshape(3 * D, D), "x")
     q, k, v = (part.reshape(B, T, c.H, D // c.H) for part in jnp.split(qkv, 3, axis=-1))
     # [qk-norm] Henry et al. 2020, arXiv:2010.04245: scores stay bounded, so the rate can be high.
-    q, k = rotate(norm(q), cos, sin, code_q), rotate(norm(k), cos, sin, code_k)
+    q, k = norm_rotate(q, cos, sin, code_q), norm_rotate(k, cos, sin, code_k)
     # [value-embed] v also reads a token table of its own. Zhou et al. 2024, arXiv:2410.17897.
     v = blend((v_terms[0], v), *v_terms[1:])
     y = attend(q, k, v, window, c.attention)
@@ -312,7 +367,7 @@ def attend(q: Array, k: Array, v: Array, window: int, kernel: str) -> Array:
 
 def mlp(x: Array, w_2FD: Array) -> Array:
     # [relu2] So et al. 2021, arXiv:2109.08668.
-    hidden = jnp.square(jax.nn.relu(jnp.einsum("BTD,FD->BTF", x, w_2FD[0])))
+    hidden = jnp.square(jax.nn.relu(norm_linear(x, w_2FD[0], "y")))
     return jnp.einsum("BTF,FD->BTD", hidden, w_2FD[1])
 
 
@@ -343,8 +398,8 @@ def loss_fn(w: dict[str, Any], tokens_BT: Array, c: Config, window: int) -> Arra
         x = blend((fade, x), (reread, x0))
         if reach != "-":
             ve = [] if table is None else [(next(ve_mix), values[table].reshape(B, T, c.H, K))]
-            x = x + attention(norm(x), next(attn_w), (next(v_mix), *ve), windows[reach], at, c)
-        x = x + mlp(norm(x), next(mlp_w))
+            x = x + attention(x, next(attn_w), (next(v_mix), *ve), windows[reach], at, c)
+        x = x + mlp(x, next(mlp_w))
         outputs.append(x)
     return head_loss(norm(x).reshape(B * T, c.D), w["head"], targets.reshape(B * T), c, T)
 
@@ -458,12 +513,18 @@ def optimizer(c: Config) -> optax.GradientTransformation:
 class State(NamedTuple):
     params: dict[str, Array]
     optimizer: Any
+    ahead: Array  # the whole token table, gathered at the end of a step: the next starts with it
+
+
+def begin(params: dict[str, Array], c: Config) -> State:
+    ahead = jnp.array(params["embed"], c.compute)  # a copy even in float32: both are donated
+    return State(params, optimizer(c).init(params), ahead)
 
 
 def initial_state(seed: Array, c: Config) -> State:
     key, rows = jax.random.key(seed), enumerate(table(c).items())
     params = {name: row.init(jax.random.fold_in(key, i), row.shape) for i, (name, row) in rows}
-    return State(params, optimizer(c).init(params))
+    return begin(params, c)
 
 
 def state_shapes(c: Config, mesh: Mesh) -> State:
@@ -486,14 +547,17 @@ def make_state(c: Config, mesh: Mesh) -> State:
 def train_step(state: State, tokens_BT: Array, c: Config, window: int) -> tuple[State, Array]:
     """One update, from this device's share of the sequences; the loss is the mean of all."""
     w, scatter = jax.vjp(functools.partial(gather, c=c), state.params)
+    w["embed"] = lax.pcast(state.ahead, "fsdp", to="varying").astype(jnp.float32)
     turn = functools.partial(jax.value_and_grad(loss_fn), w, c=c, window=window)
     turns = tokens_BT.reshape(-1, math.gcd(c.in_flight, len(tokens_BT)), c.T + 1)
     zero = jnp.zeros_like(tokens_BT[0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, w)
     (loss, grads), _ = lax.scan(lambda a, t: (jax.tree.map(jnp.add, a, turn(t)), None), zero, turns)
     (grads,) = scatter(jax.tree.map(lambda g: g / c.sequences, grads))
     updates, opt = optimizer(c).update(grads, state.optimizer, state.params)
-    state = State(optax.apply_updates(state.params, updates), opt)
-    return state, lax.psum(loss, "fsdp") / c.sequences
+    params = optax.apply_updates(state.params, updates)
+    embed = params["embed"].astype(c.compute)  # travels while Muon works
+    ahead = lax.all_gather(embed, "fsdp", tiled=True, to="invarying")
+    return State(params, opt, ahead), lax.psum(loss, "fsdp") / c.sequences
 
 
 def val_step(params: dict[str, Array], tokens_BT: Array, c: Config, window: int) -> Array:

@@ -210,6 +210,20 @@ def test_training_is_in_fp8_and_validation_is_not():
         assert [name in text for name in ("f8e4m3fn", "f8e5m2")] == [used, used], kind
 
 
+@pytest.mark.parametrize("c", [MINI32, MINI], ids=["float32", "bf16"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_table_sent_ahead_is_that_of_the_new_weights(devices, c):
+    """At the start, and after a step, on every device; in float32 it is a buffer of its own."""
+    mesh, step = make_mesh(devices), stage("train", devices, c)
+    state = train_gpt.make_state(c, mesh)
+    for i in range(2):
+        expected = np.asarray(state.params["embed"].astype(c.compute))
+        assert state.ahead.dtype == c.compute and state.ahead.sharding.is_fully_replicated
+        for part in state.ahead.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(part.data), expected)
+        state, _ = step(state, place_on(mesh, sequences(c, c.T, seed=i)))
+
+
 # ---- Shorter sequences ---------------------------------------------------------------------------
 def test_twice_as_many_sequences_of_half_the_length_are_the_same_tokens():
     half = dataclasses.replace(MINI32, T=MINI32.T // 2, sequences=16)

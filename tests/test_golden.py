@@ -127,7 +127,7 @@ def test_five_updates():
     function = lambda state, tokens: train_gpt.train_step(state, tokens, C, window)  # noqa: E731
     step = on_one_device(function)
     params = padded(ours("param"))
-    state = train_gpt.State(params, train_gpt.optimizer(C).init(params))
+    state = train_gpt.begin(params, C)
     for tokens, expected in zip(
         GOLDEN["tokens"], GOLDEN["trajectory/mean_loss_before_step"], strict=True
     ):

@@ -208,3 +208,41 @@ def test_model_starts_at_the_loss_of_a_uniform_guess():
     weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
     loss = train_gpt.loss_fn(weights, sequences(c, c.T), c, window=16)
     assert float(loss) / 8 == pytest.approx(np.log(256), abs=1e-6)
+
+
+# ---- Gradients written by hand -------------------------------------------------------------------
+def plain_norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 2.0**-23)
+
+
+def gradients(function, arguments, cotangent):
+    out, pull = jax.vjp(function, *arguments)
+    return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
+
+
+def close(got, expected, tolerance):
+    for a, b in zip(got, expected, strict=True):
+        assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("along", ["x", "y"])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_norm_linear_has_the_gradients_of_its_formula(along, dtype, tolerance):
+    x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
+    x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
+    w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
+    x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, along), (x, w), dy)
+    x, w, dy = (a.astype("float32") for a in (x, w, dy))
+    close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_norm_rotate_has_the_gradients_of_its_formula(dtype, tolerance):
+    first = np.zeros((1, 40), bool)
+    first[0, [0, 7, 30]] = True
+    x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 3, 32)).astype(dtype)
+    cos, sin, code, _ = train_gpt.place(first, 32, dtype)
+    ours = gradients(lambda x: train_gpt.norm_rotate(x, cos, sin, code), (x,), dy)
+    formula = lambda x: train_gpt.rotate(plain_norm(x), cos, sin, code.astype("float32"))  # noqa: E731
+    close(ours, gradients(formula, (x.astype("float32"),), dy.astype("float32")), tolerance)

@@ -65,7 +65,7 @@ def test_top_level_statements_only_define():
     assert ast.get_docstring(TREE) == others[0].value.value.strip()
     *rules, main = others[1:]
     assert [ast.unparse(rule).split("(")[0] for rule in rules] == [
-        f"{name}.defvjp" for name in ("head_loss",)
+        f"{name}.defvjp" for name in ("norm_linear", "norm_rotate", "head_loss")
     ]
     assert ast.unparse(main.test) == "__name__ == '__main__'"
     for value in assigned:

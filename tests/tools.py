@@ -59,4 +59,5 @@ def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
         )
         for k, p in state.params.items()
     }
-    return state._replace(params=params)
+    ahead = jax.device_put(np.asarray(params["embed"].astype(c.compute)), state.ahead.sharding)
+    return state._replace(params=params, ahead=ahead)
