@@ -39,6 +39,13 @@ LAYER = r"([LS]|-(?!v))(?:v(\d+))?(?:<(\d+))?"  # a word of Config.plan
 FORMATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 CHOICES = dict(compute=FORMATS[:2], head_forward=FORMATS, head_backward=FORMATS,
                attention=("cudnn", "xla"))  # fmt: skip
+GPU_OPTIONS = dict(
+    # By cuBLAS a matrix product adds the residual stream, and reads a weight where it lies in its
+    # gathered group; XLA's own products, in Triton, leave both to other kernels.
+    xla_gpu_enable_triton_gemm=False,
+    # Gradients leave one by one, while others are computed; put together they would be late.
+    xla_gpu_reduce_scatter_combine_threshold_bytes=0,
+)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -335,10 +342,8 @@ def norm_rotate_backward(kept: tuple, g: Array) -> tuple:
     x, inverse, cos, sin, y = kept
     g, K = g.astype(jnp.float32), g.shape[-1]
     along = jnp.where(jnp.arange(K) < K - 4, g * y, 0).sum(axis=-1, keepdims=True) / K
-    dx = (
-        rotate(g, cos, -sin, jnp.zeros_like(g, shape=(1, 1, 1, 4))) - x * inverse * along
-    ) * inverse
-    return dx.astype(x.dtype), None, None, None
+    back = rotate(g, cos, -sin, jnp.zeros((1, 1, 1, 4)))
+    return ((back - x * inverse * along) * inverse).astype(x.dtype), None, None, None
 
 
 norm_rotate.defvjp(norm_rotate_forward, norm_rotate_backward)
@@ -580,10 +585,7 @@ def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.C
     step = jax.shard_map(step, mesh=mesh, in_specs=(specs, data), out_specs=outs)
     tokens = jax.ShapeDtypeStruct((rows, T + 1), "int32", sharding=NamedSharding(mesh, data))
     program = jax.jit(step, donate_argnums=0 if train else ()).lower(first, tokens)
-    # cuBLAS for every matrix product: it adds the residual stream, and reads a weight where it lies
-    # in its gathered group, which XLA's own Triton products do not; and is quicker to tune.
-    gpu = mesh.devices.flat[0].platform == "gpu"
-    return program.compile(dict(xla_gpu_enable_triton_gemm=False) if gpu else None)
+    return program.compile(GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
