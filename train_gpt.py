@@ -287,8 +287,9 @@ def norm(x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def norm_linear(x_BTD: Array, w_ED: Array, along: str) -> Array:
-    """y = h w^T with h = norm(x). The gradient of norm lacks the part along h, sum(dh h), which is
-    also sum(dy y): that one costs no pass over memory where dy is the result of simple sums."""
+    """y = h w^T with h = norm(x). norm's gradient leaves out what lies along h, and sum(dh h) says
+    how much. sum(dy y) is the same, and free where the kernel that makes dy reads y anyway: so
+    `along` is "y" if an elementwise function follows, else "x"."""
     return norm_linear_forward(x_BTD, w_ED, along)[0]
 
 
