@@ -351,13 +351,15 @@ norm_rotate.defvjp(norm_rotate_forward, norm_rotate_backward)
 
 
 def attention(x: Array, w_4DD: Array, v_terms: tuple, window: int, at: tuple, c: Config) -> Array:
-    (B, T, D), (cos, sin, code_q, code_k) = x.shape, at
-    qkv = norm_linear(x, w_4DD[:3].reshape(3 * D, D), "x")
+    (B, T, D), (cos, sin, code_q, code_k), (v_mix, *ve) = x.shape, at, v_terms
+    # v's share is in its weight, where the sum for the gradient is short: over D x D, not T x D.
+    w_v = (v_mix * w_4DD[2]).astype(w_4DD.dtype)
+    qkv = norm_linear(x, jnp.concatenate((w_4DD[0], w_4DD[1], w_v)), "x")
     q, k, v = (part.reshape(B, T, c.H, D // c.H) for part in jnp.split(qkv, 3, axis=-1))
     # [qk-norm] Henry et al. 2020, arXiv:2010.04245: scores stay bounded, so the rate can be high.
     q, k = norm_rotate(q, cos, sin, code_q), norm_rotate(k, cos, sin, code_k)
     # [value-embed] v also reads a token table of its own. Zhou et al. 2024, arXiv:2410.17897.
-    v = blend((v_terms[0], v), *v_terms[1:])
+    v = blend((1.0, v), *ve) if ve else v
     y = attend(q, k, v, window, c.attention)
     return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_4DD[3])
 
