@@ -133,7 +133,7 @@ FAULTS = [
     ("--head_forward", "int8", "--head_forward int8 must be one of float32, bfloat16, float8_e4m3"),
     ("--head_backward", "", "--head_backward  must be one of float32, bfloat16, float8_e4m3"),
     ("--attention", "flash", "--attention flash must be one of cudnn, xla"),
-    ("--in_flight", "3", "--sequences 8 must be a multiple of 8, and of --in_flight 3"),
+    ("--sequences", "12", "--sequences 12 must be a multiple of 8"),
     ("--head_chunk", "24", "--head_chunk 24 must divide --T 32"),
     ("--val_T", "48", "--head_chunk 32 must divide --val_T 48"),
     ("--D", "33", "--D 33 must be --H 2 heads of 16, 24, 32 ... channels"),

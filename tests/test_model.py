@@ -78,7 +78,7 @@ def test_window_of_a_layer_by_its_jacobian(window):
     w = next(train_gpt.matrices(whole_weights(c)["attn"], 4, "float32"))
     at = train_gpt.place(jnp.zeros((1, T), bool), c.D // c.H, "float32")
     x = jax.random.normal(jax.random.key(1), (1, T, c.D))
-    sums = lambda x: train_gpt.attention(x, w, (1.0,), window, at, c)[0].sum(axis=-1)  # noqa: E731
+    sums = lambda x: train_gpt.attention(x, w, 1.0, [], window, at, c)[0].sum(axis=-1)  # noqa: E731
     reaches = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
     q, k = np.indices((T, T))
     np.testing.assert_array_equal(reaches, (k <= q) & (k > q - window))
@@ -88,9 +88,9 @@ def windows_used(c: train_gpt.Config, window: int, monkeypatch) -> list[int]:
     used = []
     attend = train_gpt.attention
 
-    def spy(x, w, v_terms, window, at, c):
+    def spy(x, w, v_mix, ve, window, at, c):
         used.append(window)
-        return attend(x, w, v_terms, window, at, c)
+        return attend(x, w, v_mix, ve, window, at, c)
 
     monkeypatch.setattr(train_gpt, "attention", spy)
     jax.eval_shape(
@@ -225,14 +225,14 @@ def close(got, expected, tolerance):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("along", ["x", "y"])
+@pytest.mark.parametrize("elementwise", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_norm_linear_has_the_gradients_of_its_formula(along, dtype, tolerance):
+def test_norm_linear_has_the_gradients_of_its_formula(elementwise, dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
     x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
     w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
     x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
-    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, along), (x, w), dy)
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, elementwise), (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
 
