@@ -73,7 +73,7 @@ def test_everything(tmp_path):
 
 def check_tables(rows: list[dict], found: set[tuple]) -> None:
     judged = [row for row in rows if "ok" in row]
-    assert len(judged) == 10 + 3 + 2 and all(row["ok"] for row in judged)
+    assert len(judged) == 10 + 3 + 3 + 2 and all(row["ok"] for row in judged)
     kernels = ("ceilings", "attention", "verdict", "head", "newton_schulz", "elementwise")
     assert {("kernels", table) for table in kernels} <= found
     for row in rows:

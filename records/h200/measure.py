@@ -233,6 +233,48 @@ def check_attention(log: Log, window: int, z: Sizes) -> None:
             log.judge("attention", f"{window}/{name}", limits, **whole, **rows)
 
 
+# ---- Correctness: norms with gradients written by hand -------------------------------------------
+def check_norms(log: Log, z: Sizes) -> None:
+    """In bfloat16 on the device, against the formula and JAX's gradient of it, in float32."""
+    T, K = z.check[0], z.check[2]
+    first, cpu = (
+        jnp.zeros((1, T), bool).at[0, np.array([0, T // 3])].set(True),
+        jax.devices("cpu")[0],
+    )
+
+    def rotated(norm_rotate, dtype, x, dy):
+        cos, sin, code, _ = train_gpt.place(first, K, dtype)
+        y, pull = jax.vjp(lambda x: norm_rotate(x, cos, sin, code), x)
+        return y[..., :-4], *pull(dy)  # without the code, which is large and exact
+
+    def linear(f, x, w, dy):
+        y, pull = jax.vjp(f, x, w)
+        return y, *pull(dy)
+
+    relu2 = lambda y: jnp.square(jax.nn.relu(y))  # noqa: E731
+    formula = lambda x, w: train_gpt.norm(x) @ w.T  # noqa: E731
+    ours, plain = train_gpt.norm_rotate, lambda x, *at: train_gpt.rotate(train_gpt.norm(x), *at)
+    x, dy = draw(0, (1, T, 2, K)), draw(1, (1, T, 2, K))
+    a, w, da = draw(2, (1, T, K)), draw(3, (4 * K, K)), draw(4, (1, T, 4 * K))
+    cases = dict(
+        norm_rotate=(functools.partial(rotated, ours, "bfloat16"),
+                     functools.partial(rotated, plain, "float32"), (x, dy)),
+        norm_linear=(functools.partial(linear, lambda x, w: train_gpt.norm_linear(x, w, False)),
+                     functools.partial(linear, formula), (a, w, da)),
+        norm_linear_relu2=(
+            functools.partial(linear, lambda x, w: relu2(train_gpt.norm_linear(x, w, True))),
+            functools.partial(linear, lambda x, w: relu2(formula(x, w))), (a, w, da)),
+    )  # fmt: skip
+    for name, (f, exact, arguments) in cases.items():
+        found = jax.device_get(compiled(f, *arguments)(*arguments))
+        wide = jax.device_put([np.asarray(x, np.float32) for x in arguments], cpu)
+        wanted = jax.device_get(compiled(exact, *wide)(*wide))
+        pairs = zip(("y", "dx", "dw"), found, wanted, strict=False)
+        errors = {k: float(np.linalg.norm(a.astype("f4") - b) / np.linalg.norm(b))
+                  for k, a, b in pairs}  # fmt: skip
+        log.judge("norms", name, dict.fromkeys(errors, 0.02), **errors)
+
+
 # ---- Correctness: head ---------------------------------------------------------------------------
 def plain_head(x: Array, w: Array, targets: Array, T: int) -> Array:
     s = 30 * jax.nn.sigmoid((x @ w.T) / 7.5)
@@ -290,7 +332,9 @@ def start(c: train_gpt.Config, mesh: Mesh, params: dict | None) -> train_gpt.Sta
     state = train_gpt.make_state(c, mesh)
     if params:
         put = lambda old, new: jax.device_put(new, old.sharding)  # noqa: E731
-        state = state._replace(params=jax.tree.map(put, state.params, params))
+        ahead = np.asarray(jnp.asarray(params["embed"], c.compute))
+        params = jax.tree.map(put, state.params, params)
+        state = state._replace(params=params, ahead=put(state.ahead, ahead))
     return state
 
 
@@ -347,6 +391,8 @@ def correctness(log: Log, args: argparse.Namespace, z: Sizes) -> None:
     use_cache(args, "checked")
     for window in z.windows:
         log.attempt(f"attention {window}", check_attention, log, window, z)
+    if not log.wrong:
+        log.attempt("norms", check_norms, log, z)
     if not log.wrong:
         log.attempt("head", check_head, log, z)
     if not log.wrong:
@@ -431,6 +477,10 @@ def elementwise(z: Sizes) -> Iterator[tuple[str, Callable, int, int]]:
     blend = lambda x, y: train_gpt.blend((jnp.float32(0.7), x), (jnp.float32(0.3), y))  # noqa: E731
     yield "norm", train_gpt.norm, z.D, 2
     yield "norm gradient", pull(train_gpt.norm), z.D, 3
+    w = draw(9, (z.D, z.D))
+    linear = lambda x: train_gpt.norm_linear(x, w, False)  # noqa: E731
+    yield "norm_linear, with its product", linear, z.D, 2
+    yield "norm_linear gradient, with two products", pull(linear), z.D, 3
     yield "blend", blend, z.D, 3
     yield "relu2", relu2, z.F, 2
     yield "relu2 gradient", pull(relu2), z.F, 3
@@ -885,7 +935,9 @@ def child(args: argparse.Namespace) -> int:
 def run_part(part: str, argv: list[str], out: Path, work: str, deadline: float) -> int:
     """A child's exit status; its output goes to out/log.txt too. Past its deadline it is killed."""
     own = ["--child", part, "--work", work, "--deadline", str(deadline)]
-    defaults = dict(XLA_PYTHON_CLIENT_MEM_FRACTION="0.92", TF_CPP_MIN_LOG_LEVEL="1")
+    defaults = dict(TF_CPP_MIN_LOG_LEVEL="1")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        defaults["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     if "--small" in argv:  # where compiling takes all of the time
         defaults |= dict(XLA_FLAGS="--xla_backend_optimization_level=0")
     process = subprocess.Popen(
