@@ -1,0 +1,33 @@
+"""compile_tpu.py: that its configurations are the record's batch, and that they compile."""
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+
+import compile_tpu
+import pytest
+
+import train_gpt
+
+
+@pytest.mark.parametrize("chip", compile_tpu.CONFIGS)
+def test_a_step_is_the_same_tokens_and_the_flags_make_it(chip):
+    c = compile_tpu.CONFIGS[chip]
+    assert list(train_gpt.faults(c)) == []
+    assert math.prod(c.batch("train")) == math.prod(train_gpt.Config().batch("train")) == 393_216
+    argv = f"{compile_tpu.flags(c)} --seed 1".split()
+    assert train_gpt.parse_config(argv) == ("record", train_gpt.dataclasses.replace(c, seed=1))
+
+
+def test_the_program_compiles_for_tpus_or_the_script_says_what_is_missing():
+    command = [sys.executable, compile_tpu.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200)
+    if importlib.util.find_spec("libtpu"):
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(re.findall("^v[56]e +(?:train|val) ", done.stdout, re.M)) == 4
+    else:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"compile_tpu.py: {compile_tpu.MISSING}\n"
+        assert "pip install 'jax[tpu]==" in done.stderr
