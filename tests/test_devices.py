@@ -216,12 +216,26 @@ def test_the_table_sent_ahead_is_that_of_the_new_weights(devices, c):
     """At the start, and after a step, on every device; in float32 it is a buffer of its own."""
     mesh, step = make_mesh(devices), stage("train", devices, c)
     state = train_gpt.make_state(c, mesh)
-    for i in range(2):
+    for i in range(4):  # the first step from a head of zeros moves no token
+        before = np.asarray(state.params["embed"])
         expected = np.asarray(state.params["embed"].astype(c.compute))
         assert state.ahead.dtype == c.compute and state.ahead.sharding.is_fully_replicated
         for part in state.ahead.addressable_shards:
             np.testing.assert_array_equal(np.asarray(part.data), expected)
         state, _ = step(state, place_on(mesh, sequences(c, c.T, seed=i)))
+    assert np.any(before != np.asarray(state.params["embed"]))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_same_sequences_three_times_give_the_same_gradients(devices):
+    """Of a mean over 24 and over 8 sequences, as the momenta show: not only their directions."""
+    mesh, thrice = make_mesh(devices), dataclasses.replace(MINI32, sequences=24)
+    once, momenta = sequences(MINI32, MINI32.T), []
+    for c, tokens in (MINI32, once), (thrice, np.repeat(once, 3, axis=0)):
+        state, _ = stage("train", devices, c)(make_random_state(c, mesh), place_on(mesh, tokens))
+        momenta.append([np.asarray(x) for x in jax.tree.leaves(state.optimizer)])
+    for a, b in zip(*momenta, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
 
 
 # ---- Shorter sequences ---------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def one_wrong_token(q, k, v, **options):
 
 
 def not_a_number(q, k, v, **options):
-    return real(q, k, v, **options).at[0, 300].set(jnp.nan)
+    y = real(q, k, v, **options)  # its gradient is right
+    return y + jax.lax.stop_gradient(jnp.zeros_like(y).at[0, 300].set(jnp.nan))
 
 
 FAULTS = dict(

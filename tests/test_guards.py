@@ -423,3 +423,5 @@ def test_formats_and_kernel_fit_the_device(
     assert (c.attention, (c.head_forward, c.head_backward)) == (attention, head)
     same = dict(attention=attention, head_forward=head[0], head_backward=head[1])
     assert c == dataclasses.replace(train_gpt.Config(), **same)
+    wide = dataclasses.replace(train_gpt.Config(), compute="float32")
+    assert train_gpt.fit_devices("record", wide)[1].attention == "xla"  # cuDNN's has no float32
