@@ -601,15 +601,51 @@ def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.C
 
 # ---- Data ----------------------------------------------------------------------------------------
 def open_shard(path: Path) -> np.memmap | str:
-    """The tokens of a file in llm.c's format (256 int32: magic, version, count; then uint16), or
-    what is wrong with its header or size."""
-    size = path.stat().st_size
-    magic, version, count = np.fromfile(path, "<i4", 3).tolist() if size >= HEADER else (0, 0, 0)
-    if (magic, version) != (20240520, 1) or count <= 0:
-        return "is no token shard (llm.c's format, version 1)"
-    if size != HEADER + 2 * count:
-        return f"has {size} bytes where its header promises {HEADER + 2 * count}"
-    return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
+    """The tokens of a file in llm.c's format (256 int32: magic, version, count; then uint16, all
+    little-endian), or what is wrong with its header or size."""
+    if not path.is_file():
+        return "is missing" if not os.path.lexists(path) else "is no file"
+    try:
+        size = path.stat().st_size
+        magic, version, count = np.fromfile(path, "<i4", 3).tolist() if size >= HEADER else (0,) * 3
+        if (magic, version) != (20240520, 1) or count <= 0:
+            return "is no token shard (llm.c's format, version 1)"
+        if size != HEADER + 2 * count:
+            return f"has {size} bytes where its header promises {HEADER + 2 * count}"
+        return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | str:
+    """MANIFEST.json, which the scripts of data/ write: source, vocab, eot and, of every file, size
+    and sha256. Empty if there is none; a sentence if it is broken."""
+    try:
+        about = json.loads((folder / "MANIFEST.json").read_bytes())
+        whole = isinstance(about["vocab"], int) and isinstance(about["eot"], int) and all(
+            re.fullmatch("[0-9a-f]{64}", file["sha256"]) and Path(name).name == name
+            for name, file in about["files"].items())  # fmt: skip
+    except FileNotFoundError:
+        return {}
+    except Exception:  # it may hold anything
+        whole = False
+    return about if whole else "MANIFEST.json is broken; get the data again"
+
+
+def shards_in(folder: Path, split: str, about: dict[str, Any]) -> list[Path]:
+    """The shards of a split, in order: those there are, and those MANIFEST.json says there are."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names |= about.get("files", {}).keys()
+    return sorted(folder / name for name in names if re.fullmatch(f"[^.].*_{split}_.*[.]bin", name))
+
+
+def misnamed(paths: list[Path], i: int) -> str | None:
+    """What is wrong with the name of the i-th shard: six digits, from 0 or 1 on, without a gap."""
+    row = re.fullmatch(r"(.*_)([0-9]{6})[.]bin", paths[0].name)
+    expected = f"{row[1]}{min(int(row[2]), 1) + i:06}.bin" if row else "a name like _000001.bin"
+    if paths[i].name != expected:
+        return f"{expected} is missing, {paths[i].name} stands in its place"
+    return None
 
 
 def steps_in(shard: np.ndarray, rows: int, T: int) -> int:
@@ -619,59 +655,82 @@ def steps_in(shard: np.ndarray, rows: int, T: int) -> int:
 
 def inspect(shard: np.memmap, T: int, eot: int) -> dict[str, Any]:
     """What one pass over every byte of a shard finds."""
-    path, largest, documents = Path(shard.filename), 0, 0
+    path, largest, documents, most = Path(shard.filename), 0, 0, 0
     sha, piece = hashlib.sha256(np.fromfile(path, np.uint8, HEADER)), T * max(1, 2**22 // T)
     for start in range(0, len(shard), piece):
         tokens = np.array(shard[start : start + piece])
         sha.update(tokens)
         sequences = np.flatnonzero(tokens == eot) // T
         largest = max(largest, int(tokens.max()))
-        documents = max(documents, int(np.bincount(sequences, minlength=1).max()))
+        documents += len(sequences)
+        most = max(most, int(np.bincount(sequences, minlength=1).max()))
     return dict(file=path.name, bytes=path.stat().st_size, sha256=sha.hexdigest(),
-                largest_token=largest, documents_in_sequence=documents)  # fmt: skip
+                tokens=len(shard), documents=documents, largest_token=largest,
+                documents_in_sequence=most)  # fmt: skip
+
+
+def wrong(found: dict[str, Any], about: dict[str, Any], vocab: int, eot: int) -> str | None:
+    """What is wrong with a shard in which `found` was found, where MANIFEST.json says `about`."""
+    listed, sha, largest = {}, found["sha256"], found["largest_token"]
+    if about and not (listed := about["files"].get(found["file"])):
+        return "is not in MANIFEST.json"
+    if listed and listed["sha256"] != sha:
+        return f"has sha256 {sha}, but in MANIFEST.json {listed['sha256']}; get it again"
+    if largest >= vocab:
+        return f"has token {largest}; --vocab is {vocab}"
+    if not found["documents"] and listed.get("documents") != 0:
+        return f"has no token {eot}, which starts a document; is --eot right?"
+    return None
 
 
 def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
     """The shards that the run reads, validation last; exits 2 at the first thing wrong: in names,
     headers, sizes, before anything compiles; with contents, in what inspect found in them."""
-    shards = []
+    folder, shards = Path(c.data), []
+    about = read_manifest(folder)
+    if isinstance(about, str):
+        refuse(f"{folder}: {about}")
+    if about and (about["vocab"] > c.vocab or about["eot"] != c.eot):
+        refuse(f"{folder}: its tokens need --vocab {about['vocab']} --eot {about['eot']}")
     for split, need in ("train", c.steps), ("val", c.val_steps):
-        rows, T = c.batch(split)
-        paths, found = sorted(Path(c.data).glob(f"*_{split}_*.bin")), 0
+        paths, found = shards_in(folder, split, about), 0
         for i, path in enumerate(paths if split == "train" else paths[:1]):
-            prefix, number = paths[0].stem[:-6], paths[0].stem[-6:]
-            expected = f"{prefix}{int(number) + i:06}.bin" if number.isdecimal() else "a shard"
-            if path.name != expected:
-                refuse(f"{c.data}: {expected} is missing, {path.name} stands in its place")
+            fault = misnamed(paths, i)
             shard = open_shard(path)
-            if isinstance(shard, str):
-                refuse(f"{path} {shard}; delete it and get it again")
+            if fault or isinstance(shard, str):
+                refuse(f"{folder}: {fault}" if fault else f"{path} {shard}; get it again")
             shards.append(shard)
-            found += steps_in(shard, rows, T)
+            found += steps_in(shard, *c.batch(split))
             if found >= need:
                 break
         if found < need:
-            each = found / len(paths) if found else max(1, (10**8 - 2) // (rows * T))
-            get = f"cached_fineweb10B.py {math.ceil(need / each) if split == 'train' else 1}"
-            get = "source_code.py" if Path(c.data).name == "source_code" else get
-            refuse(f"{c.data}: {split} shards hold {found} of {need} steps; run python data/{get}")
+            each = found / len(paths) if found else max(1, (10**8 - 2) // math.prod(c.batch(split)))
+            count = math.ceil(need / each) if split == "train" else 1
+            get = {"source_code": "run python data/source_code.py",
+                   "fineweb10B": f"run python data/cached_fineweb10B.py {count}"}  # fmt: skip
+            advice = get.get(folder.name, "get more (data/README.md), or take fewer steps")
+            refuse(f"{folder}: {split} shards hold {found} of {need} steps; {advice}")
     for found in contents:
-        if found["largest_token"] >= c.vocab:
-            refuse(f"{found['file']} has token {found['largest_token']}; --vocab is {c.vocab}")
-        if found["documents_in_sequence"] >= 4096:
-            refuse(f"{found['file']}: {found['documents_in_sequence']} documents start in one "
-                   "sequence; at most 4095 can be kept apart")  # fmt: skip
+        name, crowd = found["file"], found["documents_in_sequence"]
+        if fault := wrong(found, about, c.vocab, c.eot):
+            refuse(f"{folder / name} {fault}")
+        if crowd >= 4096:
+            refuse(f"{name}: {crowd} documents start in one sequence; 4095 can be kept apart")
         if sum(found["sha256"] == other["sha256"] for other in contents) > 1:
-            refuse(f"{c.data}: {found['file']} is there twice, under another name")
+            refuse(f"{folder}: {name} is there twice, under another name")
     return shards
 
 
-def stream(shards: list[np.memmap], rows: int, T: int, steps: int) -> Iterator[np.ndarray]:
-    """Consecutive (rows, T + 1) int32 steps over the shards in order; no shuffle, no repetition."""
-    batch = rows * T
-    starts = ((shard, i * batch) for shard in shards for i in range(steps_in(shard, rows, T)))
-    for _, (shard, start) in zip(range(steps), starts, strict=False):
-        tokens = shard[start : start + batch + 1].astype(np.int32)
+def stream(
+    shards: list[np.ndarray], rows: int, T: int, steps: int, start: tuple[int, int] = (0, 0)
+) -> Iterator[np.ndarray]:
+    """Consecutive (rows, T + 1) int32 steps over the shards in order, no shuffle, no repetition,
+    from start on: (shard, token); the i-th step of a shard stands at token i * rows * T."""
+    batch, (first, token) = rows * T, start
+    rest = [shards[first][token:], *shards[first + 1 :]]
+    starts = ((shard, i * batch) for shard in rest for i in range(steps_in(shard, rows, T)))
+    for _, (shard, at) in zip(range(steps), starts, strict=False):
+        tokens = shard[at : at + batch + 1].astype(np.int32)
         yield np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 

@@ -229,20 +229,25 @@ def test_good_data_passes(data, monkeypatch):
 @pytest.mark.parametrize(
     "gone, says",
     [
-        ("*", "train shards hold 0 of 6 steps; run python data/cached_fineweb10B.py 1"),
-        ("*_train_*", "train shards hold 0 of 6 steps; run python data/cached_fineweb10B.py 1"),
-        ("*_val_*", "val shards hold 0 of 2 steps; run python data/cached_fineweb10B.py 1"),
+        ("*", "train shards hold 0 of 6 steps; get more (data/README.md), or take fewer steps"),
+        ("*_train_*", "train shards hold 0 of 6 steps; get more"),
+        ("*_val_*", "val shards hold 0 of 2 steps; get more"),
     ],
 )
-def test_missing_shards_are_named_with_the_command_that_gets_them(refusal, data, gone, says):
+def test_missing_shards_are_named(refusal, data, gone, says):
     for path in data.glob(gone):
         path.unlink()
     assert f"{data}: {says}" in refusal(*MINI.split(), "--data", str(data))
 
 
-def test_a_missing_folder_is_refused_and_source_code_has_its_own_command(refusal):
-    message = refusal(*MINI.split(), "--data", "data/source_code")
-    assert "hold 0 of 6 steps; run python data/source_code.py\n" in message
+@pytest.mark.parametrize(
+    "folder, command",
+    [("source_code", "source_code.py"), ("fineweb10B", "cached_fineweb10B.py 1")],
+)
+def test_our_own_data_sets_are_named_with_the_command_that_gets_them(refusal, folder, command):
+    message = refusal(*MINI.split(), "--data", f"data/{folder}/")
+    expected = f"data/{folder}: train shards hold 0 of 6 steps; run python data/{command}\n"
+    assert message.endswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +256,14 @@ def test_a_missing_folder_is_refused_and_source_code_has_its_own_command(refusal
         ("x_train_000002.bin", "x_train_000003.bin", "x_train_000002.bin is missing, x_train_0000"),
         ("x_train_000002.bin", "y_train_000002.bin", "x_train_000002.bin is missing, y_train_0000"),
         ("x_train_000002.bin", "x_train_000002 (1).bin", "x_train_000002.bin is missing"),
-        ("x_train_000001.bin", "x_train_000001_old.bin", "a shard is missing, x_train_000001_old"),
-        ("x_val_000000.bin", "x_val_last.bin", "a shard is missing, x_val_last.bin stands in its"),
+        ("x_train_000001.bin", "x_train_000003.bin", "x_train_000001.bin is missing, x_train_0000"),
+        ("x_train_000001.bin", "x_train_1.bin", "x_train_000001.bin is missing, x_train_0000"),
+        (
+            "x_train_000001.bin",
+            "x_train_000001_old.bin",
+            "a name like _000001.bin is missing, x_tr",
+        ),
+        ("x_val_000000.bin", "x_val_last.bin", "a name like _000001.bin is missing, x_val_last.bi"),
     ],
 )
 def test_gaps_and_foreign_names_are_refused(refusal, data, old, new, says):
@@ -289,17 +300,48 @@ def test_broken_shards_are_refused(refusal, data, name, fault):
     change, says = BROKEN[fault]
     change(data / f"{name}.bin")
     message = refusal(*MINI.split(), "--data", str(data))
-    assert f"{data / name}.bin {says}" in message and "delete it and get it again" in message
+    assert f"{data / name}.bin {says}" in message and message.endswith("; get it again\n")
+
+
+def test_a_folder_or_a_hanging_link_is_no_shard(refusal, data):
+    path = data / "x_train_000002.bin"
+    path.unlink()
+    path.mkdir()
+    assert f"{path} is no file" in refusal(*MINI.split(), "--data", str(data))
+    path.rmdir()
+    path.symlink_to("nowhere")
+    assert f"{path} is no file" in refusal(*MINI.split(), "--data", str(data))
+    path.unlink()
+    os.mkfifo(path)  # opening it would wait for ever
+    assert f"{path} is no file" in refusal(*MINI.split(), "--data", str(data))
+
+
+def test_a_shard_that_cannot_be_read_is_refused(refusal, data, monkeypatch):
+    def fromfile(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "fromfile", fromfile)
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert "x_train_000001.bin cannot be read: Permission denied" in message
+
+
+def test_hidden_and_unfinished_files_are_passed_over(data, monkeypatch):
+    for name in ("._x_train_000001.bin", "x_train_000003.bin.part", ".part-1", "x_val.bin"):
+        (data / name).write_bytes(b"?")
+    monkeypatch.setattr(train_gpt, "prepare", lambda c, mesh, shards, log: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_gpt.main([*MINI.split(), "--data", str(data)])
 
 
 def test_too_few_tokens_are_refused(refusal, data):
+    data = data.rename(data.with_name("fineweb10B"))
     message = refusal(*MINI.split(), "--data", str(data), "--steps", "9")
     assert "train shards hold 8 of 9 steps; run python data/cached_fineweb10B.py 3\n" in message
 
 
 def test_a_short_val_shard_is_refused(refusal, data):
     message = refusal(*MINI.split(), "--data", str(data), "--val_tokens", "1536")
-    assert "val shards hold 2 of 3 steps; run python data/cached_fineweb10B.py 1\n" in message
+    assert "val shards hold 2 of 3 steps; get more" in message
 
 
 def test_the_record_needs_seven_shards():
@@ -310,7 +352,7 @@ def test_the_record_needs_seven_shards():
 
 @pytest.mark.parametrize("there", [0, 1, 3, 6])
 def test_the_message_says_that_seven_are_needed(refusal, tmp_path, there):
-    data = tmp_path / "fineweb"
+    data = tmp_path / "fineweb10B"
     data.mkdir()
     for i in range(there):
         path = write_shard(data / f"fineweb_train_{i + 1:06}.bin", [], count=100_000_000)
@@ -318,6 +360,72 @@ def test_the_message_says_that_seven_are_needed(refusal, tmp_path, there):
     flags = ["--T", "49152", "--head_chunk", "64", "--steps", "1770", "--data", str(data)]
     message = refusal(*MINI.split(), *flags)
     assert f"{there * 254} of 1770 steps; run python data/cached_fineweb10B.py 7\n" in message
+
+
+# ---- MANIFEST.json ------------------------------------------------------------------------------
+def write_manifest(data: Path, **changes) -> dict:
+    files = {p.name: dict(size=p.stat().st_size, sha256=sha(p)) for p in data.glob("*.bin")}
+    about = dict(source="a test", vocab=257, eot=256, files=files) | changes
+    (data / "MANIFEST.json").write_text(json.dumps(about))
+    return about
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["", "{", "[]", "null", '"files"', "{}", "[" * 100_000, '{"vocab": 257, "eot": 256}']
+    + [
+        json.dumps(dict(vocab=257, eot=256, files={}) | change)
+        for change in (
+            dict(vocab="257"),
+            dict(eot=None),
+            dict(files=[]),
+            dict(files={"x_train_000001.bin": 1}),
+            dict(files={"x_train_000001.bin": {}}),
+            dict(files={"x_train_000001.bin": dict(sha256=7)}),
+            dict(files={"x_train_000001.bin": dict(sha256="abc")}),
+            dict(files={"../x_train_000001.bin": dict(sha256="0" * 64)}),
+        )
+    ],
+)
+def test_a_broken_manifest_is_refused(refusal, data, manifest):
+    (data / "MANIFEST.json").write_text(manifest)
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"{data}: MANIFEST.json is broken; get the data again\n" in message
+
+
+def test_a_manifest_that_cannot_be_read_is_refused(refusal, data):
+    (data / "MANIFEST.json").mkdir()
+    assert "MANIFEST.json is broken" in refusal(*MINI.split(), "--data", str(data))
+    (data / "MANIFEST.json").rmdir()
+    (data / "MANIFEST.json").write_bytes(b"\xff")
+    assert "MANIFEST.json is broken" in refusal(*MINI.split(), "--data", str(data))
+
+
+@pytest.mark.parametrize("change", [dict(vocab=258), dict(eot=255), dict(eot=0)])
+def test_tokens_of_another_vocabulary_are_refused_with_the_flags(refusal, data, change):
+    about = write_manifest(data, **change)
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"its tokens need --vocab {about['vocab']} --eot {about['eot']}\n" in message
+
+
+@pytest.mark.parametrize("lost", ["x_train_000001", "x_train_000002", "x_val_000000"])
+def test_a_shard_that_the_manifest_lists_must_be_there(refusal, data, lost):
+    write_manifest(data)
+    (data / f"{lost}.bin").unlink()
+    assert f"{lost}.bin is missing; get it again" in refusal(*MINI.split(), "--data", str(data))
+
+
+def test_a_lost_first_shard_does_not_shift_the_stream(refusal, data):
+    """Also where counting begins at 0, so that 000001 might pass for the first."""
+    (data / "x_train_000001.bin").rename(data / "x_train_000000.bin")
+    (data / "x_train_000002.bin").rename(data / "x_train_000001.bin")
+    write_manifest(data)
+    (data / "x_train_000000.bin").unlink()
+    assert "x_train_000000.bin is missing" in refusal(*MINI.split(), "--data", str(data))
 
 
 # ---- The pass over the bytes, while stages compile -----------------------------------------------
@@ -380,6 +488,48 @@ def test_the_same_bytes_twice_are_refused(data, outcome, copy):
     assert "is there twice, under another name" in outcome()
 
 
+@pytest.mark.parametrize("name", ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"])
+@pytest.mark.parametrize("at", [20, 1024, 2000, 3223])  # of the header, of the tokens; to the last
+def test_a_changed_byte_is_refused_by_its_hash(data, outcome, name, at):
+    about = write_manifest(data, vocab=256)  # a smaller vocabulary than --vocab is no fault
+    assert outcome() is None
+    raw = bytearray((data / name).read_bytes())
+    raw[at] ^= 1
+    (data / name).write_bytes(raw)
+    old, new = about["files"][name]["sha256"], sha(data / name)
+    says = f"{data / name} has sha256 {new}, but in MANIFEST.json {old}; get it again\n"
+    assert outcome().endswith(says)
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_refused(data, outcome):
+    about = write_manifest(data)
+    del about["files"]["x_train_000002.bin"]
+    write_manifest(data, files=about["files"])
+    assert "x_train_000002.bin is not in MANIFEST.json" in outcome()
+
+
+def test_validation_tokens_under_a_training_name_are_refused(data, outcome):
+    write_manifest(data)
+    shutil.copy(data / "x_val_000000.bin", data / "x_train_000002.bin")
+    write_shard(data / "x_val_000000.bin", text(1100, 5))
+    assert re.search("x_train_000002.bin has sha256 .*, but in MANIFEST.json", outcome())
+
+
+@pytest.mark.parametrize("name", ["x_train_000002.bin", "x_val_000000.bin"])
+def test_a_shard_in_which_no_document_starts_is_refused(data, outcome, name):
+    """The tokens may be of a vocabulary with another --eot, and every one below --vocab."""
+    write_shard(data / name, np.arange(1100) % 250)
+    assert f"{data / name} has no token 256, which starts a document; is --eot right?" in outcome()
+    about = write_manifest(data)
+    assert f"{name} has no token 256" in outcome()  # as a hub's: nobody counted documents
+    about["files"][name]["documents"] = 1
+    write_manifest(data, files=about["files"])
+    assert f"{name} has no token 256" in outcome()
+    about["files"][name]["documents"] = 0  # the middle of a long document, as tokenize_text.py says
+    write_manifest(data, files=about["files"])
+    assert outcome() is None
+
+
 def test_a_shard_is_inspected_to_its_end(tmp_path):
     """It is read in pieces, of which this one has three."""
     T = 24_576
@@ -389,8 +539,9 @@ def test_a_shard_is_inspected_to_its_end(tmp_path):
     starts = np.bincount(np.flatnonzero(tokens == 256) // T)
     assert starts.argmax() > 2**22 // T
     assert train_gpt.inspect(train_gpt.open_shard(path), T, 256) == dict(
-        file=path.name, bytes=path.stat().st_size, largest_token=400,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(), documents_in_sequence=starts.max(),
+        file=path.name, bytes=path.stat().st_size, largest_token=400, tokens=len(tokens),
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(), documents=starts.sum(),
+        documents_in_sequence=starts.max(),
     )  # fmt: skip
 
 
