@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("", "data")]
 
 import jax  # noqa: E402
 
