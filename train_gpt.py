@@ -704,11 +704,14 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
             if found >= need:
                 break
         if found < need:
-            each = found / len(paths) if found else max(1, (10**8 - 2) // math.prod(c.batch(split)))
+            batch = math.prod(c.batch(split))
+            each = found / len(paths) if found else max(1, (10**8 - 2) // batch)
             count = math.ceil(need / each) if split == "train" else 1
-            get = {"source_code": "run python data/source_code.py",
-                   "fineweb10B": f"run python data/cached_fineweb10B.py {count}"}  # fmt: skip
-            advice = get.get(folder.name, "get more (data/README.md), or take fewer steps")
+            fewer = f"--steps {found}" if split == "train" else f"--val_tokens {found * batch}"
+            own = "get more (data/README.md)" + f", or add {fewer} to what you ran" * (found > 0)
+            ours = {"source_code": "run python data/source_code.py",
+                    "fineweb10B": f"run python data/cached_fineweb10B.py {count}"}  # fmt: skip
+            advice = ours.get(folder.name, own)
             refuse(f"{folder}: {split} shards hold {found} of {need} steps; {advice}")
     for found in contents:
         name, crowd = found["file"], found["documents_in_sequence"]

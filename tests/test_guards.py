@@ -229,15 +229,20 @@ def test_good_data_passes(data, monkeypatch):
 @pytest.mark.parametrize(
     "gone, says",
     [
-        ("*", "train shards hold 0 of 6 steps; get more (data/README.md), or take fewer steps"),
-        ("*_train_*", "train shards hold 0 of 6 steps; get more"),
-        ("*_val_*", "val shards hold 0 of 2 steps; get more"),
+        ("*", "train shards hold 0 of 6 steps; get more (data/README.md)"),
+        ("*_train_*", "train shards hold 0 of 6 steps; get more (data/README.md)"),
+        (
+            "*_train_000002*",
+            "train shards hold 4 of 6 steps; get more (data/README.md), or add "
+            "--steps 4 to what you ran",
+        ),
+        ("*_val_*", "val shards hold 0 of 2 steps; get more (data/README.md)"),
     ],
 )
 def test_missing_shards_are_named(refusal, data, gone, says):
     for path in data.glob(gone):
         path.unlink()
-    assert f"{data}: {says}" in refusal(*MINI.split(), "--data", str(data))
+    assert f"{data}: {says}\n" in refusal(*MINI.split(), "--data", str(data))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,8 @@ def test_too_few_tokens_are_refused(refusal, data):
 
 def test_a_short_val_shard_is_refused(refusal, data):
     message = refusal(*MINI.split(), "--data", str(data), "--val_tokens", "1536")
-    assert "val shards hold 2 of 3 steps; get more" in message
+    expected = "2 of 3 steps; get more (data/README.md), or add --val_tokens 1024 to what you ran\n"
+    assert message.endswith(expected)
 
 
 def test_the_record_needs_seven_shards():
