@@ -607,9 +607,12 @@ def open_shard(path: Path) -> np.memmap | str:
         return "is missing" if not os.path.lexists(path) else "is no file"
     try:
         size = path.stat().st_size
-        magic, version, count = np.fromfile(path, "<i4", 3).tolist() if size >= HEADER else (0,) * 3
+        if size < HEADER:
+            return f"is no token shard: {size} bytes hold no header"
+        magic, version, count = np.fromfile(path, "<i4", 3).tolist()
         if (magic, version) != (20240520, 1) or count <= 0:
-            return "is no token shard (llm.c's format, version 1)"
+            found = f"magic {magic}, version {version}, {count} tokens"
+            return f"is no token shard (llm.c's 20240520, version 1): its header says {found}"
         if size != HEADER + 2 * count:
             return f"has {size} bytes where its header promises {HEADER + 2 * count}"
         return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))

@@ -284,17 +284,18 @@ def header(**fields):
     return lambda path: write_shard(path, text(1100), **fields)
 
 
+FORMAT = "is no token shard (llm.c's 20240520, version 1): its header says"
 BROKEN = dict(
     short=(size(3000), "has 3000 bytes where its header promises 3224"),
     long=(size(4000), "has 4000 bytes where its header promises 3224"),
     odd_byte=(size(3225), "has 3225 bytes where its header promises 3224"),
     header_only=(size(1024), "has 1024 bytes where its header promises 3224"),
-    cut_header=(size(1023), "is no token shard"),
-    empty=(size(0), "is no token shard"),
-    magic=(header(magic=20240801), "is no token shard"),
-    version=(header(version=2), "is no token shard"),
-    no_tokens=(header(count=0), "is no token shard"),
-    negative_count=(header(count=-1100), "is no token shard"),
+    cut_header=(size(1023), "is no token shard: 1023 bytes hold no header"),
+    empty=(size(0), "is no token shard: 0 bytes hold no header"),
+    magic=(header(magic=1), f"{FORMAT} magic 1, version 1, 1100 tokens"),
+    version=(header(version=2), f"{FORMAT} magic 20240520, version 2, 1100 tokens"),
+    no_tokens=(header(count=0), f"{FORMAT} magic 20240520, version 1, 0 tokens"),
+    negative_count=(header(count=-1100), f"{FORMAT} magic 20240520, version 1, -1100 tokens"),
     huge_count=(header(count=2**31 - 1), "has 3224 bytes where its header promises 4294968318"),
 )
 
