@@ -51,7 +51,9 @@ def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, file
     """MANIFEST.json: where the tokens come from, what they are, and of each file its `size` and
     `sha256`, `revision` if a hub states one, `documents` (starts of) if we counted them."""
     about = dict(source=source, vocab=vocab, eot=eot, files=dict(sorted(files.items())))
-    write(folder / "MANIFEST.json", [json.dumps(about, indent=1).encode() + b"\n"])
+    path, text = folder / "MANIFEST.json", json.dumps(about, indent=1).encode() + b"\n"
+    if not path.is_file() or path.read_bytes() != text:
+        write(path, [text])
 
 
 @contextlib.contextmanager
@@ -65,9 +67,9 @@ def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
         except BlockingIOError:
             print(f"another process is at work in {out}; waiting for it to end ...", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks; names of unfinished files differ anyway
-            pass
-        for left in out.glob(".part-*"):
+        except OSError:  # a file system without locks, where what is left may be in use
+            lock = None
+        for left in out.glob(".part-*") if lock else ():
             shutil.rmtree(left, ignore_errors=True)
         part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
         try:

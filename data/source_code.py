@@ -14,12 +14,12 @@ import collections
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import pathlib
 import sys
 import warnings
 
 import numpy as np
+import shards
 
 PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
 SHARDS = {  # name: sha256
@@ -28,7 +28,6 @@ SHARDS = {  # name: sha256
     "source_val_000000.bin": "f7a55403e5071ae33147658cfd0981ec725adf2345e6147015784bcafc053046",
 }
 EOT = 256
-MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
 FIRST_SHARD_TOKENS = 600_000  # the rest is in the second: tiny crosses from one to the next
 
 # A file may be held out if few of its lines stand in other files too. This keeps twins such as
@@ -118,9 +117,7 @@ def encode(shard: list[bytes]) -> bytes:
     """llm.c's format: 256 int32 of header, then the tokens as uint16."""
     parts = [part for document in shard for part in ([EOT], np.frombuffer(document, np.uint8))]
     tokens = np.concatenate(parts).astype("<u2")
-    header = np.zeros(256, "<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    return header.tobytes() + tokens.tobytes()
+    return shards.header(len(tokens)) + tokens.tobytes()
 
 
 def sha256(data: bytes) -> str:
@@ -141,15 +138,16 @@ def remedy() -> str:
     return f"Installed: {found}. Run: {sys.executable} -m pip install {force}{pins}"
 
 
-def write(path: pathlib.Path, data: bytes):
-    """Whole or not at all, also where two processes write at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def make(out: pathlib.Path) -> None:
+    """Writes the shards, if the text is that of the pinned packages."""
+    documents_of = build()
+    encoded = {name: encode(documents) for name, documents in documents_of.items()}
+    if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
+        sys.exit(f"source_code.py: the text is not that of the pinned packages. {remedy()}")
+    for name, data in encoded.items():
+        shards.write(out / name, [data])
+        tokens, documents = (len(data) - 1024) // 2, len(documents_of[name])
+        print(f"{name} tokens:{tokens} documents:{documents} sha256:{SHARDS[name]}")
 
 
 def main():
@@ -158,18 +156,17 @@ def main():
     cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
     out = cli.parse_args().out
     paths = {name: out / name for name in SHARDS}
-    if all(p.is_file() and sha256(p.read_bytes()) == SHARDS[n] for n, p in paths.items()):
-        for name, expected in SHARDS.items():
-            print(f"{name} sha256:{expected} is there already")
-        return
-    shards = build()
-    encoded = {name: encode(shard) for name, shard in shards.items()}
-    if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
-        sys.exit(f"source_code.py: the text is not that of the pinned packages. {remedy()}")
-    for name, data in encoded.items():
-        write(paths[name], data)
-        tokens = (len(data) - 1024) // 2
-        print(f"{name} tokens:{tokens} documents:{len(shards[name])} sha256:{SHARDS[name]}")
+    source = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
+    try:
+        if all(p.is_file() and shards.sha256(p) == SHARDS[n] for n, p in paths.items()):
+            for name, expected in SHARDS.items():
+                print(f"{name} sha256:{expected} is there already")
+        else:
+            make(out)
+        files = {n: dict(size=p.stat().st_size, sha256=SHARDS[n]) for n, p in paths.items()}
+        shards.write_manifest(out, source, vocab=257, eot=EOT, files=files)
+    except OSError as error:  # no space, no permission
+        sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":

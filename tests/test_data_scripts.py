@@ -1,7 +1,7 @@
-"""The scripts of data/: the text is the committed one, and a failure is one clear line."""
+"""The scripts of data/: the text is the committed one, files are whole, a failure is one line."""
 
+import fcntl
 import hashlib
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -9,18 +9,12 @@ import sys
 
 import numpy as np
 import pytest
+import shards as shards_py
+import source_code
 
-DATA = pathlib.Path(__file__).resolve().parent.parent / "data"
+import train_gpt
 
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-source_code = load("source_code")
+DATA = pathlib.Path(source_code.__file__).parent
 
 
 def run(module, monkeypatch, *argv):
@@ -57,7 +51,7 @@ def documents(tokens):
 
 def test_shards_are_the_committed_ones(built):
     out, printed = built
-    assert sorted(path.name for path in out.iterdir()) == sorted(source_code.SHARDS)
+    assert {path.name for path in out.iterdir()} == {*source_code.SHARDS, "MANIFEST.json"}
     for name, expected in source_code.SHARDS.items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == expected
     assert any(all(sha in text for sha in source_code.SHARDS.values()) for text in printed)
@@ -68,6 +62,21 @@ def test_format_is_that_of_llm_c(shards):
         assert header[:3].tolist() == [20240520, 1, len(tokens)]
         assert not header[3:].any()
         assert tokens[0] == source_code.EOT and tokens.max() == source_code.EOT
+
+
+def test_the_manifest_is_what_train_gpt_reads(built):
+    about = train_gpt.read_manifest(built[0])
+    assert (about["vocab"], about["eot"]) == (257, 256)
+    for name, expected in source_code.SHARDS.items():
+        size = (built[0] / name).stat().st_size
+        assert about["files"].pop(name) == dict(size=size, sha256=expected)
+    assert about["files"] == {}
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="file/out cannot be written: Not a directory"):
+        run(source_code, monkeypatch, "--out", tmp_path / "file" / "out")
 
 
 def test_there_is_enough_of_it(shards):
@@ -165,72 +174,42 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
         run(source_code, monkeypatch, "--out", tmp_path / "out")
 
 
-# ---- cached_fineweb10B.py ------------------------------------------------------------------------
+# ---- shards.py -----------------------------------------------------------------------------------
+def test_what_a_killed_process_left_is_deleted(tmp_path):
+    (tmp_path / ".part-dead").mkdir()
+    (tmp_path / ".part-dead" / "x.bin").touch()
+    with shards_py.workplace(tmp_path) as part:
+        (part / "y.bin").touch()
+        assert list(tmp_path.glob(".part-*")) == [part]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-class Hub:
-    """Stands in for hf_hub_download: writes small shards, notes what it was asked for."""
+def test_where_files_cannot_be_locked_nothing_of_others_is_deleted(tmp_path, monkeypatch):
+    """There a second process may be at work, and would lose its folder."""
 
-    def __init__(self, cut=0, error=None):
-        self.asked, self.cut, self.error = [], cut, error
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
 
-    def __call__(self, repo_id, filename, *, repo_type, local_dir, force_download):
-        assert (repo_id, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
-        self.asked.append((filename, force_download))
-        if self.error:
-            raise self.error
-        local_dir.mkdir(exist_ok=True)
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, 5
-        (local_dir / filename).write_bytes(header.tobytes() + bytes(10 - self.cut))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".part-alive").mkdir()
+    with shards_py.workplace(tmp_path) as part:
+        assert part.is_dir() and (tmp_path / ".part-alive").is_dir()
+    assert not part.exists()
 
 
-@pytest.fixture
-def fineweb(tmp_path, monkeypatch):
-    module = load("cached_fineweb10B")
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "fineweb10B")
-    monkeypatch.setattr(module, "hf_hub_download", Hub())
-    return module
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "a.bin"
 
+    def broken():
+        yield b"1"
+        raise ZeroDivisionError
 
-def names(count):
-    return ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]
-
-
-@pytest.mark.parametrize("argv, count", [([], 7), ([1], 1), ([103], 103)])
-def test_the_first_n_shards_are_fetched(fineweb, monkeypatch, argv, count):
-    run(fineweb, monkeypatch, *argv)
-    assert fineweb.hf_hub_download.asked == [(name, False) for name in names(count)]
-
-
-@pytest.mark.parametrize("n", ["0", "104", "-1", "many"])
-def test_bad_n_is_refused(fineweb, monkeypatch, capsys, n):
-    with pytest.raises(SystemExit) as stopped:
-        run(fineweb, monkeypatch, n)
-    assert stopped.value.code == 2 and n in capsys.readouterr().err
-    assert fineweb.hf_hub_download.asked == []
-
-
-@pytest.mark.parametrize("broken", [b"", b"x", bytes(1034)])
-def test_whole_shards_are_kept_and_broken_ones_fetched_anew(fineweb, monkeypatch, broken):
-    run(fineweb, monkeypatch, 3)
-    (fineweb.FOLDER / names(3)[2]).write_bytes(broken)
-    (fineweb.FOLDER / names(3)[3]).unlink()
-    fineweb.hf_hub_download.asked.clear()
-    run(fineweb, monkeypatch, 3)
-    assert fineweb.hf_hub_download.asked == [(names(3)[2], True), (names(3)[3], False)]
-
-
-def test_failure_is_one_line(fineweb, monkeypatch):
-    monkeypatch.setattr(fineweb, "hf_hub_download", Hub(error=OSError("no route\nto host")))
-    with pytest.raises(SystemExit) as stopped:
-        run(fineweb, monkeypatch, 1)
-    assert stopped.value.code == (
-        "cached_fineweb10B.py: fineweb_val_000000.bin could not be fetched: no route to host"
-    )
-
-
-def test_incomplete_download_fails(fineweb, monkeypatch):
-    monkeypatch.setattr(fineweb, "hf_hub_download", Hub(cut=2))
-    with pytest.raises(SystemExit, match="fineweb_val_000000.bin came incomplete"):
-        run(fineweb, monkeypatch, 1)
+    with pytest.raises(ZeroDivisionError):
+        shards_py.write(path, broken())
+    assert list(path.parent.iterdir()) == []
+    parts = [shards_py.header(3), np.arange(3, dtype="<u2")]
+    raw = np.array([20240520, 1, 3] + [0] * 253, "<i4").tobytes() + b"\0\0\1\0\2\0"
+    assert shards_py.write(path, parts) == dict(size=1030, sha256=hashlib.sha256(raw).hexdigest())
+    assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
+    assert shards_py.sha256(path) == hashlib.sha256(raw).hexdigest()
+    assert train_gpt.open_shard(path).tolist() == [0, 1, 2]
