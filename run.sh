@@ -90,6 +90,6 @@ esac
 case "$preset $* " in
   *" --data "* | *" --data="* | *" --help "* | *" -h "*) ;; # own data, or none
   "tiny "*) .venv/bin/python data/source_code.py ;;
-  "record "*) [ -z "$cuda" ] || .venv/bin/python data/cached_fineweb10B.py 7 ;;
+  "record "*) [ -z "$cuda" ] || .venv/bin/python data/cached_fineweb10B.py ;;
 esac
 exec .venv/bin/python train_gpt.py "$preset" "$@"

@@ -187,7 +187,7 @@ def test_gpu_gets_the_cuda_of_its_driver_and_the_record(machine, version, cuda):
     assert machine.run() == [
         "python3.12 -m venv --clear .venv",
         f"python3.12 {PIP} requirements.txt jax[{cuda}]",
-        "python3.12 data/cached_fineweb10B.py 7",
+        "python3.12 data/cached_fineweb10B.py",
         "python3.12 train_gpt.py record",
     ]
     assert 'an NVIDIA GPU: running "record"' in machine.done.stdout

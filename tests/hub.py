@@ -1,0 +1,221 @@
+"""A hub on loopback: what huggingface_hub asks one for, and troubles on demand.
+
+It speaks as huggingface.co did to huggingface_hub 2.4.0: a commit of a branch (`info`), sizes and
+hashes of files (`paths`), where a file is and which (`head`), and its bytes, after a redirect
+(`get`) to another host (`cdn`). Troubles wait in `plans`, each for one request of a kind.
+"""
+
+import collections
+import hashlib
+import http.server
+import json
+import re
+import threading
+import time
+import types
+import urllib.parse
+from collections.abc import Callable
+
+ROUTES = {
+    "info": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)",
+    "paths": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)",
+    "get": r"/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>[^/]+)",
+    "cdn": r"/cdn/(?P<revision>[^/]+)/(?P<name>[^/]+)",
+}
+
+
+class Hub:
+    """Serves `commits`, {commit: {name: bytes}}, of one repository; "main" is the first of them."""
+
+    def __init__(self, repo: str, commits: dict[str, dict[str, bytes]]):
+        self.repo, self.commits, self.main = repo, commits, next(iter(commits))
+        self.xet = True  # as for most files of the real one, which it offers over plain HTTP too
+        self.ranges = True
+        self.requests = []  # of kind, name, revision, headers
+        self.plans = collections.defaultdict(list)  # (kind, name) -> troubles of the next requests
+        self.always = {}  # (kind, name) -> trouble of all requests
+        self.released = threading.Event()  # ends the stalls
+        self.lock = threading.Lock()
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.hub, self.server.daemon_threads, self.server.block_on_close = self, True, False
+        self.server.handle_error = lambda *_: None  # connections that clients have broken
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def plan(self, kind: str, name: str | None, *troubles: Callable) -> None:
+        """Troubles of the next requests of a kind; name: of a file, or None."""
+        self.plans[kind, name] += troubles
+
+    def asked(self, kind: str) -> list[str]:
+        """Names of the files asked for (revisions, of kind info), in order."""
+        return [r.name or r.revision for r in list(self.requests) if r.kind == kind]
+
+    def wait_for(self, kind: str, count: int, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while len(self.asked(kind)) < count:
+            assert time.monotonic() < end, f"{self.asked(kind)} of {count} requests of kind {kind}"
+            time.sleep(0.01)
+
+    def answer(self, method: str, url: str, headers: dict, body: bytes) -> types.SimpleNamespace:
+        path, reply = urllib.parse.unquote(url.split("?")[0]), make_reply(404, {"error": "no"})
+        for kind, pattern in ROUTES.items():
+            if route := re.fullmatch(pattern, path):
+                kind, route = "head" if method == "HEAD" else kind, route.groupdict()
+                name, revision = route.get("name"), route["revision"]
+                asked = dict(kind=kind, name=name, revision=revision, headers=headers)
+                with self.lock:
+                    self.requests.append(types.SimpleNamespace(**asked))
+                    trouble = self.always.get((kind, name))
+                    if self.plans[kind, name]:
+                        trouble = self.plans[kind, name].pop(0)
+                reply = self.reply(
+                    kind, route.get("repo", self.repo), revision, name, headers, body
+                )
+                if trouble:
+                    trouble(reply)
+        return reply
+
+    def reply(self, kind, repo, revision, name, headers, body) -> types.SimpleNamespace:
+        if headers.get("authorization", "Bearer good") != "Bearer good" and kind != "cdn":
+            return refusal(401, None, "Invalid credentials in Authorization header")
+        if repo != self.repo:
+            return refusal(401, "RepoNotFound", "Repository not found")
+        commit = self.main if revision == "main" else revision
+        if commit not in self.commits:
+            return refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        files = self.commits[commit]
+        if kind == "info":
+            return make_reply(200, dict(id=repo, sha=commit, private=False, siblings=[], tags=[]))
+        if kind == "paths":
+            paths = urllib.parse.parse_qs(body.decode())["paths"]
+            known = [about(path, files[path]) for path in paths if path in files]
+            return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
+        if name not in files:
+            return refusal(404, "EntryNotFound", "Entry not found")
+        if kind == "cdn":
+            return make_reply(200, files[name], {"ETag": f'"{sha256(files[name])}"'})
+        return self.redirect(commit, name, files[name])
+
+    def redirect(self, commit: str, name: str, content: bytes) -> types.SimpleNamespace:
+        """localhost is another host than 127.0.0.1 to huggingface_hub, as the real one's CDN is."""
+        headers = {
+            "Location": f"http://localhost:{self.port}/cdn/{commit}/{name}?signed=yes",
+            "X-Repo-Commit": commit,
+            "X-Linked-Etag": f'"{sha256(content)}"',
+            "X-Linked-Size": str(len(content)),
+            "ETag": '"of the pointer"',
+        }
+        if self.xet:
+            auth = f"{self.endpoint}/api/datasets/{self.repo}/xet-read-token/{commit}"
+            headers |= {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
+        return make_reply(302, b"", headers)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        reply = self.server.hub.answer(self.command, self.path, headers, body)
+        start, content = 0, reply.body
+        asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
+        if reply.status == 200 and asked and self.server.hub.ranges:
+            start, reply.status = int(asked[1]), 206
+            reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if self.command == "HEAD" and reply.stalls:
+            self.server.hub.released.wait(60)
+        self.send_response(reply.status)
+        for key, value in reply.headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content) - start + reply.surplus))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        end = len(content) if reply.share is None else int(reply.share * len(content))
+        self.wfile.write(content[start : max(start, end)])
+        self.wfile.flush()
+        if reply.stalls:
+            self.server.hub.released.wait(60)
+            self.wfile.write(content[max(start, end) :])
+        elif reply.share is not None or reply.surplus:
+            self.close_connection = True
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def about(path: str, content: bytes) -> dict:
+    lfs = dict(oid=sha256(content), size=len(content), pointerSize=134)
+    return dict(type="file", path=path, oid="0" * 40, size=len(content), lfs=lfs)
+
+
+def make_reply(status: int, body: object, headers: dict | None = None) -> types.SimpleNamespace:
+    """share: of the body, where the reply is cut, or stalls; surplus: bytes that Content-Length
+    promises and that do not come, or come and are not promised."""
+    headers, more = dict(headers or {}), dict(share=None, stalls=False, surplus=0)
+    if not isinstance(body, bytes):
+        headers["Content-Type"], body = "application/json", json.dumps(body).encode()
+    return types.SimpleNamespace(status=status, body=body, headers=headers, **more)
+
+
+def refusal(status: int, code: str | None, message: str) -> types.SimpleNamespace:
+    headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+    return make_reply(status, {"error": message}, headers)
+
+
+# ---- Troubles ------------------------------------------------------------------------------------
+def says(status: int, code: str | None = None, message: str = "of the test") -> Callable:
+    return lambda reply: vars(reply).update(vars(refusal(status, code, message)))
+
+
+def sends(body: object, **headers: str) -> Callable:
+    """Something else entirely, with status 200."""
+    return lambda reply: vars(reply).update(vars(make_reply(200, body, headers)))
+
+
+def cut(reply) -> None:
+    reply.share = 0.5
+
+
+def stall(reply) -> None:
+    reply.share, reply.stalls = 0.5, True
+
+
+def promises(surplus: int) -> Callable:
+    return lambda reply: setattr(reply, "surplus", surplus)
+
+
+def flip(reply) -> None:
+    middle = len(reply.body) // 2
+    changed = bytes([reply.body[middle] ^ 1])
+    reply.body = reply.body[:middle] + changed + reply.body[middle + 1 :]
+
+
+def states(**changes: object) -> Callable:
+    """Of kind paths: something else about every file."""
+
+    def trouble(reply) -> None:
+        files = [file | changes for file in json.loads(reply.body)]
+        reply.body = json.dumps(files).encode()
+
+    return trouble
+
+
+def header(key: str, value: str) -> Callable:
+    return lambda reply: reply.headers.update({key: value})
