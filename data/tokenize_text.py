@@ -1,0 +1,500 @@
+"""Turns your own text into shards that train_gpt.py reads: GPT-2 tokens, or the bytes of UTF-8.
+
+    python data/tokenize_text.py PATH... --out DIR [--bytes] [--separator LINE] ...
+
+reads .txt and .md (a file is a document), .jsonl (a line is, in its field "text"), all three also
+as .gz and .zst, and .parquet (a row is, in its column "text"). Every document begins with an
+end-of-text token; "<|endoftext|>" in a text is text. The first tokens are the validation set, as in
+llm.c's FineWeb; the cut may fall inside a document, whose rest then begins the training shards.
+"""
+
+import argparse
+import codecs
+import collections
+import contextlib
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import io
+import itertools
+import json
+import multiprocessing.resource_tracker
+import os
+import pathlib
+import re
+import shlex
+import signal
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import shards
+
+SUFFIXES = tuple(f".{kind}{how}" for kind in ("txt", "md", "jsonl") for how in ("", ".gz", ".zst"))
+SUFFIXES += (".parquet",)
+CHUNK = 2**20  # bytes that are read at once
+MAX_LINE = 2**28  # characters; lines of .jsonl, or with --separator, are in memory as a whole
+# A document is cut at the first certain boundary after PIECE characters, within PIECE more. So
+# tiktoken gets 2**19 at most: some tenths of a second at worst, and half of the spaces in a row (a
+# million) at which its regular expressions overflow their stack.
+PIECE = 2**18
+QUEUE = 8  # bundles of pieces that wait for each worker, for instance while a shard is written
+VAL_TOKENS = 10_485_761  # what the record's validation reads, and one for the last target
+
+# No alternative of GPT-2's pattern goes on to white space after anything else, nor from a letter to
+# what is no letter: what it finds on either side does not depend on the other.
+BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
+AFTER_WORD = re.compile(r"[^\W\d_](?=[\W\d_])")
+
+Parts = Iterator[str | None]  # the parts of a document in turn, then None, and so on
+Piece = tuple[bool, str]  # whether a document begins here, and text to encode in one go
+
+
+def fail(message: str) -> None:
+    sys.exit("tokenize_text.py: " + " ".join(message.split()))
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def walk(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a folder, without hidden ones, in the order of the sha256 of their path within
+    it. Neighbours come apart, so that the validation set is not all of one kind."""
+    found = []
+    for here, folders, names in os.walk(folder, onerror=lambda e: fail(f"{e}: make it readable")):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
+    within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
+    return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
+
+
+def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
+    """The input files in their order; each is there, is named once, and has a reader."""
+    files, ignored = [], 0
+    for path in paths:
+        found = walk(path) if path.is_dir() else [path]
+        usable = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        if not path.exists():
+            fail(f"{path} does not exist: check the path")
+        if not usable:
+            fail(f"{path} is or holds no file of {' '.join(SUFFIXES)}: convert it")
+        files += usable
+        ignored += len(found) - len(usable)
+    for path in files:
+        if not path.is_file():
+            fail(f"{path} is no file: leave it out")
+        module(path)
+    for path, times in collections.Counter(path.resolve() for path in files).items():
+        if times > 1:
+            fail(f"{path} would be read {times} times: name it once")
+    if ignored:
+        print(f"ignored {ignored} files with other suffixes")
+    return files
+
+
+def module(path: pathlib.Path) -> Any:
+    """What reads zstd (in the standard library since Python 3.14) or parquet, else None."""
+    names = {".zst": ["compression.zstd", "zstandard"], ".parquet": ["pyarrow.parquet"]}
+    for name in names.get(path.suffix.lower(), []):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+        package = name.split(".")[0]
+    if path.suffix.lower() in names:
+        fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
+
+
+# ---- Readers -------------------------------------------------------------------------------------
+def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    """The bytes, decompressed, never b""; raises EOFError where they are cut off."""
+    suffix = path.suffix.lower()
+    if suffix in (".gz", ".zst") and not raw.peek(1):
+        raise EOFError("it is empty")
+    if suffix != ".zst":
+        file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
+        yield from iter(lambda: file.read(CHUNK), b"")
+        return
+    zstd, frame = module(path), None
+    begin = getattr(zstd.ZstdDecompressor(), "decompressobj", zstd.ZstdDecompressor)
+    while data := raw.read(CHUNK // 128):  # little: it may become a thousand times as long
+        while data:
+            frame = frame or begin()
+            if unpacked := frame.decompress(data):
+                yield unpacked
+            data, frame = frame.unused_data, None if frame.eof else frame
+    if frame:
+        raise EOFError("it ends within a frame")
+
+
+def decode(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Their text as it is, except for a byte order mark at its start."""
+    decoder, done, held, start = codecs.getincrementaldecoder("utf-8")(), 0, 0, True
+    for data in itertools.chain(chunks, [b""]):
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"no UTF-8 at byte {done - held + error.start}") from None
+        done, held = done + len(data), len(decoder.getstate()[0])
+        if text:
+            yield text.removeprefix("\ufeff") if start else text
+            start = False
+
+
+def lines(texts: Iterable[str]) -> Iterator[str]:
+    """Each with its newline."""
+    line, size, number = [], 0, 1
+    for part in itertools.chain.from_iterable(map(io.StringIO, texts)):  # ends lines at \n alone
+        line.append(part)
+        size += len(part)
+        if size > MAX_LINE:
+            raise ValueError(f"line {number} has more than {MAX_LINE} characters")
+        if part.endswith("\n"):
+            yield "".join(line)
+            line, size, number = [], 0, number + 1
+    if line:
+        yield "".join(line)
+
+
+def jsonl(texts: Iterable[str]) -> Parts:
+    for number, line in enumerate(lines(texts), 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"line {number} is no JSON") from None
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f'line {number} has no string "text"')
+        if "\\u" in line:  # maybe half of a surrogate pair, which becomes U+FFFD, as in tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield from (text, None)
+
+
+def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
+    file = module(path).ParquetFile(raw, buffer_size=CHUNK)
+    if "text" not in file.schema_arrow.names:
+        raise ValueError('it has no column "text"')
+    batches = file.iter_batches(64, columns=["text"], use_threads=False)
+    texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise ValueError(f'row {number} has no string "text"')
+        yield from (text, None)
+
+
+def separated(texts: Iterable[str], separator: str) -> Parts:
+    ended = False  # an empty file is an empty document; nothing after a separator is none
+    for line in lines(texts):
+        ended = line.removesuffix("\n").removesuffix("\r") == separator
+        yield None if ended else line
+    if not ended:
+        yield None
+
+
+def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None) -> Parts:
+    if path.suffix.lower() == ".parquet":
+        return parquet(path, raw)
+    texts = decode(unpack(path, raw))
+    if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        return jsonl(texts)
+    return itertools.chain(texts, [None]) if separator is None else separated(texts, separator)
+
+
+# ---- Pieces --------------------------------------------------------------------------------------
+def boundary(text: str, start: int, stop: int) -> int | None:
+    """The first place after `start` where GPT-2's tokens certainly end, if it is before `stop`."""
+    if match := BEFORE_SPACE.search(text, start, stop):
+        return match.end()
+    for match in AFTER_WORD.finditer(text, start, stop):
+        end = match.end()  # what this Python's Unicode does not know may be a letter for tiktoken
+        if text[end - 1].isalpha() and unicodedata.category(text[end]) != "Cn":
+            return end
+    return None
+
+
+def pieces(parts: Parts, counts: collections.Counter) -> Iterator[Piece]:
+    """Cuts documents; where depends on each document alone, not on the parts it comes in."""
+    rest, begins = "", True
+    for part in parts:
+        rest += part or ""  # alone on its line, CPython appends in place
+        at = 0
+        while len(rest) - at > 2 * PIECE:
+            stop = at + 2 * PIECE
+            end = boundary(rest, at + PIECE, stop)
+            counts["cuts"] += end is None
+            yield begins, rest[at : end or stop]
+            begins, at = False, end or stop
+        rest = rest[at:]
+        if part is None:
+            if rest:
+                yield begins, rest
+            counts["documents" if rest else "empty"] += 1
+            rest, begins = "", True
+
+
+def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -> Iterator[Piece]:
+    """The pieces of a file; exits with one line if it cannot be used."""
+    at, cuts = 0, counts["cuts"]
+    try:
+        with path.open("rb") as raw:
+            for piece in pieces(documents(path, raw, args.separator), counts):
+                yield piece
+                before, at = at, raw.tell()
+                bar.update(at - before)
+    except Exception as error:  # ours, of the file system, of four libraries
+        why = str(error) or type(error).__name__
+        fail(f"{path} cannot be read: {why}: correct it, or leave it out")
+    if counts["cuts"] > cuts and not args.bytes:
+        times = counts["cuts"] - cuts
+        bar.write(f"{path}: {times} cuts within runs of more than {PIECE} characters; the tokens "
+                  "there are not those of the whole run")  # fmt: skip
+
+
+def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces together, as many as are worth sending to another process."""
+    bundle, size = [], 0
+    for piece in of_all:
+        bundle.append(piece)
+        size += len(piece[1])
+        if size >= PIECE:
+            yield bundle
+            bundle, size = [], 0
+    if bundle:
+        yield bundle
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+@functools.cache
+def gpt2() -> Callable[[str], list[int]]:
+    """tiktoken's encode_ordinary; exits with one line if it, or the vocabulary, is not there."""
+    try:
+        import tiktoken
+        from tiktoken_ext import openai_public
+
+        return tiktoken.Encoding(**openai_public.gpt2()).encode_ordinary
+    except Exception as error:  # of the network, of the cache, of files that are not the right ones
+        fail(
+            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
+            "network, run TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; "
+            'tiktoken.get_encoding("gpt2")\', copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR '
+            "to it; or use --bytes"
+        )
+
+
+def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
+    """The tokens of all pieces, and EOT where a document begins."""
+    parts, eot = [], np.array([256 if by_bytes else 50256], "<u2")
+    for begins, text in bundle:
+        parts += [eot] * begins
+        if by_bytes:
+            parts.append(np.frombuffer(text.encode(), np.uint8))
+        else:
+            parts.append(np.fromiter(gpt2()(text), "<u2"))
+    return np.concatenate(parts, dtype="<u2")
+
+
+def serve(connection: Any, work: Callable) -> None:
+    """A worker: sends work(task), or the error, for every task, while the main process is there."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            task = connection.recv()
+            try:
+                result = work(task)
+            except SystemExit as error:
+                result = error
+            except BaseException as error:  # also a panic of Rust, which cannot be sent
+                result = SystemExit(f"tokenize_text.py: a worker failed: {error}")
+            connection.send(result)
+
+
+def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarray]:
+    """map(work, tasks) by so many processes, with a bounded number of results that wait."""
+    if workers == 1:
+        yield from map(work, tasks)
+        return
+    # A thread for each worker, with a pipe of its own: in the queues of ProcessPoolExecutor, one
+    # that is killed while it writes may leave all others waiting for ever.
+    spawn, own = multiprocessing.get_context("spawn"), threading.local()
+
+    def call(task: Any) -> np.ndarray:
+        try:
+            if not hasattr(own, "pipe"):
+                own.pipe, end = spawn.Pipe()
+                spawn.Process(target=serve, args=(end, work), daemon=True).start()
+                end.close()  # each side has its own end only: if one dies, the other is told
+            own.pipe.send(task)
+            result = own.pipe.recv()
+        except (EOFError, OSError):
+            fail("a worker has died, perhaps for want of memory: use fewer --workers")
+        if isinstance(result, SystemExit):
+            raise result
+        return result
+
+    # Ctrl-C sends SIGINT to all processes of a terminal, and only the main one shall end by it:
+    # workers inherit this mask of their threads, which the start of the tracker would undo.
+    multiprocessing.resource_tracker.ensure_running()
+    mask, waiting = (signal.SIG_BLOCK, [signal.SIGINT]), collections.deque()
+    threads = ThreadPoolExecutor(workers, initializer=signal.pthread_sigmask, initargs=mask)
+    try:
+        for task in tasks:
+            waiting.append(threads.submit(call, task))
+            if len(waiting) == QUEUE * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)  # and with a thread goes its pipe, and its worker
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+def shown(arrays: Iterable[np.ndarray], bar: Any) -> Iterator[np.ndarray]:
+    tokens = 0
+    for array in arrays:
+        tokens += len(array)
+        bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+        yield array
+
+
+def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[np.ndarray]]:
+    """The same tokens, sizes[0], sizes[1] ... of them at a time, and what remains, maybe []."""
+    taken, missing = [], next(sizes)
+    for array in arrays:
+        while len(array) >= missing:
+            yield [*taken, array[:missing]]
+            array, taken, missing = array[missing:], [], next(sizes)
+        if len(array):
+            taken.append(array)
+            missing -= len(array)
+    yield taken
+
+
+def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
+    """A tenth of all tokens, but at most VAL_TOKENS; and the arrays again."""
+    ahead, tokens = collections.deque(), 0
+    while tokens < 10 * VAL_TOKENS and (array := next(arrays, None)) is not None:
+        ahead.append(array)
+        tokens += len(array)
+    again = (ahead.popleft() for _ in range(len(ahead)))  # none is kept that is used
+    return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(again, arrays)
+
+
+def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict[str, dict]:
+    """Writes all shards, and returns their rows of MANIFEST.json, validation first."""
+    rows, tokens, val = {}, 0, args.val_tokens
+    if val is None:
+        val, arrays = validation_size(arrays)
+    sizes = itertools.chain([val], itertools.repeat(args.shard_tokens))
+    for number, taken in enumerate(split(arrays, sizes)):
+        count = sum(map(len, taken))
+        tokens += count
+        if count < 2:
+            break
+        name = f"{args.name}_train_{number:06}.bin" if number else f"{args.name}_val_000000.bin"
+        rows[name] = shards.write(folder / name, [shards.header(count), *taken])
+        rows[name]["documents"] = sum(int(np.count_nonzero(a == args.eot)) for a in taken)
+        taken.clear()  # or they would stay in memory until the next ones are there
+    if len(rows) < 2:
+        fail(f"{tokens} tokens are too few for {val} of validation and 2 of training: give more")
+    if taken:
+        print("dropped the last token: it would be a shard of its own")
+    return rows
+
+
+def refuse_used(out: pathlib.Path) -> None:
+    for path in sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")]):
+        fail(f"{path} is there already: delete it, or choose another --out")
+
+
+def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
+    """Moves finished files to their place, all or none."""
+    refuse_used(out)
+    try:
+        for name in names:
+            os.replace(part / name, out / name)
+    except BaseException:
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+        raise
+
+
+# ---- Run -----------------------------------------------------------------------------------------
+def parse() -> argparse.Namespace:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = cli.add_argument
+    text = "files, read in the order given, and folders, whose files are read in the order of the "
+    text += f"sha256 of their path in it, hidden ones not at all: {' '.join(SUFFIXES)}"
+    add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=text)
+    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
+    add("--bytes", action="store_true", help="a token is a byte of UTF-8, and EOT is 256")
+    add("--name", default="text", help="of the shards: NAME_train_000001.bin (default: text)")
+    add("--shard_tokens", type=int, default=10**8, metavar="N", help="default: %(default)s")
+    text = f"the first N are the validation set (default: a tenth, but at most {VAL_TOKENS})"
+    add("--val_tokens", type=int, metavar="N", help=text)
+    add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
+    text = "processes; the shards are the same for any number (default: %(default)s)"
+    add("--workers", type=int, default=cpus, metavar="N", help=text)
+    args = cli.parse_args()
+    for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
+        if getattr(args, name) is not None and not low <= getattr(args, name) < 2**31:
+            cli.error(f"--{name} {getattr(args, name)} is not from {low} to {2**31 - 1}")
+    if not re.fullmatch(r"\w[\w.-]*", args.name) or re.search("_(train|val)_", args.name + "_"):
+        cli.error(f"--name {args.name!r}: letters, digits, ., _ and -, without _train or _val")
+    if "\n" in (args.separator or ""):
+        cli.error("--separator is one line")
+    args.vocab, args.eot = (257, 256) if args.bytes else (50257, 50256)
+    args.workers = 1 if args.bytes else args.workers  # to send them takes longer than to encode
+    return args
+
+
+def report(rows: dict[str, dict], args: Any, counts: collections.Counter) -> None:
+    total = 0
+    for name, row in rows.items():
+        tokens, documents, sha256 = (row["size"] - 1024) // 2, row["documents"], row["sha256"]
+        print(f"{name} tokens:{tokens} documents:{documents} sha256:{sha256[:16]}...")
+        total += tokens
+    skipped = f" ({counts['empty']} empty ones skipped)" if counts["empty"] else ""
+    print(f"{total} tokens of {counts['documents']} documents{skipped}; train on it:")
+    flags = f"--data {shlex.quote(str(args.out))} --vocab {args.vocab} --eot {args.eot}"
+    print(f"./run.sh tiny {flags}")
+
+
+def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm  # a worker has no use for it
+
+    refuse_used(args.out)
+    paths, kind, counts = find(args.paths), "UTF-8 bytes", collections.Counter()
+    if not args.bytes:
+        gpt2()
+        kind = f"GPT-2 BPE by tiktoken {importlib.metadata.version('tiktoken')}"
+    size = sum(path.stat().st_size for path in paths)
+    bar = tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)
+    tasks = bundles(piece for path in paths for piece in read(path, args, counts, bar))
+    over = contextlib.closing(in_order(args.workers, functools.partial(encode, args.bytes), tasks))
+    with shards.workplace(args.out) as part, bar, over as arrays:
+        rows = write(part, shown(arrays, bar), args)
+        source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
+        shards.write_manifest(part, source, args.vocab, args.eot, rows)
+        val, *train = rows
+        publish(part, args.out, [*train, "MANIFEST.json", val])
+    report(rows, args, counts)
+
+
+def main() -> None:
+    args = parse()
+    try:
+        run(args)
+    except OSError as error:  # of inputs only before they are read: read() has its own line
+        where, why = error.filename or args.out, error.strerror or error
+        fail(f"{where}: {why}: see to room and permissions, or choose another place")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("tokenize_text.py: stopped by Ctrl-C: run it again for the shards", file=sys.stderr)
+        sys.exit(130)
