@@ -397,7 +397,7 @@ def loss_fn(w: dict[str, Any], tokens_BT: Array, c: Config, window: int) -> Arra
     windows = dict(L=window, S=c.window_block * max(1, window // c.window_block // 2))
     attn_w, mlp_w = matrices(w["attn"], 4, dtype), matrices(w["mlp"], 2, dtype)
     skip_w, v_mix, ve_mix = iter(w["skip"]), iter(w["v_mix"]), iter(w["ve_mix"])
-    tables = (w["embed"], *w["values"])  # check_data promised that the tokens are within them
+    tables = (w["embed"], *w["values"])  # check_contents promised that the tokens are within them
     embed, *values = (t.at[inputs].get(mode="promise_in_bounds").astype(dtype) for t in tables)
     x = x0 = norm(embed)
     outputs = []
@@ -603,11 +603,10 @@ def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.C
 def open_shard(path: Path) -> np.memmap | str:
     """The tokens of a file in llm.c's format (256 int32: magic, version, count; then uint16, all
     little-endian), or what is wrong with its header or size."""
-    if not path.is_file():
-        return "is missing" if not os.path.lexists(path) else "is no file"
     try:
-        size = path.stat().st_size
-        if size < HEADER:
+        if not path.is_file():
+            return "is no file" if os.path.lexists(path) else "is missing"
+        if (size := path.stat().st_size) < HEADER:
             return f"is no token shard: {size} bytes hold no header"
         magic, version, count = np.fromfile(path, "<i4", 3).tolist()
         if (magic, version) != (20240520, 1) or count <= 0:
@@ -620,26 +619,31 @@ def open_shard(path: Path) -> np.memmap | str:
         return f"cannot be read: {error.strerror}"
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | str:
-    """MANIFEST.json, which the scripts of data/ write: source, vocab, eot and, of every file, size
-    and sha256. Empty if there is none; a sentence if it is broken."""
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, list[Path]]] | str:
+    """What MANIFEST.json says, which the scripts of data/ write (vocab, eot and, of every file, its
+    sha256; {} if there is none), and the shards of each split in order: those there are and those
+    it says there are. Or what is wrong with the folder."""
+    about, names = {}, set()
     try:
-        about = json.loads((folder / "MANIFEST.json").read_bytes())
-        whole = isinstance(about["vocab"], int) and isinstance(about["eot"], int) and all(
-            re.fullmatch("[0-9a-f]{64}", file["sha256"]) and Path(name).name == name
-            for name, file in about["files"].items())  # fmt: skip
-    except FileNotFoundError:
-        return {}
+        names |= {path.name for path in folder.iterdir()} if folder.exists() else set()
+        if "MANIFEST.json" in names:
+            about = json.loads((folder / "MANIFEST.json").read_bytes())
+            vocab, eot = about["vocab"], about["eot"]
+            if not (type(vocab) is type(eot) is int and 0 <= eot < vocab <= 65536 and all(
+                re.fullmatch("[0-9a-f]{64}", file["sha256"]) and Path(name).name == name
+                for name, file in about["files"].items()
+            )):  # fmt: skip
+                raise ValueError("no such manifest is ours")
+            names |= about["files"].keys()
+    except OSError as error:
+        return f"cannot be read: {error}"
     except Exception:  # it may hold anything
-        whole = False
-    return about if whole else "MANIFEST.json is broken; get the data again"
-
-
-def shards_in(folder: Path, split: str, about: dict[str, Any]) -> list[Path]:
-    """The shards of a split, in order: those there are, and those MANIFEST.json says there are."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    names |= about.get("files", {}).keys()
-    return sorted(folder / name for name in names if re.fullmatch(f"[^.].*_{split}_.*[.]bin", name))
+        return "has a broken MANIFEST.json; get the data again"
+    found = [re.fullmatch(r"([^.].*)_(train|val)_[^_]*[.]bin", name) for name in sorted(names)]
+    if len(sets := {shard[1] for shard in found if shard}) > 1:
+        return f"has shards of several sets: {', '.join(sorted(sets))}; give each its own folder"
+    return about, {split: [folder / shard[0] for shard in found if shard and shard[2] == split]
+                   for split in ("train", "val")}  # fmt: skip
 
 
 def misnamed(paths: list[Path], i: int) -> str | None:
@@ -686,17 +690,17 @@ def wrong(found: dict[str, Any], about: dict[str, Any], vocab: int, eot: int) ->
     return None
 
 
-def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
-    """The shards that the run reads, validation last; exits 2 at the first thing wrong: in names,
-    headers, sizes, before anything compiles; with contents, in what inspect found in them."""
+def find_data(c: Config) -> list[np.memmap]:
+    """The shards that the run reads, validation last; exits 2 at the first thing wrong in folder,
+    names, headers, sizes: before anything compiles."""
     folder, shards = Path(c.data), []
-    about = read_manifest(folder)
-    if isinstance(about, str):
-        refuse(f"{folder}: {about}")
+    if isinstance(known := read_folder(folder), str):
+        refuse(f"{folder} {known}")
+    about, splits = known
     if about and (about["vocab"] > c.vocab or about["eot"] != c.eot):
         refuse(f"{folder}: its tokens need --vocab {about['vocab']} --eot {about['eot']}")
     for split, need in ("train", c.steps), ("val", c.val_steps):
-        paths, found = shards_in(folder, split, about), 0
+        paths, found = splits[split], 0
         for i, path in enumerate(paths if split == "train" else paths[:1]):
             fault = misnamed(paths, i)
             shard = open_shard(path)
@@ -712,19 +716,27 @@ def check_data(c: Config, contents: Iterable[dict] = ()) -> list[np.memmap]:
             count = math.ceil(need / each) if split == "train" else 1
             fewer = f"--steps {found}" if split == "train" else f"--val_tokens {found * batch}"
             own = "get more (data/README.md)" + f", or add {fewer} to what you ran" * (found > 0)
-            ours = {"source_code": "run python data/source_code.py",
-                    "fineweb10B": f"run python data/cached_fineweb10B.py {count}"}  # fmt: skip
-            advice = ours.get(folder.name, own)
-            refuse(f"{folder}: {split} shards hold {found} of {need} steps; {advice}")
+            ours = {"data/source_code": "run python data/source_code.py",
+                    "data/fineweb10B": f"run python data/cached_fineweb10B.py {count}"}  # fmt: skip
+            refuse(f"{folder.absolute()}: {split} shards hold {found} of {need} steps; "
+                   f"{ours.get(str(folder), own)}")  # fmt: skip
+    return shards
+
+
+def check_contents(c: Config, contents: list[dict]) -> None:
+    """Exits 2 at the first thing wrong in what inspect found in the shards of find_data."""
+    folder = Path(c.data)
+    known = read_folder(folder)
+    about = {"files": {}} if isinstance(known, str) else known[0]
     for found in contents:
         name, crowd = found["file"], found["documents_in_sequence"]
         if fault := wrong(found, about, c.vocab, c.eot):
             refuse(f"{folder / name} {fault}")
         if crowd >= 4096:
-            refuse(f"{name}: {crowd} documents start in one sequence; 4095 can be kept apart")
+            refuse(f"{name}: {crowd} documents start in one sequence, of which 4095 can be kept "
+                   f"apart; add a smaller {'--val_T' if '_val_' in name else '--T'}")  # fmt: skip
         if sum(found["sha256"] == other["sha256"] for other in contents) > 1:
             refuse(f"{folder}: {name} is there twice, under another name")
-    return shards
 
 
 def stream(
@@ -888,7 +900,7 @@ def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tu
     jobs = {stage: pool.submit(compile_stage, *stage, c, mesh) for stage in stages}
     try:
         contents = [read.result() for read in reads]
-        check_data(c, contents)
+        check_contents(c, contents)
         programs = {stage: job.result() for stage, job in jobs.items()}
     finally:
         pool.shutdown(cancel_futures=True)
@@ -944,7 +956,7 @@ def main(argv: list[str]) -> None:
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU; JAX takes 0.75
     devices, c = fit_devices(preset, c)
-    shards = check_data(c)
+    shards = find_data(c)
     log = Log(preset, c, devices, argv)
     mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
     on = f"{preset} on {len(devices)} x {devices[0].device_kind}"

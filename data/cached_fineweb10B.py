@@ -153,15 +153,14 @@ def read_manifest(out: pathlib.Path, repo: str) -> dict[str, dict] | None:
     try:
         about = json.loads((out / "MANIFEST.json").read_bytes())
         source, files = about["source"], about["files"]
-        if not isinstance(source, str) or not all(map(is_stated, files.values())):
-            return None
+        whole = all(map(is_stated, files.values()))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    if source != repo:
+    if isinstance(source, str) and source != repo:
         refuse(f"{out} holds another data set, {printable(source)}: pass another --out")
-    return files
+    return files if whole and source == repo else None
 
 
 def fault(path: pathlib.Path, stated: dict) -> str | None:

@@ -4,13 +4,15 @@
 
 Checks what train_gpt.py checks before it trains, with its reader, and in all shards there are:
 header, exact size, names without a gap, tokens below the vocabulary, a document start, sha256 as
-in MANIFEST.json, every file there that it lists, none there twice. Without DIR it checks every
-folder of shards beside this script. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
+in MANIFEST.json, every file there that it lists, none there twice. (How many documents may start
+in a sequence depends on the --T of a run, and is left to it.) Without DIR it checks every folder
+of shards beside this script. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
 """
 
 import argparse
 import collections
 import concurrent.futures
+import os
 import pathlib
 import sys
 
@@ -20,7 +22,6 @@ sys.path.insert(0, str(HERE.parent))
 import train_gpt  # noqa: E402
 
 RECORD = train_gpt.PRESETS["record"]
-SPLITS = "train", "val"
 
 
 def check(path: pathlib.Path, about: dict, vocab: int, eot: int) -> tuple[dict, str | None]:
@@ -34,14 +35,13 @@ def check(path: pathlib.Path, about: dict, vocab: int, eot: int) -> tuple[dict, 
 
 def check_all(folder: pathlib.Path, vocab: int | None, eot: int | None) -> list[str]:
     """Prints a table of the shards of a folder; returns what is wrong, a line each."""
-    about = train_gpt.read_manifest(folder)
-    if isinstance(about, str):
-        return [f"{folder}: {about}"]
+    if isinstance(known := train_gpt.read_folder(folder), str):
+        return [f"{folder} {known}"]
+    about, splits = known
     vocab = about.get("vocab", RECORD.vocab) if vocab is None else vocab
     eot = about.get("eot", RECORD.eot) if eot is None else eot
-    shards = {split: train_gpt.shards_in(folder, split, about) for split in SPLITS}
-    names = {p: train_gpt.misnamed(row, i) for row in shards.values() for i, p in enumerate(row)}
-    faults = [f"{folder} has no {split} shard" for split in SPLITS if not shards[split]]
+    names = {p: train_gpt.misnamed(row, i) for row in splits.values() for i, p in enumerate(row)}
+    faults = [f"{folder} has no {split} shard" for split in splits if not splits[split]]
     first_of, total = {}, collections.Counter()
     print(f"{folder}: --vocab {vocab} --eot {eot}{'' if about else ', no MANIFEST.json'}")
     print(f"{'file':30} {'tokens':>13} {'documents':>10} {'mean':>8}  verdict")
@@ -69,7 +69,11 @@ def main():
     folders = args.folders or sorted({path.parent for path in HERE.glob("*/*.bin")})
     if not folders:
         sys.exit("check.py: there are no shards in data/; data/README.md says how to get some")
-    faults = [fault for f in folders for fault in check_all(f, args.vocab, args.eot)]
+    try:
+        faults = [fault for f in folders for fault in check_all(f, args.vocab, args.eot)]
+    except KeyboardInterrupt:
+        print("check.py: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(130)  # the threads would go on to the end of their shards
     if faults:
         sys.exit("\n".join(f"check.py: {fault}" for fault in faults))
 

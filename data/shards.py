@@ -32,7 +32,7 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict:
     """Writes a file whole or not at all, also where two processes write at once, and returns its
     size and sha256. `parts` may be anything with a buffer; a numpy array must be contiguous."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".part-{os.getpid()}-{path.name}")
     digest, size = hashlib.sha256(), 0
     try:
         with temporary.open("wb") as file:
@@ -47,13 +47,22 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict:
     return dict(size=size, sha256=digest.hexdigest())
 
 
-def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, files: dict) -> None:
+def has_manifest(folder: pathlib.Path, text: bytes) -> bool:
+    path = folder / "MANIFEST.json"
+    return path.is_file() and path.read_bytes() == text
+
+
+def manifest(source: str, vocab: int, eot: int, files: dict) -> bytes:
     """MANIFEST.json: where the tokens come from, what they are, and of each file its `size` and
     `sha256`, `revision` if a hub states one, `documents` (starts of) if we counted them."""
     about = dict(source=source, vocab=vocab, eot=eot, files=dict(sorted(files.items())))
-    path, text = folder / "MANIFEST.json", json.dumps(about, indent=1).encode() + b"\n"
-    if not path.is_file() or path.read_bytes() != text:
-        write(path, [text])
+    return json.dumps(about, indent=1).encode() + b"\n"
+
+
+def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, files: dict) -> None:
+    """Writes MANIFEST.json, unless it is the same already."""
+    if not has_manifest(folder, text := manifest(source, vocab, eot, files)):
+        write(folder / "MANIFEST.json", [text])
 
 
 @contextlib.contextmanager
@@ -70,7 +79,7 @@ def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
         except OSError:  # a file system without locks, where what is left may be in use
             lock = None
         for left in out.glob(".part-*") if lock else ():
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
         part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
         try:
             yield part

@@ -138,16 +138,16 @@ def remedy() -> str:
     return f"Installed: {found}. Run: {sys.executable} -m pip install {force}{pins}"
 
 
-def make(out: pathlib.Path) -> None:
-    """Writes the shards, if the text is that of the pinned packages."""
+def make() -> dict[str, bytes]:
+    """The shards, as bytes, if the text is that of the pinned packages."""
     documents_of = build()
     encoded = {name: encode(documents) for name, documents in documents_of.items()}
     if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
         sys.exit(f"source_code.py: the text is not that of the pinned packages. {remedy()}")
     for name, data in encoded.items():
-        shards.write(out / name, [data])
         tokens, documents = (len(data) - 1024) // 2, len(documents_of[name])
         print(f"{name} tokens:{tokens} documents:{documents} sha256:{SHARDS[name]}")
+    return encoded
 
 
 def main():
@@ -156,15 +156,22 @@ def main():
     cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
     out = cli.parse_args().out
     paths = {name: out / name for name in SHARDS}
-    source = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
+    about = dict(source=" ".join(map("==".join, PACKAGES.items())), vocab=257, eot=EOT)
+
+    def listed() -> dict[str, dict]:
+        return {n: dict(size=p.stat().st_size, sha256=SHARDS[n]) for n, p in paths.items()}
+
     try:
-        if all(p.is_file() and shards.sha256(p) == SHARDS[n] for n, p in paths.items()):
-            for name, expected in SHARDS.items():
-                print(f"{name} sha256:{expected} is there already")
-        else:
-            make(out)
-        files = {n: dict(size=p.stat().st_size, sha256=SHARDS[n]) for n, p in paths.items()}
-        shards.write_manifest(out, source, vocab=257, eot=EOT, files=files)
+        there = all(p.is_file() and shards.sha256(p) == SHARDS[n] for n, p in paths.items())
+        encoded = {} if there else make()
+        for name in SHARDS if there else ():
+            print(f"{name} sha256:{SHARDS[name]} is there already")
+        if there and shards.has_manifest(out, shards.manifest(**about, files=listed())):
+            return  # before anything is written: the folder may be read-only
+        with shards.workplace(out):
+            for name, data in encoded.items():
+                shards.write(paths[name], [data])
+            shards.write_manifest(out, **about, files=listed())
     except OSError as error:  # no space, no permission
         sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
 

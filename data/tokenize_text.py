@@ -38,13 +38,13 @@ import shards
 SUFFIXES = tuple(f".{kind}{how}" for kind in ("txt", "md", "jsonl") for how in ("", ".gz", ".zst"))
 SUFFIXES += (".parquet",)
 CHUNK = 2**20  # bytes that are read at once
-MAX_LINE = 2**28  # characters; lines of .jsonl, or with --separator, are in memory as a whole
+MAX_LINE = 2**26  # characters; lines of .jsonl, or with --separator, are in memory as a whole
 # A document is cut at the first certain boundary after PIECE characters, within PIECE more. So
 # tiktoken gets 2**19 at most: some tenths of a second at worst, and half of the spaces in a row (a
 # million) at which its regular expressions overflow their stack.
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each worker, for instance while a shard is written
-VAL_TOKENS = 10_485_761  # what the record's validation reads, and one for the last target
+VAL_TOKENS = 10_485_762  # what the record's validation reads, and two that steps_in asks for
 
 # No alternative of GPT-2's pattern goes on to white space after anything else, nor from a letter to
 # what is no letter: what it finds on either side does not depend on the other.
@@ -66,6 +66,9 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
     found = []
     for here, folders, names in os.walk(folder, onerror=lambda e: fail(f"{e}: make it readable")):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(os.path.join(here, name)):
+                fail(f"{os.path.join(here, name)} is a link, not followed: give its target as PATH")
         found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
     within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
     return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
@@ -475,6 +478,7 @@ def run(args: argparse.Namespace) -> None:
     tasks = bundles(piece for path in paths for piece in read(path, args, counts, bar))
     over = contextlib.closing(in_order(args.workers, functools.partial(encode, args.bytes), tasks))
     with shards.workplace(args.out) as part, bar, over as arrays:
+        refuse_used(args.out)  # by another process, for which this one has waited
         rows = write(part, shown(arrays, bar), args)
         source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
         shards.write_manifest(part, source, args.vocab, args.eot, rows)

@@ -148,7 +148,11 @@ def test_a_file_that_the_manifest_does_not_list(data, run):
 
 def test_a_broken_manifest(data, run):
     (data / "MANIFEST.json").write_text("{")
-    assert run(data) == (1, "", f"check.py: {data}: MANIFEST.json is broken; get the data again\n")
+    assert run(data) == (
+        1,
+        "",
+        f"check.py: {data} has a broken MANIFEST.json; get the data again\n",
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -158,6 +162,30 @@ def test_a_split_without_shards(data, run, split):
     status, out, err = run(data, *FLAGS)
     assert (status, err) == (1, f"check.py: {data} has no {split} shard\n")
     assert "ok" in out
+
+
+def test_two_sets_in_one_folder(data, run):
+    write_shard(data / "aaa_val_000000.bin", text(1100, 9))
+    status, _, err = run(data, *FLAGS)
+    says = "has shards of several sets: aaa, x; give each its own folder"
+    assert (status, err) == (1, f"check.py: {data} {says}\n")
+
+
+def test_a_file_given_as_a_folder(data, run):
+    status, _, err = run(data / "x_val_000000.bin")
+    assert status == 1 and "x_val_000000.bin cannot be read: [Errno 20] Not a directory" in err
+
+
+def test_ctrl_c_ends_it_at_once(data, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "check_all", interrupt)
+    monkeypatch.setattr(sys, "argv", ["check.py", str(data)])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as stopped:
+        check.main()
+    assert stopped.value.code == 130 and capsys.readouterr().err == "check.py: stopped by Ctrl-C\n"
 
 
 def test_a_folder_that_is_not_there(tmp_path, run):
@@ -199,8 +227,8 @@ def test_it_agrees_with_training(data, run, monkeypatch):
         path = data / "x_train_000002.bin"
         FAULTS[fault][0](path)
         with pytest.raises(SystemExit) as stopped:
-            contents = [train_gpt.inspect(s, 32, 256) for s in train_gpt.check_data(c)]
-            train_gpt.check_data(c, contents)
+            contents = [train_gpt.inspect(s, 32, 256) for s in train_gpt.find_data(c)]
+            train_gpt.check_contents(c, contents)
         assert stopped.value.code == 2 and run(data, *FLAGS)[0] == 1
         for left in (*data.glob("*(1)*"), path):
             left.rmdir() if left.is_dir() else left.unlink(missing_ok=True)
@@ -234,8 +262,8 @@ def test_ten_thousand_random_headers(tmp_path, capsys):
         path.write_bytes(noise(rng))
         began = time.perf_counter()
         try:
-            shards = train_gpt.check_data(c)
-            train_gpt.check_data(c, [train_gpt.inspect(s, 4, 256) for s in shards])
+            shards = train_gpt.find_data(c)
+            train_gpt.check_contents(c, [train_gpt.inspect(s, 4, 256) for s in shards])
             end = "good"
         except SystemExit as stopped:
             assert stopped.code == 2
@@ -270,6 +298,6 @@ def test_a_manifest_of_our_scripts_is_one_that_is_read(data):
 
     files = {p.name: dict(size=3224, sha256=shards.sha256(p)) for p in data.glob("*.bin")}
     shards.write_manifest(data, "a test", 257, 256, files)
-    about = train_gpt.read_manifest(data)
+    about, _ = train_gpt.read_folder(data)
     assert about == dict(source="a test", vocab=257, eot=256, files=files)
     assert list(json.loads((data / "MANIFEST.json").read_text())["files"]) == sorted(files)

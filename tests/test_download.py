@@ -174,7 +174,7 @@ def test_files_are_fetched_checked_and_listed(hub, start, out, tmp_path):
     done = finish(start(3, env=dict(HF_TOKEN="good")))
     assert (done.status, done.err) == (0, "")
     assert is_complete(out, 3)
-    assert train_gpt.read_manifest(out)["files"] == listed(out)
+    assert train_gpt.read_folder(out)[0]["files"] == listed(out)
     assert "4 files are there and right, 4 of them fetched" in done.out
     what = f"{out}: validation shard and 3 train shards, 0.0 GB, revision {OLD[:12]}, all verified"
     assert f"{what} (sha256 in MANIFEST.json)\n" in done.out
@@ -308,6 +308,16 @@ def test_manifest_of_another_data_set_is_respected(hub, run, out):
     assert (out / "MANIFEST.json").read_bytes() == before and not hub.requests
 
 
+def test_shards_of_ones_own_are_not_replaced(hub, run, out):
+    """Of tokenize_text.py: its manifest has no revisions, and one name may be the same."""
+    content = shard(7)
+    files = {name: shards.write(out / name, [content]) | dict(documents=3) for name in names(1)}
+    shards.write_manifest(out, "GPT-2 BPE of 1 files", vocab=50257, eot=50256, files=files)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert is_one_line(run(1), str(out), "another data set", "GPT-2 BPE of 1 files", "--out")
+    assert {path: path.read_bytes() for path in before} == before and not hub.requests
+
+
 def test_the_cache_of_huggingface_hub_is_not_trusted(hub, run, out):
     """It may hold the file, and would hand it over as it is."""
     repo = pathlib.Path(constants.HF_HUB_CACHE) / "datasets--kjj0--fineweb10B-gpt2"
@@ -319,6 +329,7 @@ def test_the_cache_of_huggingface_hub_is_not_trusted(hub, run, out):
 def test_what_a_killed_run_left_is_deleted(run, out):
     (out / ".part-old").mkdir(parents=True)
     (out / ".part-old" / "x.incomplete").write_bytes(bytes(100))
+    (out / ".part-7-MANIFEST.json").write_bytes(b"{")
     assert run(1).status == 0 and is_complete(out, 1)
 
 

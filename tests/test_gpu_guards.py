@@ -114,7 +114,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def start(prepare, train=lambda *_: pytest.fail("trained"), kernel="xla", argv=()):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(train_gpt, "check_data", lambda *_: [])
+        monkeypatch.setattr(train_gpt, "find_data", lambda *_: [])
         monkeypatch.setattr(train_gpt, "prepare", prepare)
         monkeypatch.setattr(train_gpt, "train", train)
         one = jax.devices()[:1]

@@ -77,7 +77,7 @@ def refusal(capsys):
     return run
 
 
-def test_refuse_is_three_lines_and_only_five_functions_call_it():
+def test_refuse_is_three_lines_and_only_six_functions_call_it():
     tree = ast.parse(train_gpt.SOURCE)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     (refuse,) = [function for function in functions if function.name == "refuse"]
@@ -89,7 +89,8 @@ def test_refuse_is_three_lines_and_only_five_functions_call_it():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "refuse":
                 callers.add(function.name)
                 named.remove(node.func)
-    assert callers == {"parse_config", "fit_devices", "check_data", "check_attention", "main"}
+    checks = {"find_data", "check_contents", "check_attention"}
+    assert callers == {"parse_config", "fit_devices", "main"} | checks
     (assigned,) = [node for node in ast.walk(tree) if getattr(node, "value", None) in named]
     assert ast.unparse(assigned) == "cli.error = refuse" and len(named) == 1
 
@@ -259,14 +260,13 @@ def test_our_own_data_sets_are_named_with_the_command_that_gets_them(refusal, fo
     "old, new, says",
     [
         ("x_train_000002.bin", "x_train_000003.bin", "x_train_000002.bin is missing, x_train_0000"),
-        ("x_train_000002.bin", "y_train_000002.bin", "x_train_000002.bin is missing, y_train_0000"),
         ("x_train_000002.bin", "x_train_000002 (1).bin", "x_train_000002.bin is missing"),
         ("x_train_000001.bin", "x_train_000003.bin", "x_train_000001.bin is missing, x_train_0000"),
         ("x_train_000001.bin", "x_train_1.bin", "x_train_000001.bin is missing, x_train_0000"),
         (
             "x_train_000001.bin",
             "x_train_000001_old.bin",
-            "a name like _000001.bin is missing, x_tr",
+            "x_train_000001.bin is missing, x_train_0000",
         ),
         ("x_val_000000.bin", "x_val_last.bin", "a name like _000001.bin is missing, x_val_last.bi"),
     ],
@@ -340,8 +340,9 @@ def test_hidden_and_unfinished_files_are_passed_over(data, monkeypatch):
 
 
 def test_too_few_tokens_are_refused(refusal, data):
-    data = data.rename(data.with_name("fineweb10B"))
-    message = refusal(*MINI.split(), "--data", str(data), "--steps", "9")
+    Path("data").mkdir()
+    data.rename("data/fineweb10B")
+    message = refusal(*MINI.split(), "--data", "data/fineweb10B", "--steps", "9")
     assert "train shards hold 8 of 9 steps; run python data/cached_fineweb10B.py 3\n" in message
 
 
@@ -358,9 +359,9 @@ def test_the_record_needs_seven_shards():
 
 
 @pytest.mark.parametrize("there", [0, 1, 3, 6])
-def test_the_message_says_that_seven_are_needed(refusal, tmp_path, there):
-    data = tmp_path / "fineweb10B"
-    data.mkdir()
+def test_the_message_says_that_seven_are_needed(refusal, there):
+    data = Path("data/fineweb10B")
+    data.mkdir(parents=True)
     for i in range(there):
         path = write_shard(data / f"fineweb_train_{i + 1:06}.bin", [], count=100_000_000)
         os.truncate(path, 1024 + 200_000_000)  # a hole: takes no room on the disk
@@ -388,6 +389,10 @@ def sha(path: Path) -> str:
         json.dumps(dict(vocab=257, eot=256, files={}) | change)
         for change in (
             dict(vocab="257"),
+            dict(vocab=True, eot=False),
+            dict(vocab=256),  # eot is 256
+            dict(eot=-1),
+            dict(vocab=65537),
             dict(eot=None),
             dict(files=[]),
             dict(files={"x_train_000001.bin": 1}),
@@ -401,15 +406,31 @@ def sha(path: Path) -> str:
 def test_a_broken_manifest_is_refused(refusal, data, manifest):
     (data / "MANIFEST.json").write_text(manifest)
     message = refusal(*MINI.split(), "--data", str(data))
-    assert f"{data}: MANIFEST.json is broken; get the data again\n" in message
+    assert f"{data} has a broken MANIFEST.json; get the data again\n" in message
 
 
 def test_a_manifest_that_cannot_be_read_is_refused(refusal, data):
     (data / "MANIFEST.json").mkdir()
-    assert "MANIFEST.json is broken" in refusal(*MINI.split(), "--data", str(data))
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"{data} cannot be read: [Errno 21] Is a directory: '{data}/MANIFEST.json'\n" in message
     (data / "MANIFEST.json").rmdir()
     (data / "MANIFEST.json").write_bytes(b"\xff")
-    assert "MANIFEST.json is broken" in refusal(*MINI.split(), "--data", str(data))
+    assert "has a broken MANIFEST.json" in refusal(*MINI.split(), "--data", str(data))
+
+
+def test_a_file_is_no_folder(refusal, data):
+    path = data / "x_val_000000.bin"
+    assert f"{path} cannot be read: [Errno 20] Not a" in refusal("tiny", "--data", str(path))
+
+
+@pytest.mark.parametrize(
+    "name", ["y_train_000001.bin", "y_val_000000.bin", "a_val_b_train_000001.bin"]
+)
+def test_a_folder_with_shards_of_another_set_is_refused(refusal, data, name):
+    """Also with some that the run would not read: or those of the other set might be read."""
+    shutil.copy(data / "x_val_000000.bin", data / name)
+    message = refusal(*MINI.split(), "--data", str(data))
+    assert f"{data} has shards of several sets: " in message and "its own folder\n" in message
 
 
 @pytest.mark.parametrize("change", [dict(vocab=258), dict(eot=255), dict(eot=0)])
@@ -498,8 +519,9 @@ def test_the_same_bytes_twice_are_refused(data, outcome, copy):
 @pytest.mark.parametrize("name", ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"])
 @pytest.mark.parametrize("at", [20, 1024, 2000, 3223])  # of the header, of the tokens; to the last
 def test_a_changed_byte_is_refused_by_its_hash(data, outcome, name, at):
-    about = write_manifest(data, vocab=256)  # a smaller vocabulary than --vocab is no fault
+    about = write_manifest(data)
     assert outcome() is None
+    assert outcome("--vocab", "300") is None  # a smaller vocabulary than --vocab is no fault
     raw = bytearray((data / name).read_bytes())
     raw[at] ^= 1
     (data / name).write_bytes(raw)

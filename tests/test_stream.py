@@ -87,7 +87,7 @@ def test_it_ends_after_the_steps_asked_for():
     shards = make([1000, 1000])
     for steps in (0, 1, 15, 16, 30):
         assert len(list(train_gpt.stream(shards, 2, 32, steps))) == steps
-    assert len(list(train_gpt.stream(shards, 2, 32, 31))) == 30  # check_data refuses such a run
+    assert len(list(train_gpt.stream(shards, 2, 32, 31))) == 30  # find_data refuses such a run
 
 
 @pytest.mark.parametrize("rows, T", [(1, 1), (2, 32), (8, 8)])

@@ -20,7 +20,7 @@ FIELDS = dataclasses.fields(train_gpt.Config)
 
 
 def test_the_file_is_short():
-    assert len(LINES) <= 980  # of the 1000 that a reader can take in
+    assert len(LINES) <= 990  # of the 1000 that a reader can take in
     assert max(map(len, LINES)) <= 100
 
 

@@ -445,6 +445,14 @@ def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_linked_folder_is_not_passed_over_in_silence(refusal, tmp_path):
+    for name in ("in", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
+    assert "in/more is a link, not followed: give its target as PATH" in refusal(tmp_path / "in")
+
+
 def test_folder_that_may_not_be_read(refusal, tmp_path, monkeypatch):
     def walk(folder, onerror):
         onerror(PermissionError(13, "Permission denied", f"{folder}/secret"))
@@ -642,9 +650,9 @@ def test_manifest_and_report(tokenize, tmp_path, capsys):
         assert row == dict(size=len(data), sha256=digest, documents=documents)
         assert f"{name} tokens:{len(shard)} documents:{documents} sha256:{digest[:16]}" in said
     assert f"{len(found)} tokens of 21 documents; train on it" in said
-    argv = said.splitlines()[-1].removesuffix(" ...").split()
-    assert argv[:2] == ["python", "train_gpt.py"]
-    preset, c = train_gpt.parse_config(argv[2:])
+    argv = said.splitlines()[-1].split()
+    assert argv[0] == "./run.sh"
+    preset, c = train_gpt.parse_config(argv[1:])
     assert (preset, c.data, c.vocab, c.eot) == ("tiny", str(out), 50257, EOT)
 
 
@@ -715,7 +723,9 @@ def test_no_more_is_held_than_ten_times_the_validation_set(monkeypatch):
 
 def test_the_whole_of_the_records_validation_is_the_default():
     c = train_gpt.PRESETS["record"]
-    assert tokenize_text.VAL_TOKENS == c.val_tokens + 1
+    whole = range(tokenize_text.VAL_TOKENS)
+    assert train_gpt.steps_in(whole, *c.batch("val")) == c.val_steps
+    assert train_gpt.steps_in(whole[1:], *c.batch("val")) == c.val_steps - 1
     defaults = dict(shard_tokens=10**8, val_tokens=None, separator=None, name="text", bytes=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["tokenize_text.py", "in.txt", "--out", "out"])

@@ -26,7 +26,7 @@ def test_twenty_steps_of_tiny(tmp_path):
     c = dataclasses.replace(
         train_gpt.PRESETS["tiny"], **FLOAT32, attention="xla", steps=20, seed=7, data=str(tmp_path)
     )
-    mesh, shards = make_mesh(1), train_gpt.check_data(c)
+    mesh, shards = make_mesh(1), train_gpt.find_data(c)
     windows = {c.window_at(step) for step in range(c.steps)}
     programs = {w: train_gpt.compile_stage("train", w, c, mesh) for w in windows}
     state, losses = make_random_state(c, mesh), []
