@@ -320,13 +320,15 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
         return
     # A thread for each worker, with a pipe of its own: in the queues of ProcessPoolExecutor, one
     # that is killed while it writes may leave all others waiting for ever.
-    spawn, own = multiprocessing.get_context("spawn"), threading.local()
+    spawn, own, started = multiprocessing.get_context("spawn"), threading.local(), []
 
     def call(task: Any) -> np.ndarray:
         try:
             if not hasattr(own, "pipe"):
                 own.pipe, end = spawn.Pipe()
-                spawn.Process(target=serve, args=(end, work), daemon=True).start()
+                worker = spawn.Process(target=serve, args=(end, work), daemon=True)
+                worker.start()
+                started.append(worker)
                 end.close()  # each side has its own end only: if one dies, the other is told
             own.pipe.send(task)
             result = own.pipe.recv()
@@ -349,7 +351,10 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
         while waiting:
             yield waiting.popleft().result()
     finally:
-        threads.shutdown(cancel_futures=True)  # and with a thread goes its pipe, and its worker
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in started:  # nothing is wanted of them; after Ctrl-C they may be in the midst
+            worker.terminate()
+        threads.shutdown()
 
 
 # ---- Shards --------------------------------------------------------------------------------------

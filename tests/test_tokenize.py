@@ -918,7 +918,7 @@ def test_ctrl_c(tmp_path, large, until, kill):
         started = time.monotonic()
         kill(process.pid, signal.SIGINT)
         said = process.communicate(timeout=30)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15  # on a busy machine; 1 where there is nothing else
         assert (process.returncode, said[0]) == (130, "")
         assert said[1] == "tokenize_text.py: stopped by Ctrl-C: run it again for the shards\n"
         assert gone(process.pid)
