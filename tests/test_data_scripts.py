@@ -198,7 +198,7 @@ def test_where_files_cannot_be_locked_nothing_of_others_is_deleted(tmp_path, mon
     assert not part.exists()
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "a.bin"
 
     def broken():
@@ -214,3 +214,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
     assert shards_py.sha256(path) == hashlib.sha256(raw).hexdigest()
     assert train_gpt.open_shard(path).tolist() == [0, 1, 2]
+
+    def replace(*_):
+        raise KeyboardInterrupt  # at the last moment: what was there before stays
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        shards_py.write(path, [b"other"])
+    assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
