@@ -863,10 +863,13 @@ def large(tmp_path_factory):
 @contextlib.contextmanager
 def running(out, *argv, until):
     """The script at work with two workers, as soon as a glob of its unfinished files matches."""
+    # A shell makes its background jobs ignore Ctrl-C, and these tests may run in one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command(*argv, "--out", out, "--workers", "2"), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 30
         while not list(out.glob(until)):
