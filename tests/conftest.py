@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("", "data")]
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("", "data", "records")]
 
 import jax  # noqa: E402
 
