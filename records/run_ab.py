@@ -1,0 +1,218 @@
+"""Run versions of train_gpt.py side by side, as evidence: see records/README.md.
+
+    python records/run_ab.py ARM [ARM ...] -n RUNS [--out DIR] [-- preset and flags]
+    python records/run_ab.py --resume DIR
+
+An arm is a train_gpt.py, a folder that holds one, or a .patch of the first arm's; NAME=PATH gives
+it a name. DIR/plan.json says how many runs, with which seeds, before the first one. Then every seed
+is run by every arm in turn (A B A B), for the whole schedule: --target 0. What was interrupted is
+run again by --resume; nothing else is. At the end verify.py judges.
+"""
+
+import argparse
+import datetime
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def refuse(message: str) -> None:
+    print(f"run_ab.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def machine(salt: str) -> str:
+    """Equal for one plan on one machine; tells nothing about either."""
+    return hashlib.sha256(f"{salt} {socket.gethostname()}".encode()).hexdigest()[:16]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    split = argv.index("--") if "--" in argv else len(argv)
+    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    cli.error = refuse
+    cli.add_argument("arms", nargs="*", metavar="ARM", help="[NAME=]train_gpt.py, folder or patch")
+    cli.add_argument("-n", type=int, help="runs of each arm")
+    cli.add_argument("--out", type=Path, help="a new folder; default logs/ab_<time>")
+    cli.add_argument("--resume", type=Path, metavar="DIR", help="go on with the plan in DIR")
+    args = cli.parse_args(argv[:split])
+    args.flags = argv[split + 1 :]
+    if args.resume and (args.arms or args.n or args.out or args.flags):
+        refuse("--resume takes its arms, number and flags from the plan; give nothing else")
+    if not args.resume and not args.arms:
+        refuse("name at least one train_gpt.py; --help shows how")
+    if not args.resume and (args.n is None or not 2 <= args.n <= 1000):
+        refuse("-n must be at least 2: one run says nothing about the next")
+    for flag in ("--target", "--seed"):
+        if any(word.split("=")[0] == flag for word in args.flags):
+            refuse(f"{flag} is run_ab.py's: all runs go to the end of the schedule (--target 0), "
+                   "with the seeds of the plan")  # fmt: skip
+    return args
+
+
+def patched(first: bytes, patch: Path) -> bytes:
+    """first with the patch applied; raises ValueError where that cannot be."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "train_gpt.py")
+        file.write_bytes(first)
+        nowhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+        done = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=nowhere,
+                              capture_output=True, text=True)  # fmt: skip
+        text = file.read_bytes()
+    if done.returncode or text == first:
+        raise ValueError(f"{patch} does not apply to the first arm: {done.stderr.strip()}")
+    return text
+
+
+def read_arms(specs: list[str]) -> dict[str, tuple[bytes, Path | None]]:
+    """Of every arm its name, its source and the patch that made it."""
+    arms, first = {}, b""
+    for spec in specs:
+        name, _, path = spec.rpartition("=")
+        path = Path(path)
+        source = path / "train_gpt.py" if path.is_dir() else path
+        if not source.is_file():
+            refuse(f"{source} is not there")
+        if path.suffix == ".patch" and not first:
+            refuse(f"{path}: the first arm must be a train_gpt.py, which patches change")
+        inside = source.resolve().parent.name if source.name == "train_gpt.py" else source.stem
+        name = name or inside
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name in arms:
+            refuse(f"{name!r} is taken or cannot name a folder; write NAME={path}")
+        is_patch = path.suffix == ".patch"
+        try:
+            text = patched(first, path) if is_patch else source.read_bytes()
+        except ValueError as error:
+            refuse(str(error))
+        first = first or text
+        arms[name] = text, path if is_patch else None
+    return arms
+
+
+def make_plan(args: argparse.Namespace) -> Path:
+    """DIR/plan.json, and of every arm DIR/<arm>/train_gpt.py, beside its patch if it has one."""
+    arms, now = read_arms(args.arms), datetime.datetime.now(datetime.UTC)
+    out = args.out or ROOT / "logs" / now.strftime("ab_%Y-%m-%dT%H-%M-%S")
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        refuse(f"{out} cannot be made ({error.strerror}); to go on with its plan: --resume {out}")
+    for name, (text, patch) in arms.items():
+        (out / name / "logs").mkdir(parents=True)
+        (out / name / "train_gpt.py").write_bytes(text)
+        (out / name / "data").symlink_to(ROOT / "data")  # a relative path in the log
+        if patch:
+            (out / name / "change.patch").write_bytes(patch.read_bytes())
+    salt, seeds = secrets.token_hex(8), []
+    while len(seeds) < args.n:
+        seeds += {secrets.randbits(31)} - set(seeds)
+    plan = dict(
+        created=now.strftime("%Y-%m-%dT%H:%M:%SZ"), n=args.n, seeds=seeds,
+        arguments=[*(args.flags or ["record"]), "--target", "0"], salt=salt, machine=machine(salt),
+        arms={name: hashlib.sha256(text).hexdigest() for name, (text, _) in arms.items()},
+    )  # fmt: skip
+    part = out / "plan.part"
+    part.write_text(json.dumps(plan, indent=1) + "\n")
+    part.replace(out / "plan.json")
+    return out
+
+
+def ended(log: Path) -> int | None:
+    """The seed of a run that came to its end, good or bad; None if it was interrupted."""
+    text = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
+    seed = re.search("^seed ([0-9]+)$", text, re.M)
+    last = text.splitlines()[-1:] or [""]
+    return int(seed[1]) if seed and re.match("RESULT {.*}$|NON-FINITE", last[0]) else None
+
+
+def done(arm: Path) -> set[int]:
+    """Seeds that an arm has run; logs of interrupted runs move to DIR/<arm>/unfinished."""
+    seeds = set()
+    for log in sorted((arm / "logs").glob("*.txt")):
+        if (seed := ended(log)) is None:
+            (arm / "unfinished").mkdir(exist_ok=True)
+            log.rename(arm / "unfinished" / log.name)
+        else:
+            seeds.add(seed)
+    return seeds
+
+
+def run(arm: Path, words: list[str], lock: int) -> int:
+    """One training; its exit status. Ctrl-C is passed on, and then waited for."""
+    python = sys.executable
+    if importlib.util.find_spec("jax") is None:
+        python = str(ROOT / ".venv/bin/python")
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": "../cache"
+    } | os.environ  # later runs of an arm start sooner
+    # In a session of its own a terminal's Ctrl-C reaches it once, through here; and it holds the
+    # lock, so that nobody starts a second one beside it should this process die.
+    child = subprocess.Popen([python, "train_gpt.py", *words], cwd=arm, env=env, pass_fds=[lock],
+                             start_new_session=True)  # fmt: skip
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        child.wait()
+        raise
+
+
+def run_plan(out: Path) -> None:
+    """All runs of the plan that have not come to their end yet."""
+    lock = os.open(out / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        refuse(f"{out} is in use: one of its runs is going on")
+    plan = json.loads((out / "plan.json").read_text())
+    if plan["machine"] != machine(plan["salt"]):
+        refuse(f"{out} was begun on another machine; runs of two machines are not comparable")
+    for name, sha in plan["arms"].items():
+        if hashlib.sha256((out / name / "train_gpt.py").read_bytes()).hexdigest() != sha:
+            refuse(f"{out / name}/train_gpt.py was changed after the plan was made; make another")
+    turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
+    for i, (seed, name) in enumerate(turns, 1):
+        if seed in done(out / name):
+            continue
+        print(f"\n[{i}/{len(turns)}] {name}, seed {seed}", flush=True)
+        status = run(out / name, [*plan["arguments"], "--seed", str(seed)], lock)
+        if seed not in done(out / name):
+            print(f"run_ab.py: this run ended with status {status} and counts as none; when its "
+                  f"cause is gone: --resume {out}", file=sys.stderr)  # fmt: skip
+            sys.exit(1)
+        for weights in (out / name / "logs").glob("*.npz"):
+            weights.unlink()  # of no use as evidence, and large
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    out = args.resume or make_plan(args)
+    if not (out / "plan.json").is_file():
+        refuse(f"{out}/plan.json is not there")
+    print(f"planned in {out}/plan.json")
+    try:
+        run_plan(out)
+    except KeyboardInterrupt:
+        print(f"\nrun_ab.py: interrupted; to go on: --resume {out}", file=sys.stderr)
+        sys.exit(130)
+    arms = [out / name for name in json.loads((out / "plan.json").read_text())["arms"]]
+    judged = [arms[0]] if len(arms) == 1 else arms[::-1] if len(arms) == 2 else [out]
+    words = [sys.executable, str(ROOT / "records/verify.py"), *map(str, judged)]
+    print(f"\n{' '.join(['verify.py', *words[2:]])}\n", flush=True)
+    sys.exit(subprocess.run(words).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Logs as train_gpt.py and modded-nanogpt write them, without the training."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from verify import TRACKS
+
+SOURCE = "print('not executed')\n"
+BORDER = "=" * 100 + "\n"
+# Final losses and times as upstream published them. Records are folders of modded-nanogpt.
+RECURSIVE = [  # 2026-06-11_RecursiveFromBest, its pull request 322: loss, ms
+    (3.2791, 77933), (3.2800, 77446), (3.2790, 77299), (3.2798, 77194), (3.2819, 77401),
+    (3.2795, 77431), (3.2801, 77149), (3.2766, 77247), (3.2780, 77336), (3.2778, 77186),
+    (3.2785, 77318), (3.2776, 77224), (3.2782, 77225),
+]  # fmt: skip
+FP8_DOWN = [  # 2026-07-17_FP8DownProjection
+    (3.2791, 79536), (3.2773, 79740), (3.2783, 79814), (3.2775, 79658), (3.2781, 79593),
+    (3.2775, 79629), (3.2793, 80231), (3.2772, 79653), (3.2769, 79641), (3.2775, 79532),
+    (3.2806, 79539), (3.2779, 79682), (3.2816, 79656),
+]  # fmt: skip
+XSA = [  # 2026-05-07_XSAGatedLayers, this
+    (3.2792, 85188), (3.2769, 85258), (3.2775, 85313), (3.2785, 85251), (3.2798, 85299),
+    (3.2790, 85198), (3.2805, 85206), (3.2798, 85260), (3.2803, 85213), (3.2787, 85123),
+    (3.2777, 85081),
+]  # fmt: skip
+XSA_MASTER = [  # its baseline
+    (3.2794, 85993), (3.2803, 85850), (3.2794, 85967), (3.2797, 85919), (3.2797, 85890),
+    (3.2798, 85905), (3.2808, 85788),
+]  # fmt: skip
+MEDIUM = [  # pull request 139: 22 values, of which its text says "over 10 runs"
+    2.919485, 2.918384, 2.918878, 2.918476, 2.920099, 2.919609, 2.918705, 2.91872, 2.919772,
+    2.918594, 2.917798, 2.919295, 2.920676, 2.919743, 2.920052, 2.919843, 2.920081, 2.919675,
+    2.919486, 2.919177, 2.919529, 2.919678,
+]  # fmt: skip
+
+
+def ours(
+    seed: int,
+    loss: float,
+    *,
+    ms: float = 90000.4,
+    steps: int = 500,
+    began: int = 0,
+    source: str = SOURCE,
+    **facts,
+) -> str:
+    """The text of a log of ours; facts replace what it states."""  # fmt: skip
+    track = TRACKS["tiny"]
+    shards = [dict(file=f"{i}.bin", sha256=sha) for i, sha in enumerate([*track.train, track.val])]
+    config = dict(preset="tiny", T=256, sequences=8, steps=steps, val_tokens=65536, val_every=250,
+                  target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
+    stated = dict(
+        versions={"jax": "0.12.0.1", "python": "3.12.1 (main)"}, devices=["cpu"], driver="",
+        environment={"TF_CPP_MIN_LOG_LEVEL": "1"}, git={"revision": "0", "changes": ""},
+        argv=["tiny", "--target", "0", "--seed", str(seed)], seed=seed, config=config,
+        parameters={}, data=shards, compile={"seconds": 1.0},
+    ) | facts  # fmt: skip
+    trace = [(0, 5.9506, 0), (steps // 2, 2.0 + loss / 10, ms / 2), (steps, loss, ms)]
+    lines = [f"{name} {json.dumps(value)}" for name, value in stated.items()]
+    lines += [f"step:{at}/{steps} val_loss:{value:.4f} train_time:{t:.0f}ms step_avg:1.00ms"
+              for at, value, t in trace]  # fmt: skip
+    result = dict(reason="end of schedule", val_loss=loss, target=config["target"], steps=steps,
+                  tokens=steps * 2048, seed=seed, devices=len(stated["devices"]),
+                  train_time_ms=ms, mfu=None, peak_memory_bytes=1, weights="x.npz")  # fmt: skip
+    return source + BORDER + "\n".join([*lines, f"RESULT {json.dumps(result)}", ""])
+
+
+def upstream(loss: float, ms: float, *, steps: int = 1390, i: int = 0) -> str:
+    """The text of a log of modded-nanogpt; i tells runs apart before their end."""
+    gpu = "|   {}  NVIDIA H100 80GB HBM3          On  |   00000000:8D:00.0 Off |              0 |"
+    lines = ["Running Python 3.12.3 (main) [GCC 13.3.0]",
+             "Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8", "Running Triton version 3.6.0",
+             "| NVIDIA-SMI 580.159.04   Driver Version: 580.159.04     CUDA Version: 13.0 |",
+             *(gpu.format(i) for i in range(8)), BORDER.rstrip(),
+             f"step:0/{steps} val_loss:10.8296 train_time:0ms step_avg:0.04ms",
+             f"step:1/{steps} train_time:90ms step_avg:90.29ms",
+             f"step:250/{steps} val_loss:{4.5 + i / 1000:.4f} train_time:9000ms step_avg:36.00ms",
+             f"step:{steps}/{steps} train_time:{ms - 90:.0f}ms step_avg:57.99ms",
+             f"step:{steps}/{steps} val_loss:{loss:.6f} train_time:{ms:.0f}ms step_avg:58.05ms",
+             "peak memory allocated: 30908 MiB reserved: 46472 MiB", ""]  # fmt: skip
+    return SOURCE + "\n" + BORDER + "\n".join(lines)
+
+
+def write_upstream(folder: Path, results: list[tuple[float, float]], steps: int = 1390) -> Path:
+    folder.mkdir(parents=True)
+    for i, (loss, ms) in enumerate(results):
+        (folder / f"run{i:02}.txt").write_text(upstream(loss, ms, steps=steps, i=i))
+    return folder
+
+
+LOSSES = (1.4633, 1.4655, 1.4457, 1.4541, 1.4698)
+
+
+def write_ours(folder: Path, losses=LOSSES, *, hour: int = 13, seed: int = 100, **facts) -> Path:
+    """A folder as run_ab.py leaves it: logs, source, plan."""
+    (folder / "logs").mkdir(parents=True)
+    source = facts.get("source", SOURCE)
+    (folder / "train_gpt.py").write_text(source)
+    for i, loss in enumerate(losses):
+        name = f"2026-11-21T{hour:02}-{i:02}-00_{seed + i:08x}.txt"
+        (folder / "logs" / name).write_text(ours(seed + i, loss, **facts))
+    write_plan(folder, [seed + i for i in range(len(losses))], source)
+    return folder
+
+
+def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
+    plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
+                arguments=["tiny", "--target", "0"], arm=folder.name,
+                arms={folder.name: hashlib.sha256(source.encode()).hexdigest()})  # fmt: skip
+    (folder / "plan.json").write_text(json.dumps(plan | changes))
