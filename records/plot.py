@@ -1,0 +1,173 @@
+"""Curves of validation loss, from logs: see records/README.md. Needs matplotlib.
+
+    python records/plot.py [NAME=]FOLDER ... [--out curves] [--x steps tokens time] [--target LOSS]
+                           [--title TEXT] [--upstream] [--differences]
+
+Every folder is one curve: the mean of its runs, in a band of a standard deviation to each side.
+--upstream adds modded-nanogpt's record 21; --differences a panel of final losses against the first
+folder's, pair by pair of equal seeds. Writes OUT.svg and OUT.png.
+"""
+
+import argparse
+import collections
+import csv
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import stats  # noqa: E402
+import verify  # noqa: E402
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("plot.py: matplotlib is missing: pip install -r tests/requirements.txt")
+
+# Record 21's loss is the mean of nine runs of it and of its equals, its time that of one of them.
+UPSTREAM = Path(__file__).with_name("upstream_record21.csv")
+LABELS = dict(steps="steps", tokens="training tokens, millions", time="training time, seconds")
+STYLE = {
+    "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "svg.hashsalt": "jNanoGPT", "svg.fonttype": "path", "legend.frameon": False,
+}  # fmt: skip
+
+
+class Curve(NamedTuple):
+    """Of a set of runs, at every step at which all of them were validated."""
+
+    name: str
+    x: dict[str, list[float]]  # by unit: a key of LABELS
+    mean: list[float]
+    sd: list[float]
+
+
+def curve(name: str, evidence: verify.Evidence) -> Curve:
+    runs = evidence.ended
+    if not runs:
+        sys.exit(f"plot.py: {evidence.folder} has no complete run")
+    points = collections.defaultdict(list)
+    for run in runs:
+        for v in run.validations:
+            points[v.step].append(v)
+    steps = [step for step, seen in sorted(points.items()) if len(seen) == len(runs)]
+    losses = [[v.loss for v in points[step]] for step in steps]
+    x = dict(steps=steps, time=[fmean(v.ms for v in points[step]) / 1000 for step in steps])
+    if runs[0].tokens:
+        x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
+    deviations = [stdev(each) if len(each) > 1 else 0.0 for each in losses]
+    label = f"{name} (n = {len(runs)})"
+    return Curve(label, x, [fmean(each) for each in losses], deviations)
+
+
+def upstream() -> Curve:
+    with UPSTREAM.open() as file:
+        rows = [{key: float(value) for key, value in line.items()} for line in csv.DictReader(file)]
+    x = dict(steps=[r["step"] for r in rows], tokens=[r["tokens"] / 1e6 for r in rows],
+             time=[r["seconds"] for r in rows])  # fmt: skip
+    name = "modded-nanogpt, record 21 (n = 9)"
+    return Curve(name, x, [r["mean"] for r in rows], [r["sd"] for r in rows])
+
+
+def draw_curves(axes, curves: list[Curve], unit: str, target: float | None, key: bool) -> None:
+    """The later part of training, where curves differ; the first third goes off the top."""
+    colors = plt.get_cmap("tab10").colors
+    ends, tops = [], []
+    for i, c in enumerate(curves):
+        if unit not in c.x:
+            continue
+        x, style = c.x[unit], "-" if i < 10 else "--"
+        axes.plot(x, c.mean, style, color=colors[i % 10], label=c.name, linewidth=1.4, marker=".",
+                  markersize=4)  # fmt: skip
+        low, high = ([m + sign * s for m, s in zip(c.mean, c.sd, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colors[i % 10], alpha=0.18, linewidth=0)
+        ends.append(min(low))
+        tops.append(c.mean[len(c.mean) // 3])
+    if target is not None:
+        axes.axhline(
+            target, color="black", linewidth=0.9, linestyle=":", label=f"target {target:g}"
+        )
+        ends.append(target)
+    if ends:
+        room = 0.06 * (max(tops) - min(ends))
+        axes.set_ylim(min(ends) - room, max(tops) + room)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(LABELS[unit])
+    axes.set_ylabel("validation loss, nats per token")
+    if key:
+        axes.legend(fontsize=8, loc="upper right")
+
+
+def draw_differences(axes, arms: list[tuple[str, verify.Evidence]]) -> None:
+    """A row for each arm: every pair's difference, their mean, its 95 % interval."""
+    _, first = arms[0]
+    rows = []
+    for name, arm in arms[1:]:
+        pairs = verify.by_seed(arm, first)
+        rows.append((name, [a - b for a, b in zip(*pairs, strict=True)]))
+    rows.sort(key=lambda entry: fmean(entry[1]) if entry[1] else 0.0)
+    for y, (_, changes) in enumerate(rows):
+        if not changes:
+            continue
+        mean = fmean(changes)
+        if len(changes) > 1:
+            half = stats.critical(0.025, len(changes) - 1) * stdev(changes) / len(changes) ** 0.5
+            axes.errorbar(mean, y, xerr=half, color="black", capsize=3, linewidth=1)
+        axes.plot(changes, [y] * len(changes), "o", color="tab:blue", alpha=0.45, markersize=5)
+        axes.plot(mean, y, "D", color="black", markersize=4)
+    axes.axvline(0, color="black", linewidth=0.9)
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _ in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlabel(f"final loss minus {arms[0][0]}'s, nats per token (right: it was worth having)")
+    axes.grid(axis="y", visible=False)
+
+
+def plot(
+    arms: list[tuple[str, verify.Evidence]], out: Path, units: list[str], target: float | None,
+    title: str = "", with_upstream: bool = False, differences: bool = False,
+) -> None:  # fmt: skip
+    """OUT.svg and OUT.png: a panel for each unit of the x axis."""
+    curves = [curve(name, evidence) for name, evidence in arms] + [upstream()] * with_upstream
+    panels = len(units) + differences
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, 4.4), squeeze=False,
+                                    layout="constrained")  # fmt: skip
+        for i, unit in enumerate(units):
+            draw_curves(axes[0, i], curves, unit, target, key=i == 0)
+        if differences:
+            draw_differences(axes[0, -1], arms)
+        figure.suptitle(title)
+        for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
+            figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
+        plt.close(figure)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    cli.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER")
+    cli.add_argument("--out", type=Path, default=Path("curves"))
+    cli.add_argument("--x", nargs="+", choices=LABELS, default=["steps"])
+    cli.add_argument("--target", type=float)
+    cli.add_argument("--title", default="")
+    cli.add_argument("--upstream", action="store_true")
+    cli.add_argument("--differences", action="store_true")
+    args = cli.parse_args()
+    arms = []
+    for word in args.folders:
+        name, _, folder = word.rpartition("=")
+        try:
+            arms.append((name or Path(folder).resolve().name, verify.collect(Path(folder))))
+        except verify.Unusable as error:
+            sys.exit(f"plot.py: {error}")
+    plot(arms, args.out, args.x, args.target, args.title, args.upstream, args.differences)
+
+
+if __name__ == "__main__":
+    main()
