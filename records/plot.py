@@ -62,7 +62,9 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     if runs[0].tokens:
         x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
     deviations = [stdev(each) if len(each) > 1 else 0.0 for each in losses]
-    label = f"{name} (n = {len(runs)})"
+    if not steps:
+        sys.exit(f"plot.py: the runs in {evidence.folder} have no common step")
+    label = f"{name} (n = {len(runs)})".replace("$", r"\$")
     return Curve(label, x, [fmean(each) for each in losses], deviations)
 
 
@@ -142,7 +144,7 @@ def plot(
             draw_curves(axes[0, i], curves, unit, target, key=i == 0)
         if differences:
             draw_differences(axes[0, -1], arms)
-        figure.suptitle(title)
+        figure.suptitle(title.replace("$", r"\$"))
         for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
             figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
         plt.close(figure)
@@ -159,13 +161,15 @@ def main() -> None:
     cli.add_argument("--upstream", action="store_true")
     cli.add_argument("--differences", action="store_true")
     args = cli.parse_args()
+    if not args.out.absolute().parent.is_dir():
+        sys.exit(f"plot.py: there is no folder for {args.out}")
     arms = []
     for word in args.folders:
         name, _, folder = word.rpartition("=")
         try:
             arms.append((name or Path(folder).resolve().name, verify.collect(Path(folder))))
         except verify.Unusable as error:
-            sys.exit(f"plot.py: {error}")
+            sys.exit(f"plot.py: {verify.printable(str(error))}")
     plot(arms, args.out, args.x, args.target, args.title, args.upstream, args.differences)
 
 

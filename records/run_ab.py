@@ -22,14 +22,20 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import runs  # noqa: E402
+import verify  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+TAKEN = {"cache", "lock", "logs", "plan.json", "plan.part"}  # in the folder of a plan
 
 
-def refuse(message: str) -> None:
-    print(f"run_ab.py: {message}", file=sys.stderr)
+def refuse(message: str) -> NoReturn:
+    print(f"run_ab.py: {verify.printable(message)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -62,20 +68,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def patched(first: bytes, patch: Path) -> bytes:
-    """first with the patch applied; raises ValueError where that cannot be."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "train_gpt.py")
-        file.write_bytes(first)
-        nowhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
-        done = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=nowhere,
-                              capture_output=True, text=True)  # fmt: skip
-        text = file.read_bytes()
-    if done.returncode or text == first:
-        raise ValueError(f"{patch} does not apply to the first arm: {done.stderr.strip()}")
-    return text
-
-
 def read_arms(specs: list[str]) -> dict[str, tuple[bytes, Path | None]]:
     """Of every arm its name, its source and the patch that made it."""
     arms, first = {}, b""
@@ -89,13 +81,16 @@ def read_arms(specs: list[str]) -> dict[str, tuple[bytes, Path | None]]:
             refuse(f"{path}: the first arm must be a train_gpt.py, which patches change")
         inside = source.resolve().parent.name if source.name == "train_gpt.py" else source.stem
         name = name or inside
-        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name in arms:
+        if not re.fullmatch(verify.NAME, name) or name in arms or name in TAKEN:
             refuse(f"{name!r} is taken or cannot name a folder; write NAME={path}")
         is_patch = path.suffix == ".patch"
         try:
-            text = patched(first, path) if is_patch else source.read_bytes()
+            text = runs.patched(first, path) if is_patch else source.read_bytes()
         except ValueError as error:
             refuse(str(error))
+        if not text.endswith(b"\n") or b"\n" + runs.BORDER in text:
+            refuse(f"{source}: its end could not be seen in a log; it must end with a newline and "
+                   "have no line of 100 =")  # fmt: skip
         first = first or text
         arms[name] = text, path if is_patch else None
     return arms
@@ -149,11 +144,17 @@ def done(arm: Path) -> set[int]:
     return seeds
 
 
-def run(arm: Path, words: list[str], lock: int) -> int:
+def interpreter() -> str:
+    """This Python if it has jax, else that of run.sh."""
+    if importlib.util.find_spec("jax"):
+        return sys.executable
+    if not (python := ROOT / ".venv/bin/python").exists():
+        refuse("this Python has no jax, and there is no .venv: run ./run.sh tiny once")
+    return str(python)
+
+
+def run(python: str, arm: Path, words: list[str], lock: int) -> int:
     """One training; its exit status. Ctrl-C is passed on, and then waited for."""
-    python = sys.executable
-    if importlib.util.find_spec("jax") is None:
-        python = str(ROOT / ".venv/bin/python")
     env = {
         "JAX_COMPILATION_CACHE_DIR": "../cache"
     } | os.environ  # later runs of an arm start sooner
@@ -169,6 +170,13 @@ def run(arm: Path, words: list[str], lock: int) -> int:
         raise
 
 
+def read_plan(out: Path) -> dict:
+    try:
+        return verify.read_plan(out / "plan.json")
+    except verify.Unusable as error:
+        refuse(str(error))
+
+
 def run_plan(out: Path) -> None:
     """All runs of the plan that have not come to their end yet."""
     lock = os.open(out / "lock", os.O_CREAT | os.O_RDWR)
@@ -176,18 +184,19 @@ def run_plan(out: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         refuse(f"{out} is in use: one of its runs is going on")
-    plan = json.loads((out / "plan.json").read_text())
+    plan, python = read_plan(out), interpreter()
     if plan["machine"] != machine(plan["salt"]):
         refuse(f"{out} was begun on another machine; runs of two machines are not comparable")
     for name, sha in plan["arms"].items():
-        if hashlib.sha256((out / name / "train_gpt.py").read_bytes()).hexdigest() != sha:
-            refuse(f"{out / name}/train_gpt.py was changed after the plan was made; make another")
+        source = out / name / "train_gpt.py"
+        if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != sha:
+            refuse(f"{source} was changed after the plan was made; make another")
     turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
     for i, (seed, name) in enumerate(turns, 1):
         if seed in done(out / name):
             continue
         print(f"\n[{i}/{len(turns)}] {name}, seed {seed}", flush=True)
-        status = run(out / name, [*plan["arguments"], "--seed", str(seed)], lock)
+        status = run(python, out / name, [*plan["arguments"], "--seed", str(seed)], lock)
         if seed not in done(out / name):
             print(f"run_ab.py: this run ended with status {status} and counts as none; when its "
                   f"cause is gone: --resume {out}", file=sys.stderr)  # fmt: skip
@@ -198,6 +207,11 @@ def run_plan(out: Path) -> None:
 
 def main() -> None:
     args = parse(sys.argv[1:])
+    if not args.resume:
+        interpreter()
+    for name in set(os.environ) - {"XLA_CLIENT_MEM_FRACTION"}:
+        if verify.STEERS.match(name) and not verify.NEUTRAL.fullmatch(name):
+            print(f"{name} is set: these runs will not count as a record")
     out = args.resume or make_plan(args)
     if not (out / "plan.json").is_file():
         refuse(f"{out}/plan.json is not there")
@@ -207,8 +221,11 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"\nrun_ab.py: interrupted; to go on: --resume {out}", file=sys.stderr)
         sys.exit(130)
-    arms = [out / name for name in json.loads((out / "plan.json").read_text())["arms"]]
-    judged = [arms[0]] if len(arms) == 1 else arms[::-1] if len(arms) == 2 else [out]
+    plan = read_plan(out)
+    arms = [out / name for name in plan["arms"]]
+    # With flags no arm can be a record; then the question is what differs.
+    attempt = len(arms) == 2 and len(plan["arguments"]) == 3
+    judged = arms[::-1] if attempt or len(arms) == 1 else [out]
     words = [sys.executable, str(ROOT / "records/verify.py"), *map(str, judged)]
     print(f"\n{' '.join(['verify.py', *words[2:]])}\n", flush=True)
     sys.exit(subprocess.run(words).returncode)

@@ -13,12 +13,16 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 BORDER = b"=" * 100 + b"\n"
-LARGEST = 64 * 2**20  # bytes; upstream's largest are a tenth of it
+LARGEST = 64 * 2**20  # bytes of a log; upstream's largest are a tenth of it
+LONGEST = 2**20  # bytes of a fact, and of the files beside logs
 VALIDATION = re.compile(
     r"^step:(\d{1,9})/(\d{1,9}) val_loss:(\S{1,30}) train_time:(\d{1,12}(?:\.\d{1,9})?)(m?s)"
     r" step_avg:\S{1,30}ms$",
@@ -45,7 +49,7 @@ class Run:
     """One log. Facts that it does not state are None."""
 
     path: Path
-    sha256: str  # of the log, as if it held its source
+    sha256: str  # of all that follows the source
     source: str  # its sha256
     packed: bool  # the source itself is elsewhere
     ours: bool  # by train_gpt.py; else by upstream's
@@ -87,6 +91,8 @@ class Run:
 
 
 def parse_json(text: str, kind: type) -> Any:
+    if len(text) > LONGEST:
+        raise Unreadable("a fact in it is longer than 1 MiB")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -124,7 +130,7 @@ def validations(text: str) -> list[Validation]:
     for a, b in zip(found, found[1:], strict=False):
         if not (a.step < b.step and a.steps == b.steps and a.ms <= b.ms):
             raise Unreadable(f"its validations are out of order at step {b.step}")
-    if found and found[-1].step > found[-1].steps:
+    if found and not 0 < found[-1].steps >= found[-1].step:
         raise Unreadable(f"it validates step {found[-1].step} of {found[-1].steps}")
     return found
 
@@ -147,7 +153,8 @@ def read(path: Path) -> Run:
         packed=source is None,
         validations=validations(text),
     )
-    return (read_ours if re.search("^versions {", text, re.M) else read_upstream)(text, common)
+    is_ours = re.search("^(versions|config|RESULT) {", text, re.M)
+    return (read_ours if is_ours else read_upstream)(text, common)
 
 
 def read_upstream(text: str, common: dict[str, Any]) -> Run:
@@ -162,14 +169,14 @@ def read_upstream(text: str, common: dict[str, Any]) -> Run:
         ended = "not finite"
     versions = dict(re.findall(r"^Running (Python|PyTorch|Triton version) (.*)$", text, re.M))
     driver = re.search(r"Driver Version: (\S+)", text)
-    devices = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|", text, re.M)
+    devices = re.findall(r"^\| {1,4}\d{1,3} {1,4}(\S.{0,50}?) +(?:On|Off|N/A) +\|", text, re.M)
     return Run(**common, ours=False, ended=ended, versions=versions, devices=devices, began=None,
                driver=driver and driver[1])  # fmt: skip
 
 
 def read_ours(text: str, common: dict[str, Any]) -> Run:
     """As our train_gpt.py writes it (its class Log)."""
-    facts, lines = {}, text.splitlines()
+    facts, lines = {}, text.removesuffix("\n").split("\n")
     for line in lines:
         name, _, value = line.partition(" ")
         if name in FACTS:
@@ -184,11 +191,10 @@ def read_ours(text: str, common: dict[str, Any]) -> Run:
         raise Unreadable("its configuration has another seed")
     if not all(type(word) is str for word in argv + facts["devices"]):
         raise Unreadable("argv and devices are no words")
-    last = lines[-1] if lines else ""
-    ended, result = "incomplete", None
+    last, ended, result = lines[-1], "incomplete", None
     if last.startswith("RESULT "):
         result = parse_json(last.removeprefix("RESULT "), dict)
-        ended = check_result(result, facts, common["validations"])
+        ended = how_it_ended(result, facts, common["validations"])
     elif last.startswith("NON-FINITE"):
         ended = "not finite"
     elif last == "INTERRUPTED":
@@ -213,15 +219,17 @@ def began(name: str) -> datetime.datetime | None:
         return None
 
 
-def check_result(result: dict, facts: dict, seen: list[Validation]) -> str:
-    """How the run ended; raises Unreadable where RESULT contradicts what stands above it."""
+def how_it_ended(result: dict, facts: dict, seen: list[Validation]) -> str:
+    """Raises Unreadable where RESULT contradicts what stands above it."""
     if not seen:
         raise Unreadable("it has a RESULT and no validation")
     if not all(type(result.get(key)) in (int, float) for key in NUMBERS):
         raise Unreadable(f"its RESULT lacks one of {', '.join(NUMBERS)}")
     last, config = seen[-1], facts["config"]
-    if not all(math.isfinite(x) for x in (result["val_loss"], *(v.loss for v in seen))):
+    if not all(math.isfinite(v.loss) for v in seen) or math.isnan(result["val_loss"]):
         return "not finite"
+    if not all(abs(result[key]) < 1e15 for key in NUMBERS):
+        raise Unreadable("its RESULT has a number without bounds")
     claims = dict(steps=last.step, seed=facts["seed"], target=config.get("target"),
                   devices=len(facts["devices"]))  # fmt: skip
     for key, value in claims.items():
@@ -229,7 +237,7 @@ def check_result(result: dict, facts: dict, seen: list[Validation]) -> str:
             raise Unreadable(f"its RESULT has {key} {result.get(key)!r}, the lines above {value!r}")
     if last.steps != config.get("steps"):
         raise Unreadable(f"it validates {last.steps} steps, its configuration has others")
-    if type(result.get("tokens")) is not int or result["tokens"] < last.step:
+    if type(result.get("tokens")) is not int or not last.step <= result["tokens"] < 1e15:
         raise Unreadable("its RESULT does not count the tokens")
     if abs(result["val_loss"] - last.loss) > 6e-5 or abs(result["train_time_ms"] - last.ms) > 0.6:
         raise Unreadable("its RESULT has another loss or time than its last validation")
@@ -238,3 +246,21 @@ def check_result(result: dict, facts: dict, seen: list[Validation]) -> str:
     if result["reason"] == "end of schedule" and last.step != last.steps:
         return "incomplete"
     return result["reason"]
+
+
+def patched(first: bytes, patch: Path) -> bytes:
+    """A train_gpt.py with the patch applied, by git; raises ValueError where that cannot be."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "train_gpt.py")
+        file.write_bytes(first)
+        nowhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+        try:
+            done = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=nowhere,
+                                  capture_output=True, text=True, errors="replace")  # fmt: skip
+        except OSError as error:
+            raise ValueError(f"patches need git: {error.strerror}") from error
+        is_file = file.is_file() and not file.is_symlink() and file.stat().st_size < LONGEST
+        text = file.read_bytes() if is_file else b""
+    if done.returncode or text in (first, b""):
+        raise ValueError(f"{patch} does not apply to the first arm: {done.stderr.strip()}")
+    return text

@@ -37,7 +37,7 @@ if pathlib.Path("../wait").exists():
     try:
         time.sleep(60)
     except KeyboardInterrupt:
-        place.write_text(text.rpartition("RESULT")[0] + "INTERRUPTED\\n")
+        place.write_text(text.rpartition("step:")[0] + "INTERRUPTED\\n")
         sys.exit(130)
 if pathlib.Path("../nan").exists():
     place.write_text(text.rpartition("RESULT")[0] + "NON-FINITE: the loss is no number\\n")
@@ -112,13 +112,19 @@ def test_many_arms_end_in_a_table(script, tmp_path):
     words = script, tmp_path / "better.patch", f"same={script.parent}", "-n", 3, "--out", out
     status, text, _ = run(*words, "--", "tiny", "--steps", "500")
     assert status == 1  # the third arm repeats the first one, run by run
-    assert "- same: a log is in both" in text
+    assert "- same: **FAIL** a log is in both" in text
     assert "| better | 3 | " in text and "| -0.0200 | 0.0000 |" in text
     (out / "better" / "change.patch").write_text(PATCH)
     assert "does not apply to the first arm" in verify.study(out)[1]
     patch = (tmp_path / "better.patch").read_text().replace("1.44", "1.43")
     (out / "better" / "change.patch").write_text(patch)
     assert "change.patch does not make the source that the logs state" in verify.study(out)[1]
+
+
+def test_with_flags_two_arms_are_compared_not_judged(script, tmp_path):
+    words = script, tmp_path / "better.patch", "-n", 3, "--out", tmp_path / "out", "--", "tiny"
+    status, text, _ = run(*words, "--steps", "500")
+    assert status == 0 and "FAIL" not in text and "| better | 3 | " in text
 
 
 def test_every_plan_has_fresh_seeds(script, tmp_path):
@@ -222,16 +228,44 @@ def test_a_diverged_run_counts(script, tmp_path):
     (["PATCH", "-n", "2"], "the first arm must be a train_gpt.py"),
     (["SCRIPT", "SCRIPT", "-n", "2"], "'old' is taken"),
     (["a/../b=SCRIPT", "-n", "2"], "cannot name a folder"),
+    (["lock=SCRIPT", "-n", "2"], "'lock' is taken"),
+    (["logs=SCRIPT", "-n", "2"], "'logs' is taken"),
+    (["END", "-n", "2"], "it must end with a newline"),
+    (["BORDER", "-n", "2"], "no line of 100 ="),
+    (["SCRIPT", "NOTHING", "-n", "2"], "does not apply to the first arm"),
+    (["--resume", "BROKEN"], "plan.json is broken"),
     (["SCRIPT", "-n", "2", "--out", "OLD"], "cannot be made"),
     (["--resume", "OLD"], "plan.json is not there"),
     (["--resume", "OLD", "-n", "3"], "give nothing else"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(script, tmp_path, words, said):
     places = dict(SCRIPT=script, PATCH=tmp_path / "better.patch", OLD=script.parent)
+    texts = dict(END="x = 1", BORDER="x = 1\n" + "=" * 100 + "\n", NOTHING="", BROKEN="{")
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        file = dict(NOTHING="x.patch", BROKEN="plan.json").get(name, "train_gpt.py")
+        (tmp_path / name / file).write_text(text)
+        places[name] = tmp_path / name / (file if name != "BROKEN" else "")
     for key, value in places.items():
         words = [word.replace(key, str(value)) for word in words]
     status, _, err = run(*words, cwd=tmp_path)
     assert status == 2 and said in err and "Traceback" not in err
+
+
+def test_flags_of_xla_are_noticed_before_the_first_run(script, tmp_path):
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    out = run(script, "-n", 2, "--out", tmp_path / "out", "--", "tiny", env=env)[1]
+    assert "XLA_FLAGS is set: these runs will not count as a record\n" in out.partition("[1/")[0]
+
+
+def test_a_plan_tells_nothing_of_its_machine(script, tmp_path):
+    import socket
+
+    for name in "ab":
+        run(script, "-n", 2, "--out", tmp_path / name, "--", "tiny")
+    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in "ab"]
+    assert plans[0]["machine"] != plans[1]["machine"] and plans[0]["salt"] != plans[1]["salt"]
+    assert socket.gethostname() not in json.dumps(plans)
 
 
 def test_a_plan_is_not_changed(script, tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import cached_fineweb10B
@@ -60,14 +61,14 @@ def test_pull_request_322_in_full(tmp_path, capsys):
         "| run00.txt | – | 3.27910 | 77.93 |",
     ):  # fmt: skip
         assert line in text.splitlines()
-    truth = verify.statistics(verify.collect(folder), 3.28)
+    truth = verify.numbers(verify.collect(folder), 3.28)
     assert truth["p"] == pytest.approx(0.007802956, rel=1e-6)
     assert truth["mean"] == pytest.approx(3.27893, abs=5e-6)
 
 
 def test_fp8_down_projection(tmp_path):
     """Its statistics.md: p = 0.0006690604, mean time 79.684923 s with a deviation of 0.182767."""
-    truth = verify.statistics(verify.collect(write_upstream(tmp_path / "a", FP8_DOWN)), 3.28)
+    truth = verify.numbers(verify.collect(write_upstream(tmp_path / "a", FP8_DOWN)), 3.28)
     assert truth["p"] == pytest.approx(0.0006690604, abs=1e-10)
     assert truth["mean"] == pytest.approx(3.2783692308, abs=1e-10)
     assert truth["sd"] == pytest.approx(0.0014156180, abs=1e-10)
@@ -98,7 +99,13 @@ def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
                                          "README.md says p = 0.0119; it is 0.000125616"]),
     ("n = 22; baseline: n = 5, mean 2.9250. Ours: mean 2.9194, sd 0.0007", []),
     ("standard deviation 0.0009", ["README.md says sd = 0.0009; it is 0.000690648"]),
-    ("Nothing is claimed.", []),
+    ("Nothing is claimed, by p < 0.05 or %.4f.", []),
+    ("It takes p < 0.01. Here p = 0.0000001.", ["README.md says p = 0.0000001; it is 0.000125616"]),
+    ("p = 0.0", ["README.md says p = 0.0; it is 0.000125616"]),
+    ("p(val_loss < 2.92) = **0.0001256**", []),
+    ("p = 1.26e-04, mean 2.91935, mean time: 1384.27", []),
+    ("p = 1.30e-04", ["README.md says p = 1.30e-04; it is 0.000125616"]),
+    ("Mean time: 1393.16", ["README.md says seconds = 1393.16; it is 1384.27"]),
 ])  # fmt: skip
 def test_claims_of_pull_request_139(tmp_path, capsys, claim, found):
     """22 values, of which its text says 'over 10 runs'."""
@@ -203,6 +210,7 @@ def last_line(folder: Path, text: str) -> None:
 
 
 TINY = verify.TRACKS["tiny"]
+SHARD = dict(file="val.bin", sha256=TINY.val)
 OTHER = [dict(file=str(i), sha256=sha) for i, sha in enumerate([*TINY.train, "0" * 64])]
 SWAPPED = [dict(file=str(i), sha256=sha) for i, sha in enumerate([*TINY.train[::-1], TINY.val])]
 EVERY = range(5)
@@ -263,6 +271,33 @@ FAULTS = {
     "a broken log": (lambda f: (f / "logs" / "z.txt").write_text("hello"), "no log: z.txt"),
     "too high": (lambda f: [again(f, i, loss=LOSSES[i] + 0.025) for i in EVERY],
                  "for a mean below 1.49"),
+    "tokens in README": (lambda f: (f / "README.md").write_text("It takes 921,600 tokens."),
+                         "says tokens = 921,600; it is 1024000"),
+    "empty result.json": (lambda f: (f / "result.json").write_text("{}"), "says n = null"),
+    "TF32": (lambda f: [again(f, i, environment={"NVIDIA_TF32_OVERRIDE": "0"}) for i in EVERY],
+             "NVIDIA_TF32_OVERRIDE is set"),
+    "renamed logs": (lambda f: [path.rename(path.with_name(f"r{i}.txt")) for i, path in
+                                enumerate(sorted((f / "logs").iterdir()))],
+                     "does not say when its run began"),
+    "counted tokens": (lambda f: [replaced(f, '"tokens": 1024000', '"tokens": 600', which=i)
+                                  for i in EVERY], "not steps x sequences x T"),
+    "finished, then thrown away": (lambda f: (
+        (f / "unfinished").mkdir(), (f / "unfinished" / "x.txt").write_text(
+            ours(100, 1.50).rpartition("RESULT")[0])), "had its final loss: it counts"),
+    "other training shards": (lambda f: [again(f, i, data=[OTHER[0], OTHER[0], SHARD])
+                                         for i in EVERY], "another stream of tokens"),
+    "no training shards": (lambda f: [again(f, i, data=[SHARD]) for i in EVERY],
+                           "another stream of tokens"),
+    "validation first": (lambda f: [again(f, i, data=[SHARD, *OTHER[:2]]) for i in EVERY],
+                         "validated on another text"),
+    "a margin of luck": (lambda f: [again(f, i, loss=LOSSES[i] + 0.019) for i in EVERY],
+                         "p = 0.0297 for a mean below 1.49; it takes p < 0.01"),
+    "targets between": (lambda f: [again(f, i, config=dict(target=0.5)) for i in EVERY],
+                        "could have stopped at 0.5"),
+    "one of two devices": (lambda f: [again(f, i, devices=["cpu", "TPU v5"]) for i in EVERY],
+                           "not the track's devices"),
+    "a broken log in place of one": (lambda f: sorted((f / "logs").iterdir())[0].write_text("x"),
+                                     "no log: "),
     "README": (lambda f: (f / "README.md").write_text("mean 1.4500"), "says mean = 1.4500"),
     "result.json": (lambda f: (f / "result.json").write_text('{"n": 6, "mean": 1.4}'),
                     "result.json says n = 6; it is 5"),
@@ -320,6 +355,20 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
     ("step:250/500 val_loss:2.1465", "step:250/500 val_loss:two", "val_loss:two is no number"),
     ("=" * 100, "=" * 99, "no line of 100 ="),
     ("driver", "\0driver", "zero bytes"),
+    ('"train_time_ms": 90000.4', '"train_time_ms": NaN', "a number without bounds"),
+    ('"train_time_ms": 90000.4', '"train_time_ms": 1' + "0" * 400, "a number without bounds"),
+    ('"val_loss": 1.4655', '"val_loss": Infinity', "a number without bounds"),
+    ('"val_loss": 1.4655', '"val_loss": 1.4659', "another loss or time"),
+    ('"train_time_ms": 90000.4', '"train_time_ms": 90003.4', "another loss or time"),
+    ('"tokens": 1024000', '"tokens": 1' + "0" * 40, "does not count the tokens"),
+    ('"seed": 101, "devices"', '"seed": "<!-- |", "devices"', "RESULT has seed '?!-- ?'"),
+    ('val_loss:2.1465', 'val_loss:\x1b[2JPASS', "val_loss:??2JPASS is no number"),
+    ('"steps": 500, "val_tokens"', '"steps": 501, "val_tokens"', "its configuration has others"),
+    ("train_time:45000ms", "train_time:95000ms", "out of order"),
+    ("step:250/500", "step:0/500", "out of order"),
+    ("step:500/500", "step:501/500", "it validates step 501 of 500"),
+    ('versions {', 'vers {', "does not state versions"),
+    ('driver ""', 'driver "' + "x" * 2**20 + '"', "longer than 1 MiB"),
 ])  # fmt: skip
 def test_a_log_that_contradicts_itself_is_none(tmp_path, capsys, old, new, said):
     folder = write_ours(tmp_path / "good")
@@ -336,6 +385,20 @@ def test_a_log_that_contradicts_itself_is_none(tmp_path, capsys, old, new, said)
     (lambda f: (write_ours(f), (f / "plan.json").write_text("{")), "plan.json is broken"),
     (lambda f: (write_ours(f), (f / "plan.json").write_text('{"n": 5}')), "plan.json is broken"),
     (lambda f: (write_ours(f), (f / "result.json").write_text("[1]")), "result.json is broken"),
+    (lambda f: (write_ours(f), write_plan(f, [1, 1])), "plan.json is broken"),
+    (lambda f: (write_ours(f), write_plan(f, [1, 2], arguments=[7])), "plan.json is broken"),
+    (lambda f: (write_ours(f), write_plan(f, [1, 2], arms={})), "plan.json is broken"),
+    (lambda f: (write_ours(f), write_plan(f, [1, 2], arms={"../x": "0" * 64}, arm="../x")),
+     "plan.json is broken"),
+    (lambda f: (write_ours(f), write_plan(f, [1, 2], created="2026-11-21T12:59:00")),
+     "plan.json is broken"),
+    (lambda f: (write_ours(f), (f / "README.md").write_text("x" * (2**20 + 1))),
+     "larger than 1 MiB"),
+    (lambda f: write_ours(f, config=dict(preset="mine")), "look like those of no track"),
+    (lambda f: write_ours(f, config=dict(preset="record"), devices=["NVIDIA H100 80GB HBM3"] * 2),
+     "look like those of no track"),
+    (lambda f: (f.mkdir(), (f / "a.txt").write_text(SOURCE + "=" * 100 + "\nhello\n")),
+     "no log of train_gpt.py, nor of modded-nanogpt's"),
     (lambda f: (f.mkdir(), (f / "a.txt").symlink_to("/dev/zero")), "it is no file"),
     (lambda f: (f.mkdir(), os.mkfifo(f / "a.txt")), "it is no file"),
 ])  # fmt: skip
@@ -347,17 +410,145 @@ def test_nothing_to_judge(tmp_path, capsys, make, said):
 
 def test_two_sets(tmp_path, capsys):
     this, base = write_ours(tmp_path / "new", steps=450), write_ours(tmp_path / "old", seed=200)
+    track, words = verify.TRACKS["tiny"], ["tiny", "--target", "0", "--muon_lr", "9"]
     for changes, said in (
         (dict(devices=["NVIDIA H100"]), "different devices"),
         (dict(versions={"jax": "0.10.2"}), "different versions"),
+        (dict(environment={"JAX_PLATFORMS": "cpu"}), "different environment: JAX_PLATFORMS"),
+        (dict(driver="580"), "different driver"),
         (dict(data=OTHER), "validated on different texts"),
+        (dict(data=SWAPPED), "trained on different streams of tokens"),
+        (dict(data=OTHER), "baseline: validated on another text than the track's"),
+        (dict(argv=words), "different argv"),
     ):
         for i in EVERY:
             again(base, i, seed=200 + i, **changes)
-        assert any(said in found for found in fails(judged(capsys, this, base)[1]))
+        assert any(said in found for found in fails(judged(capsys, this, base)[1])), said
+    fewer = [dict(file="0", sha256=track.train[0]), SHARD]
+    for i in EVERY:
+        again(base, i, seed=200 + i)
+        again(this, i, steps=450, data=fewer)
+    assert fails(judged(capsys, this, base)[1]) == []  # fewer steps may need fewer shards
     shared = next((this / "logs").iterdir())
     (base / "logs" / shared.name).write_bytes(shared.read_bytes())
     assert "a log is in both" in fails(judged(capsys, this, base)[1])
+
+
+def test_as_many_tokens_are_not_fewer(tmp_path, capsys):
+    this, base = write_ours(tmp_path / "new"), write_ours(tmp_path / "old", seed=200)
+    found = fails(judged(capsys, this, base)[1])
+    assert found == ["no fewer tokens than the baseline: 1,024,000 against 1,024,000"]
+
+
+def test_time_needs_p_below_a_hundredth(tmp_path, capsys):
+    """A difference of 0.4 standard deviations: p = 0.027 by Welch."""
+    results = [(loss, ms - 100) for loss, ms in RECURSIVE]
+    this = write_upstream(tmp_path / "new", results, steps=1398)
+    base = write_upstream(tmp_path / "old", [(loss, ms + 60) for loss, ms in RECURSIVE], steps=1398)
+    (base / "run00.txt").unlink()
+    status, text = judged(capsys, this, base)
+    (p,) = re.findall(r"training time, s \| -0\.\d+ \| Welch[^|]* p = (0\.\d+)", text)
+    assert 0.01 < float(p) < 0.05
+    assert any(f"not faster than the baseline: p = {p}" in found for found in fails(text))
+
+
+def test_a_target_of_ones_own(tmp_path, capsys):
+    """It replaces the track's rules; checks of the evidence stay."""
+    folder = write_ours(tmp_path / "x", environment={"XLA_FLAGS": "--x"})
+    assert judged(capsys, folder)[0] == 1
+    assert judged(capsys, folder, "--target", "1.49")[0] == 0
+    status, text = judged(capsys, folder, "--target", "1.45")
+    assert status == 1 and "for a mean below 1.45" in text
+    copied(folder)
+    assert "is the same log as" in judged(capsys, folder, "--target", "1.49")[1]
+    for target in ("inf", "nan", "-1"):
+        with pytest.raises(SystemExit):
+            verify.main([str(folder), "--target", target])
+
+
+def test_upstreams_logs_are_none_of_tiny(tmp_path, capsys):
+    folder = write_upstream(tmp_path / "x", [(1.46, 80000), (1.461, 80001), (1.462, 80002)])
+    found = fails(judged(capsys, folder, "--track", "tiny")[1])
+    assert any("do not state them" in text for text in found)
+
+
+def test_two_equal_losses_of_four_digits_are_no_repeat(tmp_path, capsys):
+    """Where a log has nothing else, and only there."""
+    folder = write_upstream(tmp_path / "x", [(3.2780, 80000), (3.2780, 80100), (3.2779, 80050)])
+    assert fails(judged(capsys, folder)[1]) == []
+    for path in folder.iterdir():  # with more validations that is no chance
+        text = path.read_text().replace("val_loss:4.501", "val_loss:4.500")
+        lines = "".join(f"step:{i}/1390 val_loss:4.4 train_time:{9000 + i}ms step_avg:36.00ms\n"
+                        for i in range(300, 1300, 100))  # fmt: skip
+        path.write_text(text.replace("step:1390/1390 train", lines + "step:1390/1390 train"))
+    assert any("the losses of" in found for found in fails(judged(capsys, folder)[1]))
+
+
+def test_upstreams_nan(tmp_path, capsys):
+    folder = write_upstream(tmp_path / "x", [(3.2790, 80000), (float("nan"), 80100)])
+    assert "run01.txt: not finite" in fails(judged(capsys, folder)[1])
+
+
+@pytest.mark.parametrize("make", [
+    lambda f: write_upstream(f, RECURSIVE, steps=1398), write_ours,
+])  # fmt: skip
+def test_its_own_report_as_readme_is_true(tmp_path, capsys, make):
+    folder = make(tmp_path / "x")
+    status, text = judged(capsys, folder)
+    (folder / "README.md").write_text(text)
+    assert (status, judged(capsys, folder)[0]) == (0, 0)
+
+
+def test_arms_of_one_plan_were_interleaved(tmp_path, capsys):
+    """Whether they lie beside their plan, or each with a copy that names its arm."""
+    source = SOURCE + "#\n"
+    this = write_ours(tmp_path / "new", steps=450)
+    base = write_ours(tmp_path / "old", hour=14, source=source)
+    arms = dict(new=hashlib.sha256(SOURCE.encode()).hexdigest(),
+                old=hashlib.sha256(source.encode()).hexdigest())  # fmt: skip
+    assert "were not interleaved" in judged(capsys, this, base)[1]
+    for folder in (this, base):
+        write_plan(folder, [100 + i for i in EVERY], arms=arms)
+    status, text = judged(capsys, this, base)
+    assert status == 0 and "were not interleaved" not in text
+    write_plan(base, [100 + i for i in EVERY], arms=arms, salt="1")
+    assert "were not interleaved" in judged(capsys, this, base)[1]
+
+
+def test_a_long_readme_takes_no_long_time(tmp_path, capsys):
+    folder = write_ours(tmp_path / "x")
+    (folder / "README.md").write_text("mean p( sd n " * 40_000)
+    text = upstream(1.46, 80000) + "|  0  x" + " " * 100_000 + "\n"
+    (tmp_path / "a.txt").write_text(text)
+    began = time.perf_counter()
+    judged(capsys, folder)
+    runs.read(tmp_path / "a.txt")
+    assert time.perf_counter() - began < 10
+
+
+PATCH = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-print('not executed')\n+{}\n"
+
+
+@pytest.mark.parametrize("patch, said", [
+    (PATCH.format("x = 1"), None),
+    (PATCH.format("x = 1").replace("not executed", "other"), "does not apply"),
+    ("diff --git a/train_gpt.py b/train_gpt.py\ndeleted file mode 100644\n--- a/train_gpt.py\n"
+     "+++ /dev/null\n@@ -1 +0,0 @@\n-print('not executed')\n", "does not apply"),
+    ("diff --git a/train_gpt.py b/train_gpt.py\ndeleted file mode 100644\n--- a/train_gpt.py\n"
+     "+++ /dev/null\n@@ -1 +0,0 @@\n-print('not executed')\n"
+     "diff --git a/train_gpt.py b/train_gpt.py\nnew file mode 120000\n--- /dev/null\n"
+     "+++ b/train_gpt.py\n@@ -0,0 +1 @@\n+/dev/zero\n\\ No newline at end of file\n",
+     "does not apply"),
+    (PATCH.format("x = 1").replace("train_gpt.py", "../train_gpt.py"), "does not apply"),
+    ("", "does not apply"),
+])  # fmt: skip
+def test_patches(tmp_path, patch, said):
+    (tmp_path / "x.patch").write_text(patch)
+    if said is None:
+        assert runs.patched(SOURCE.encode(), tmp_path / "x.patch") == b"x = 1\n"
+        return
+    with pytest.raises(ValueError, match=said):
+        runs.patched(SOURCE.encode(), tmp_path / "x.patch")
 
 
 def test_a_baseline_of_another_day(tmp_path, capsys):
