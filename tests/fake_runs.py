@@ -106,6 +106,6 @@ def write_ours(folder: Path, losses=LOSSES, *, hour: int = 13, seed: int = 100, 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
     plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
-                arguments=["tiny", "--target", "0"], arm=folder.name,
+                arguments=["tiny", "--target", "0"],
                 arms={folder.name: hashlib.sha256(source.encode()).hexdigest()})  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan | changes))

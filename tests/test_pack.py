@@ -257,9 +257,6 @@ def make_study(folder: Path, **facts) -> Path:
             patch = f"--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-{SOURCE}+{source}"
             (folder / name / "change.patch").write_text(patch)
     write_plan(folder, [100 + i for i in range(5)], arms=arms)
-    plan = json.loads((folder / "plan.json").read_text())
-    del plan["arm"]
-    (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "notes.md").write_text(NOTES)
     return folder
 

@@ -37,6 +37,7 @@ if pathlib.Path("../wait").exists():
     try:
         time.sleep(60)
     except KeyboardInterrupt:
+        time.sleep(0.5)
         place.write_text(text.rpartition("step:")[0] + "INTERRUPTED\\n")
         sys.exit(130)
 if pathlib.Path("../nan").exists():
@@ -155,9 +156,12 @@ def test_ctrl_c_costs_one_run(script, tmp_path):
     run(script, "-n", 3, "--out", out, "--", "tiny")
     lost = forget_one(out)
     (out / "wait").touch()
-    process = start("--resume", out)
+    process = start("--resume", out, start_new_session=True)
     wait_for(out / "waiting")
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all that run in it
+    process.wait(timeout=30)
+    logs = [path.read_text() for path in (out / "old" / "logs").glob("*.txt")]
+    assert sum(text.endswith("INTERRUPTED\n") for text in logs) == 1  # it was waited for
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and f"to go on: --resume {out}" in err
     (out / "wait").unlink()

@@ -104,6 +104,7 @@ def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
     ("p = 0.0", ["README.md says p = 0.0; it is 0.000125616"]),
     ("p(val_loss < 2.92) = **0.0001256**", []),
     ("p = 1.26e-04, mean 2.91935, mean time: 1384.27", []),
+    ("p = 0.0001258", ["README.md says p = 0.0001258; it is 0.000125616"]),
     ("p = 1.30e-04", ["README.md says p = 1.30e-04; it is 0.000125616"]),
     ("Mean time: 1393.16", ["README.md says seconds = 1393.16; it is 1384.27"]),
 ])  # fmt: skip
@@ -464,6 +465,28 @@ def test_a_target_of_ones_own(tmp_path, capsys):
     for target in ("inf", "nan", "-1"):
         with pytest.raises(SystemExit):
             verify.main([str(folder), "--target", target])
+
+
+def test_a_record_of_8xh100_has_eight(tmp_path, capsys):
+    folder = write_upstream(tmp_path / "x", RECURSIVE, steps=1398)
+    assert judged(capsys, folder, "--track", "8xh100")[0] == 0
+    assert "not the track's devices" in judged(capsys, folder, "--track", "1xgpu")[1]
+    for path in folder.iterdir():
+        path.write_text(re.sub("^[|]   [1-7].*\n", "", path.read_text(), flags=re.M))
+    found = fails(judged(capsys, folder, "--track", "8xh100")[1])
+    assert found == ["not the track's devices: 1 x NVIDIA H100 80GB HBM3"]
+
+
+def test_a_log_that_cannot_be_read_is_one_of_those_planned(tmp_path, capsys):
+    folder = write_ours(tmp_path / "x")
+    sorted((folder / "logs").iterdir())[0].write_text("x")
+    (found,) = fails(judged(capsys, folder)[1])
+    assert found.startswith("no log: ")
+
+
+def test_a_seed_is_no_flag_that_counts():
+    words = ["tiny", "--seed=3", "--target", "0", "--seed", "4"]
+    assert runs.without_seed(words) == ["tiny", "--target", "0"]
 
 
 def test_upstreams_logs_are_none_of_tiny(tmp_path, capsys):
