@@ -13,7 +13,7 @@ import collections
 import csv
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -102,31 +102,41 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None, key:
     axes.set_xlim(left=0)
     axes.set_xlabel(LABELS[unit])
     axes.set_ylabel("validation loss, nats per token")
-    if key:
+    if key and len(curves) <= 4:
         axes.legend(fontsize=8, loc="upper right")
+    elif key:
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def draw_differences(axes, arms: list[tuple[str, verify.Evidence]]) -> None:
-    """A row for each arm: every pair's difference, their mean, its 95 % interval."""
+    """A row for each arm: every pair's difference, their mean, its 95 % interval. An arm that is
+    far beyond the others is an arrow with its number: on one scale with it they could not be read.
+    """
     _, first = arms[0]
     rows = []
     for name, arm in arms[1:]:
         pairs = verify.by_seed(arm, first)
-        rows.append((name, [a - b for a, b in zip(*pairs, strict=True)]))
-    rows.sort(key=lambda entry: fmean(entry[1]) if entry[1] else 0.0)
-    for y, (_, changes) in enumerate(rows):
-        if not changes:
-            continue
-        mean = fmean(changes)
+        changes = [a - b for a, b in zip(*pairs, strict=True)]
         if len(changes) > 1:
             half = stats.critical(0.025, len(changes) - 1) * stdev(changes) / len(changes) ** 0.5
-            axes.errorbar(mean, y, xerr=half, color="black", capsize=3, linewidth=1)
+            rows.append((fmean(changes), half, changes, name.replace("_", " ")))
+    rows.sort()
+    reach = [max(abs(mean) + half, *map(abs, changes)) for mean, half, changes, _ in rows]
+    widest = max((r for r in reach if r <= 4 * median(reach)), default=1.0) * 1.1
+    for y, (mean, half, changes, _) in enumerate(rows):
+        axes.text(1.02, y, f"{mean:+.4f}", transform=axes.get_yaxis_transform(), va="center")
+        if abs(mean) > widest:
+            end = widest if mean > 0 else -widest
+            axes.annotate("", (end, y), (0.75 * end, y), arrowprops=dict(arrowstyle="->"))
+            continue
         axes.plot(changes, [y] * len(changes), "o", color="tab:blue", alpha=0.45, markersize=5)
-        axes.plot(mean, y, "D", color="black", markersize=4)
+        axes.errorbar(mean, y, xerr=half, fmt="D", color="black", markersize=4, capsize=3,
+                      linewidth=1)  # fmt: skip
     axes.axvline(0, color="black", linewidth=0.9)
-    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _ in rows])
+    axes.set_xlim(-widest, widest)
+    axes.set_yticks(range(len(rows)), [name for *_, name in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final loss minus {arms[0][0]}'s, nats per token (right: it was worth having)")
+    axes.set_xlabel(f"final loss minus {arms[0][0]}'s, nats per token; mean, 95 % interval, pairs")
     axes.grid(axis="y", visible=False)
 
 

@@ -44,3 +44,22 @@ def test_the_reference_curve_is_record_21():
     assert c.x["tokens"][-1] == pytest.approx(1770 * 393216 / 1e6)
     assert all(t == pytest.approx(s * 0.393216) for s, t in zip(c.x["steps"], c.x["tokens"],
                                                               strict=True))  # fmt: skip
+
+
+def test_differences(tmp_path, monkeypatch):
+    """Sorted by size, each with its number; one that is far off does not squeeze the others."""
+    shifts = dict(base=0, better=-0.01, worse=0.02, nothing=0.001, awful=0.9)
+    folders = []
+    for i, (name, shift) in enumerate(shifts.items()):
+        losses = [loss + shift + 0.001 * (i * j % 3) for j, loss in enumerate(LOSSES)]
+        folders.append(str(write_ours(tmp_path / name, losses, hour=10 + i)))
+    words = [*folders, "--differences", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["plot.py", *words])
+    plot.main()
+    drawn = texts(tmp_path / "out.svg")
+    order = [name for name in re.findall("^(better|worse|nothing|awful)$", drawn, re.M)]
+    assert order == ["better", "nothing", "worse", "awful"]
+    for number in ("+0.9008", "-0.0092", "base (n = 5)", "awful (n = 5)"):
+        assert number.replace("-", "") in drawn.replace("\N{MINUS SIGN}", "").replace("-", "")
+    ticks = [float(x) for x in re.findall(r"^0\.\d+$", drawn, re.M)]
+    assert ticks and max(x for x in ticks if x < 1) < 0.1
