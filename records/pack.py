@@ -259,7 +259,7 @@ def comparison(folder: Path) -> str:
     """The arms of a comparison, the most useful first."""
     result = json.loads((folder / "result.json").read_text())
     (first, base), *others = result["arms"].items()
-    lines = [row("without", "final loss", "difference", "p"), row("---", "---", "---", "---"),
+    lines = [row("arm", "final loss", "difference", "p"), row("---", "---", "---", "---"),
              row(f"({first})", f"{base['mean']:.4f} ± {base['sd']:.4f}", "", "")]  # fmt: skip
     for name, arm in sorted(others, key=lambda entry: -entry[1]["difference"]):
         lines.append(row(name.replace("_", " "), f"{arm['mean']:.4f} ± {arm['sd']:.4f}",

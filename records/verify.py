@@ -265,7 +265,8 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
         )
     if e.source and sources != {e.source}:
         yield fail("train_gpt.py is not the source that the logs state")
-    if not e.source and any(run.packed for run in e.runs):
+    is_patch = (e.folder / "change.patch").is_file()
+    if not (e.source or is_patch) and any(run.packed for run in e.runs):
         yield note("the source is not beside the logs, which state its sha256 only")
 
 

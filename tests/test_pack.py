@@ -271,6 +271,7 @@ def test_a_comparison(place, tmp_path, capsys):
     assert verify.main([str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "| worse | 5 | 1.4901 ± 0.0097 | +0.0304 | 0.0005 | 2.5e-08 |" in lines
+    assert not any("note: the source" in line for line in lines)
     result = json.loads((folder / "result.json").read_text())
     assert result["arms"]["worse"]["difference"] == pytest.approx(0.0304)
     (place.parent / "README.md").write_text(f"# Repo\n{table}end\n")
