@@ -24,14 +24,10 @@ def test_a_record_holds(folder, capsys):
     result = json.loads((folder / "result.json").read_text())
     base = [str(folder / "baseline")] if "baseline" in result else []
     assert verify.main([str(folder), *base]) == 0
-    printed = capsys.readouterr().out
-    readme = (folder / "README.md").read_text()
-    if result["kind"] == "comparison":
-        assert printed in readme
-    else:  # then the folder had another name, and no README.md
-        rows = [line for line in printed.splitlines() if line.startswith("| ")]
-        missing = [line for line in rows if line not in readme]
-        assert all(line.startswith("| README.md, result.json") for line in missing), missing
+    printed, readme = capsys.readouterr().out, (folder / "README.md").read_text()
+    # The judge may find other words one day, a record's README.md stays: numbers are compared.
+    rows = re.findall(r"^\| [\w.-]+ \| \d.*$", printed, re.M)
+    assert len(rows) >= result["n"] and [row for row in rows if row not in readme] == []
 
 
 def test_records_do_not_change():
