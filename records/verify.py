@@ -503,6 +503,10 @@ def summary(e: Evidence, track: Track | None, target: float | None) -> dict[str,
     }
     if target is None or len(losses) < 2:
         return facts
+    if any(finding.fails for finding in check_length(e, track)):
+        return facts | {
+            f"p(mean < {target:g}), t-test": "none: the length of the runs is not fixed"
+        }
     mean, sd, n = fmean(losses), stdev(losses), len(losses)
     test, margin = stats.below(losses, target), target - mean
     facts[f"p(mean < {target:g}), t-test"] = f"{p_value(test.p)} (t = {test.t:.3f})"
@@ -551,6 +555,8 @@ def check_result(
             yield fail(f"{len(losses)} complete runs: no p-value")
         elif math.isnan(test.p):
             yield fail("the losses do not vary: no p-value")
+        elif any(finding.fails for finding in check_length(this, track)):
+            yield fail("no p-value over runs whose length is not fixed")
         elif not test.p < ALPHA:
             yield fail(f"p = {p_value(test.p)} for a mean below {target:g}; it takes p < {ALPHA}")
         elif track and target - fmean(losses) < track.margin:

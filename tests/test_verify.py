@@ -334,6 +334,10 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
         path.write_text(text.replace('"--target", "0", ', ""))
     found = fails(judged(capsys, folder)[1])
     assert sum("stopped at its target, step 500 of 500: no p-value" in text for text in found) == 5
+    _, text = judged(capsys, folder)
+    assert "| p(mean < 1.49), t-test | none: the length of the runs is not fixed |" in text
+    assert "no p-value over runs whose length is not fixed" in fails(text)
+    assert not re.search(r"p = 0|t = ", text)
 
 
 @pytest.mark.parametrize("old, new, said", [
