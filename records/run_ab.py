@@ -124,23 +124,19 @@ def make_plan(args: argparse.Namespace) -> Path:
     return out
 
 
-def ended(log: Path) -> int | None:
-    """The seed of a run that came to its end, good or bad; None if it was interrupted."""
-    text = log.read_text(encoding="utf-8", errors="replace").rpartition("=" * 100 + "\n")[2]
-    seed = re.search("^seed ([0-9]+)$", text, re.M)
-    last = text.splitlines()[-1:] or [""]
-    return int(seed[1]) if seed and re.match("RESULT {.*}$|NON-FINITE", last[0]) else None
-
-
 def done(arm: Path) -> set[int]:
-    """Seeds that an arm has run; logs of interrupted runs move to DIR/<arm>/unfinished."""
+    """Seeds whose run came to its end, good or bad; logs of others move to DIR/<arm>/unfinished."""
     seeds = set()
-    for log in sorted((arm / "logs").glob("*.txt")):
-        if (seed := ended(log)) is None:
-            (arm / "unfinished").mkdir(exist_ok=True)
-            log.rename(arm / "unfinished" / log.name)
+    for path in sorted((arm / "logs").glob("*.txt")):
+        try:
+            run = runs.read(path)
+        except runs.Unreadable:  # interrupted before its facts were written
+            run = None
+        if run and run.ended in ("end of schedule", "target reached", "not finite"):
+            seeds.add(run.seed)
         else:
-            seeds.add(seed)
+            (arm / "unfinished").mkdir(exist_ok=True)
+            path.rename(arm / "unfinished" / path.name)
     return seeds
 
 
@@ -155,9 +151,7 @@ def interpreter() -> str:
 
 def run(python: str, arm: Path, words: list[str], lock: int) -> int:
     """One training; its exit status. Ctrl-C is passed on, and then waited for."""
-    env = {
-        "JAX_COMPILATION_CACHE_DIR": "../cache"
-    } | os.environ  # later runs of an arm start sooner
+    env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
     # In a session of its own a terminal's Ctrl-C reaches it once, through here; and it holds the
     # lock, so that nobody starts a second one beside it should this process die.
     child = subprocess.Popen([python, "train_gpt.py", *words], cwd=arm, env=env, pass_fds=[lock],
@@ -209,7 +203,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     if not args.resume:
         interpreter()
-    for name in set(os.environ) - {"XLA_CLIENT_MEM_FRACTION"}:
+    for name in sorted(os.environ):
         if verify.STEERS.match(name) and not verify.NEUTRAL.fullmatch(name):
             print(f"{name} is set: these runs will not count as a record")
     out = args.resume or make_plan(args)

@@ -270,9 +270,9 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield note("the source is not beside the logs, which state its sha256 only")
 
 
-def differing(runs: list[Run], names: str) -> Iterator[Finding]:
+def differing(several: list[Run], names: str) -> Iterator[Finding]:
     for name in names.split():
-        values = [getattr(run, name) for run in runs]
+        values = [getattr(run, name) for run in several]
         if any(value != values[0] for value in values):
             if isinstance(values[0], dict) and all(isinstance(value, dict) for value in values):
                 keys = {key for value in values for key in value}

@@ -637,6 +637,10 @@ def test_the_tracks_are_what_the_presets_and_data_are():
         assert [track.val] == [sha for name, sha in known.items() if "_val_" in name]
 
 
+def test_the_variables_that_steer_are_those_that_a_log_states():
+    assert f"({verify.STEERS.pattern})" in train_gpt.SOURCE
+
+
 def test_upstreams_logs_state_their_devices(tmp_path):
     (tmp_path / "a.txt").write_text(upstream(3.28, 80000))
     run = runs.read(tmp_path / "a.txt")
