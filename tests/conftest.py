@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("", "data", "records")]
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "dev", "records")]
 
 import jax  # noqa: E402
 

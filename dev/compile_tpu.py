@@ -1,6 +1,6 @@
 """Compile the record for TPU v5e-8 and v6e-8 without a TPU, and check what the compiler made of it.
 
-Run     python tests/compile_tpu.py, by hand, in an environment with jax[tpu]; minutes a program.
+Run     python dev/compile_tpu.py, by hand, in an environment with jax[tpu]; minutes a program.
         Training with the last window, and validation; kept in records/tpu_compile.txt
 Told    memory, collectives, the formats of the head's operands. Not told: speed, results
 A gradient whose shares are no whole tiles is scattered by a fusion, all-reduce-scatter, of padding,

@@ -1,6 +1,6 @@
 """Compile the record for 8 and for 1 H100 without a GPU, and check what the compiler made of it.
 
-Run     python tests/compile_8xh100.py [--all] [--write | --untimed], by hand, on an idle machine,
+Run     python dev/compile_8xh100.py [--all] [--write | --untimed], by hand, on an idle machine,
         in an environment with jax[cuda12] or jax[cuda13]; neither driver nor GPU is needed
 --all   every window of the schedule, not only training with the first, middle and last one and
         validation with the last
@@ -45,7 +45,7 @@ import train_gpt  # noqa: E402
 
 RECORD = ROOT / "records/h100_compile.md"
 TARGET = Path(__file__).with_name("h100.txtpb")
-COMMAND = "python tests/compile_8xh100.py --write"
+COMMAND = "python dev/compile_8xh100.py --write"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
 
 MAX_COMPILE_S = 12
@@ -711,7 +711,7 @@ def report(results: list[Result], memory: str) -> str:
     return "\n\n".join((
         "# The record preset, compiled for H100s on a machine without a GPU",
         "Not run. Traffic, sent and ideal bytes, and how they are counted: see the head of "
-        f"`tests/compile_8xh100.py`. `{COMMAND}` renews this file.",
+        f"`dev/compile_8xh100.py`. `{COMMAND}` renews this file.",
         f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- train_gpt.py sha256 {digest()}",
         "## Programs", program_table(results),
         "## Memory of one GPU, window 1792, without the workspaces of cuDNN and cuBLAS", memory,
