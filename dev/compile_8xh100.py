@@ -2,8 +2,6 @@
 
 Run     python dev/compile_8xh100.py [--write | --untimed], by hand, on an idle machine, in an
         environment with jax[cuda12] or jax[cuda13]; neither driver nor GPU is needed
---write the tables to records/h100_compile.md, if every check passed
---untimed judges no compile seconds, for a busy machine
 Told    kernels, collectives, their order, memory. Not told: speed, results; GEMMs are not tuned,
         and cuDNN's plans are built on a real GPU only
 Traffic is what kernels other than GEMMs, attention and collectives read and write, caches left out
@@ -43,20 +41,8 @@ import train_gpt  # noqa: E402
 RECORD = ROOT / "records/h100_compile.md"
 COMMAND = "python dev/compile_8xh100.py --write"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
-
-MAX_COMPILE_S = 12
-MAX_TEMPORARIES_GB = 24
 TARGET_TRAFFIC_GB = 60  # missed: told, not checked
-MAX_TRAFFIC_GB = 80.5  # of a training step on 8 devices; what was reached, lest it grow again
-MAX_SENT = 1.05  # times the ideal
-MAX_ALL_REDUCE = 64 * 1024  # bytes: scalars, never a weight
-MAX_EMBED_EXPOSED_MS = 0.05  # of the gather of the token table, before which no layer can start
-
 GEMM_FLOPS, MEMORY, LINKS = 600e12, 2.6e12, 350e9  # assumed of an H100; FP8 GEMMs twice as fast
-ASSUMED = (
-    "Estimates, not measurements, of an assumed H100: GEMMs and attention at 600 Tflop/s (FP8 "
-    "twice), other kernels at 2.6 TB/s, links at 350 GB/s, one collective at a time."
-)
 
 
 # ---- train_gpt.py: its names are here, in `cause` and in `main`, and nowhere else ----------------
@@ -112,7 +98,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all",
         "opt-barrier", "partition-id", "replica-id")  # fmt: skip
 VIEWS = ("bitcast", "get-tuple-element", "copy-done", "fusion-done", "opt-barrier")
-INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
 
 
 class Op(NamedTuple):
@@ -125,20 +111,35 @@ class Op(NamedTuple):
     rest: str
     root: bool = False
 
+    def elements(self) -> int:
+        return sum(math.prod(dims) for _, dims in self.shapes)
+
+    def size(self) -> int:
+        return sum(math.prod(dims) * BYTES.get(dtype, 0) for dtype, dims in self.shapes)
+
     def called(self) -> str:
         return re.search(r"(?:calls|body|to_apply)=%?([\w.\-]+)", self.rest)[1]
+
+    def trips(self) -> int | None:
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        return found and int(found[1])
 
     def collective(self) -> str | None:
         """Which one it is, or starts."""
         kind = self.kind.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
+    def product(self) -> str | None:
+        """A matrix product by cuBLAS or by Triton, or cuDNN's attention."""
+        if self.kind == "dot" or self.kind == "custom-call" and '"__cublas' in self.rest:
+            return "gemm"
+        return "attention" if '"__cudnn$fmha' in self.rest else None
+
 
 Body = dict[str, Op]  # a computation: its instructions in order, by name
 
 
 class Program(NamedTuple):
-    scheduled: bool
     entry: str
     bodies: dict[str, Body]
     frames: dict[int, list[str]]  # stack frame -> functions of train_gpt.py, innermost first
@@ -151,14 +152,6 @@ class Kernel(NamedTuple):
     times: int
 
 
-def elements(op: Op) -> int:
-    return sum(math.prod(dims) for _, dims in op.shapes)
-
-
-def size(op: Op) -> int:
-    return sum(math.prod(dims) * BYTES.get(dtype, 0) for dtype, dims in op.shapes)
-
-
 def parse(text: str) -> Program:
     bodies, entry, body = {}, "", None
     for line in text.splitlines():
@@ -168,37 +161,27 @@ def parse(text: str) -> Program:
         elif line.startswith("}"):
             body = None
         elif body is not None and (m := INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
-            root, name, shape, kind, rest = m.groups()
-            depth, end = 1, 0
-            while depth:
-                depth += {"(": 1, ")": -1}.get(rest[end], 0)
-                end += 1
+            root, name, shape, kind, args, rest = m.groups()
             arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
             shapes = [(t, tuple(int(n) for n in dims.split(",") if n)) for t, dims in arrays]
-            args = re.findall(r"%([\w.\-]+)", rest[:end])
-            body[name] = Op(name, kind, shapes, args, rest[end:], bool(root))
-    return Program("is_scheduled=true" in text.split("\n", 1)[0], entry, bodies, frames(text))
+            args = re.findall(r"%([\w.\-]+)", args)
+            body[name] = Op(name, kind, shapes, args, rest, bool(root))
+    return Program(entry, bodies, frames(text))
 
 
 def frames(text: str) -> dict[int, list[str]]:
     """The tables above the computations; a parent is written plus one, so that 1 means none."""
-    tables, table = collections.defaultdict(dict), {}
-    for line in text.splitlines():
-        if re.fullmatch("FileNames|FunctionNames|FileLocations|StackFrames", line):
-            table = tables[line]
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[int(row[1])] = row[2]
-        elif re.match("(ENTRY )?%", line):
-            break
+    tables = {
+        part.split("\n", 1)[0]: {int(i): row for i, row in re.findall(r"^(\d+) (.*)", part, re.M)}
+        for part in text.split("\n\n")
+    }
     chains = {}
-    for i, row in sorted(tables["StackFrames"].items()):
-        frame = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", row)}
-        place = tables["FileLocations"][frame["file_location_id"]]
-        place = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", place)}
-        ours = "train_gpt.py" in tables["FileNames"][place["file_name_id"]]
-        function = tables["FunctionNames"][place["function_name_id"]].strip('"')
-        chain = [function.split(".<locals>")[0]] if ours else []
-        chains[i] = chain + chains.get(frame.get("parent_frame_id", 1) - 1, [])
+    for i, row in sorted(tables.get("StackFrames", {}).items()):
+        place, parent, *_ = (*map(int, re.findall(r"=(\d+)", row)), 1)
+        file, function, *_ = map(int, re.findall(r"=(\d+)", tables["FileLocations"][place]))
+        name = tables["FunctionNames"][function].strip('"').split(".<locals>")[0]
+        ours = "train_gpt.py" in tables["FileNames"][file]
+        chains[i] = [name] * ours + chains.get(parent - 1, [])
     return chains
 
 
@@ -221,19 +204,6 @@ def reach(name: str, body: Body, users: bool, through: Iterable[str] | None = No
             queue += [n for n in dict.fromkeys(beside) if n not in queue]
 
 
-def is_gemm(op: Op) -> bool:
-    return op.kind == "dot" or op.kind == "custom-call" and '"__cublas' in op.rest
-
-
-def is_attention(op: Op) -> bool:
-    return op.kind == "custom-call" and '"__cudnn$fmha' in op.rest
-
-
-def trips(op: Op) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.rest)
-    return found and int(found[1])
-
-
 def kernels(program: Program, body: str = "", times: int = 1) -> Iterator[Kernel]:
     """What the scheduled program runs, in order; what a loop runs comes once, with a count."""
     ops = program.bodies[body or program.entry]
@@ -241,14 +211,12 @@ def kernels(program: Program, body: str = "", times: int = 1) -> Iterator[Kernel
         if op.collective():
             yield Kernel("collective", op, ops, times)
         elif op.kind in ("while", "call"):
-            yield from kernels(program, op.called(), times * (trips(op) or 1))
+            yield from kernels(program, op.called(), times * (op.trips() or 1))
         elif op.kind.endswith("-done"):
             yield Kernel("done", op, ops, times)
         elif op.kind not in FREE:
-            parts = [o for o, _ in inside(program, op, ops)]
-            gemm, attention = any(map(is_gemm, parts)), any(map(is_attention, parts))
-            kind = "gemm" if gemm else "attention" if attention else "other"
-            yield Kernel(kind, op, ops, times)
+            products = {o.product() for o, _ in inside(program, op, ops)} - {None}
+            yield Kernel(max(products, default="other"), op, ops, times)
 
 
 # ---- Traffic -------------------------------------------------------------------------------------
@@ -260,15 +228,15 @@ def under(op: Op, body: Body) -> Op:
 
 def needed(op: Op, i: int, body: Body, n: float, in_place: bool) -> float:
     """Elements of argument i that n elements of a result take; n of as many where they pair off."""
-    arg = elements(body[op.args[i]])
+    arg = body[op.args[i]].elements()
     if op.kind in ("dynamic-update-slice", "scatter") and i == 0:
-        update = elements(body[op.args[1]]) if op.kind == "dynamic-update-slice" else 0
+        update = body[op.args[1]].elements() if op.kind == "dynamic-update-slice" else 0
         return 0 if in_place else max(0, n - update)
     if op.kind in ("slice", "dynamic-slice", "gather") and i == 0:
         return n
     if op.kind in ("dynamic-update-slice", "dynamic-slice"):
         return arg
-    return arg * n / max(1, elements(op))
+    return arg * n / max(1, op.elements())
 
 
 def moved(body: Body) -> int:
@@ -278,21 +246,21 @@ def moved(body: Body) -> int:
     outputs = [body[name] for name in root.args] if root.kind == "tuple" else [root]
     in_place = set()
     for output in outputs:
-        need[output.name] += elements(output)
+        need[output.name] += output.elements()
         source = under(output, body)
         adds = source.kind == "scatter"
         if adds or source.kind == "dynamic-update-slice":
             if under(body[source.args[0]], body).kind == "parameter":
                 in_place.add(source.name)
-                update = elements(body[source.args[-1 if adds else 1]])
+                update = body[source.args[-1 if adds else 1]].elements()
                 written += update * BYTES[source.shapes[0][0]] * (2 if adds else 1)  # read as well
                 continue
-        written += size(source) if source.kind != "parameter" else 0
+        written += source.size() if source.kind != "parameter" else 0
     for op in reversed([op for op in body.values() if op.kind != "tuple"]):
-        n = min(need[op.name], elements(op))
+        n = min(need[op.name], op.elements())
         for i, name in enumerate(op.args):
             need[name] += needed(op, i, body, n, op.name in in_place)
-    read = (size(op) * min(1, need[op.name] / max(1, elements(op)))
+    read = (op.size() * min(1, need[op.name] / max(1, op.elements()))
             for op in body.values() if op.kind == "parameter")  # fmt: skip
     return round(sum(read) + written)
 
@@ -302,8 +270,6 @@ def traffic(program: Program, kernel: Kernel) -> int:
     if op.kind in ("fusion", "fusion-start"):
         return kernel.times * moved(program.bodies[op.called()])
     args = {name: kernel.body[name]._replace(kind="parameter", args=[]) for name in op.args}
-    if op.kind.endswith("-start"):  # of a copy: (result, operand, context)
-        op = op._replace(kind=op.kind.removesuffix("-start"), shapes=op.shapes[:1])
     return kernel.times * moved({**args, op.name: op._replace(root=True)})
 
 
@@ -333,19 +299,15 @@ def traffic_by_cause(program: Program) -> dict[tuple[str, str], tuple[int, int]]
 
 
 # ---- Time ----------------------------------------------------------------------------------------
-def gemm_flops(op: Op, body: Body) -> int:
+def flops(op: Op, body: Body) -> int:
+    """Of a product. Attention is two forward, five backward, of queries with keys in the window."""
     left = body[op.args[0]].shapes[0][1]
-    written = r'"lhs_contracting_dimensions":\[([^\]]*)\]|lhs_contracting_dims=\{([^}]*)\}'
-    found = re.search(written, op.rest)
-    axes = re.findall(r"\d+", found[1] or found[2])
+    if op.product() == "attention":
+        window = int(re.search(r'"sliding_window_length": ?(\d+)', op.rest)[1]) or left[1]
+        return (10 if "Backward" in op.rest else 4) * math.prod(left) * min(window, left[1])
+    written = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)'
+    axes = re.findall(r"\d+", re.search(written, op.rest)[1])
     return 2 * math.prod(op.shapes[0][1]) * math.prod(left[int(axis)] for axis in axes)
-
-
-def attention_flops(op: Op, body: Body) -> int:
-    """Two products forward, five backward, of each query with the keys in its window."""
-    B, T, H, K = body[op.args[0]].shapes[0][1]
-    window = int(re.search(r'"sliding_window_length": ?(\d+)', op.rest)[1]) or T
-    return (10 if "Backward" in op.rest else 4) * B * H * T * K * min(window, T)
 
 
 def seconds(program: Program, kernel: Kernel) -> float:
@@ -354,15 +316,12 @@ def seconds(program: Program, kernel: Kernel) -> float:
         return traffic(program, kernel) / MEMORY
     total = 0.0
     for op, body in inside(program, kernel.op, kernel.body):
-        if is_gemm(op):
-            twice = 2 if body[op.args[0]].shapes[0][0].startswith("f8") else 1
-            total += gemm_flops(op, body) / GEMM_FLOPS / twice
-        elif is_attention(op):
-            total += attention_flops(op, body) / GEMM_FLOPS
+        if op.product():
+            fp8 = body[op.args[0]].shapes[0][0].startswith("f8")
+            total += flops(op, body) / GEMM_FLOPS / (2 if fp8 else 1)
     return kernel.times * total
 
 
-# ---- Communication -------------------------------------------------------------------------------
 class Transfer(NamedTuple):
     what: str  # collective and parameters
     arrays: str
@@ -394,7 +353,7 @@ def communication(program: Program, devices: int) -> list[Transfer]:
 
 def sent(kernel: Kernel, devices: int) -> int:
     """Bytes that a device sends in a collective; its operand is a share or the whole."""
-    operand = sum(size(kernel.body[name]) for name in kernel.op.args)
+    operand = sum(kernel.body[name].size() for name in kernel.op.args)
     shares = {"all-gather": devices, "all-reduce": 2}.get(kernel.op.collective(), 1)
     return kernel.times * operand * shares * (devices - 1) // devices
 
@@ -429,49 +388,34 @@ def embed_exposed(transfers: Iterable[Transfer]) -> float:
 
 
 # ---- Checks --------------------------------------------------------------------------------------
-def check_form(program: Program) -> Iterator[str]:
-    if not program.scheduled:
-        yield "the HLO is not scheduled: its order says nothing"
-    for body in program.bodies.values():
-        for op in body.values():
-            if op.kind == "while" and trips(op) is None:
-                yield f"{op.name} is a loop without a known trip count: its bytes count once"
-
-
 def check_attention(program: Program, w: Wanted) -> Iterator[str]:
-    """cuDNN once per attention layer and turn, and as often backward."""
+    """cuDNN once per attention layer and turn, and as often backward; no copy beside it."""
     backward = w.attending if w.train else 0
     for target, calls in ("fmhaSoftmax", w.attending), ("fmhaSoftmaxBackward", backward):
         times = [k.times for k in kernels(program) if f'"__cudnn${target}"' in k.op.rest]
         if times != [w.turns] * calls:
             yield f"calls of cuDNN {target} run {times} times, not {calls} of them {w.turns} times"
+    for body in program.bodies.values():
+        for call in (op.name for op in body.values() if op.product() == "attention"):
+            for op in (*reach(call, body, False, VIEWS), *reach(call, body, True, VIEWS)):
+                if only_moves(program, op) and op.elements() >= w.activation:
+                    yield f"{op.name} changes only the layout, beside {call}"
 
 
 def only_moves(program: Program, op: Op) -> bool:
     """A copy or a transpose, or a fusion that is nothing else."""
-    moves = {"copy", "transpose", "copy-start"}
-    if op.kind not in ("fusion", "fusion-start"):
-        return op.kind in moves
-    kinds = {o.kind for o in program.bodies[op.called()].values()}
+    kinds, moves = {o.kind for o, _ in inside(program, op, {})}, {"copy", "transpose", "copy-start"}
     return bool(kinds & moves) and kinds <= moves | {"parameter", "bitcast", "reshape", "tuple"}
 
 
-def check_layout(program: Program, least: int) -> Iterator[str]:
-    """No copy of `least` or more elements just before or after cuDNN."""
-    for body in program.bodies.values():
-        for call in filter(is_attention, body.values()):
-            for op in (o for users in (False, True) for o in reach(call.name, body, users, VIEWS)):
-                if only_moves(program, op) and elements(op) >= least:
-                    yield f"{op.name} changes only the layout, beside {call.name}"
-
-
 def fp8_gemms(program: Program) -> Iterator[tuple[list[str], Op, int]]:
-    """Formats of both operands, the product, how often it runs; by cuBLAS or by Triton."""
+    """Formats of both operands, the product, how often it runs."""
     for kernel in kernels(program):
         for op, body in inside(program, kernel.op, kernel.body):
-            types = sorted(body[arg].shapes[0][0] for arg in op.args[:2]) if is_gemm(op) else []
-            if any(dtype.startswith("f8") for dtype in types):
-                yield types, op, kernel.times
+            if op.product() == "gemm":
+                types = sorted(body[arg].shapes[0][0] for arg in op.args[:2])
+                if types[-1].startswith("f8"):
+                    yield types, op, kernel.times
 
 
 def check_head(program: Program, w: Wanted) -> Iterator[str]:
@@ -494,11 +438,11 @@ def check_collectives(program: Program, w: Wanted) -> Iterator[str]:
     done = collections.Counter()
     for op, body in ((k.op, k.body) for k in kernels(program) if k.kind == "collective"):
         kind, args = op.collective(), [body[name] for name in op.args]
-        done[kind] += sum(map(elements, args))
+        done[kind] += sum(arg.elements() for arg in args)
         if kind == "all-gather" and (not op.kind.endswith("-start") or '"is_sync":true' in op.rest):
             yield f"{op.name} is a synchronous all-gather"
-        if kind == "all-reduce" and (n := sum(map(size, args))) > MAX_ALL_REDUCE:
-            yield f"{op.name} all-reduces {n} bytes, limit {MAX_ALL_REDUCE}"
+        if kind == "all-reduce" and (n := sum(arg.size() for arg in args)) > 64 * 1024:
+            yield f"{op.name} all-reduces {n} bytes: scalars, never a weight"
         if kind not in ("all-gather", "all-reduce", "reduce-scatter"):
             yield f"{op.name} is {kind}: nothing here needs one"
     if done["all-gather"] * w.devices != w.sharded:
@@ -518,47 +462,38 @@ class Result(NamedTuple):
     arguments: float
     program: Program
     causes: dict[tuple[str, str], tuple[int, int]]
+    traffic: float  # GB
     transfers: list[Transfer]
-
-    @property
-    def traffic(self) -> float:
-        return sum(n for n, _ in self.causes.values()) / 1e9
-
-    @property
-    def ratio(self) -> float:
-        """Of what is sent to the ideal, which is nothing on one device."""
-        ideal = (1 + self.wanted.train) * 2 * self.wanted.parameters
-        ideal *= (self.wanted.devices - 1) / self.wanted.devices
-        weights = (t.bytes for t in self.transfers if not t.what.startswith("all-reduce"))
-        return sum(weights) / ideal if ideal else 0.0
+    ratio: float  # of what is sent to the ideal
 
 
 def faults(r: Result, timed: bool = True) -> Iterator[str]:
-    w, limits = r.wanted, [("GB of temporaries", r.temporaries, MAX_TEMPORARIES_GB)]
-    if timed:
-        limits += [("s to compile, on an idle machine", r.compile_s, MAX_COMPILE_S)]
-    yield from check_form(r.program)
-    yield from check_attention(r.program, w)
-    yield from check_layout(r.program, w.activation)
-    yield from check_head(r.program, w)
-    if w.devices > 1:
-        yield from check_collectives(r.program, w)
-        limits += [("times the ideal bytes are sent", r.ratio, MAX_SENT)]
-    if w.devices > 1 and w.train:
-        limits += [("ms of the token table's gather exposed (estimate)",
-                    embed_exposed(r.transfers), MAX_EMBED_EXPOSED_MS),
-                   ("GB of non-GEMM traffic", r.traffic, MAX_TRAFFIC_GB)]  # fmt: skip
-    yield from (f"{n:.2f} {what}, limit {most}" for what, n, most in limits if n > most)
+    for op in (op for body in r.program.bodies.values() for op in body.values()):
+        if op.kind == "while" and op.trips() is None:
+            yield f"{op.name} is a loop without a known trip count: its bytes count once"
+    yield from check_attention(r.program, r.wanted)
+    yield from check_head(r.program, r.wanted)
+    many = r.wanted.devices > 1
+    yield from check_collectives(r.program, r.wanted) if many else ()
+    for limit, value, what, applies in (
+        (12, r.compile_s, "s to compile; is the machine idle?", timed),
+        (24, r.temporaries, "GB of temporaries", True),
+        (1.05, r.ratio, "times the ideal bytes are sent", many),
+        # What was reached, lest it grow again.
+        (80.5, r.traffic, "GB of non-GEMM traffic", many and r.wanted.train),
+        # Before the token table is there, no layer can start.
+        (0.05, embed_exposed(r.transfers), "ms of the token table's gather are exposed (estimate)",
+         many and r.wanted.train),
+    ):  # fmt: skip
+        if applies and value > limit:
+            yield f"{value:.2f} {what}, limit {limit}"
 
 
 # ---- Compiling -----------------------------------------------------------------------------------
-def plugin() -> str | None:
-    """12 or 13, where JAX's plugin for that CUDA is installed."""
-    return next((n for n in ("12", "13") if any(distributions(name=f"jax-cuda{n}-plugin"))), None)
-
-
-def cudnn_version() -> str:
-    return version(f"nvidia-cudnn-cu{plugin()}")
+def cudnn_version() -> str | None:
+    """Of the cuDNN that comes with JAX's CUDA plugin, where there is one."""
+    cuda = next((n for n in ("12", "13") if any(distributions(name=f"jax-cuda{n}-plugin"))), None)
+    return cuda and version(f"nvidia-cudnn-cu{cuda}")
 
 
 def answer_for_hopper() -> None:
@@ -583,11 +518,14 @@ def measure(kind: str, window: int, c: train_gpt.Config, devices: int) -> Result
     mesh, began = make_mesh(devices), time.perf_counter()
     compiled = train_gpt.compile_stage(kind, window, c, mesh)
     compile_s, memory = time.perf_counter() - began, compiled.memory_analysis()
-    program = parse(compiled.as_text())
+    w, program = wanted(kind, c, devices), parse(compiled.as_text())
+    causes, transfers = traffic_by_cause(program), communication(program, devices)
+    ideal = (2 if w.train else 1) * 2 * w.parameters * (devices - 1) / devices
+    weights = sum(t.bytes for t in transfers if not t.what.startswith("all-reduce"))
     return Result(
-        kind, window, wanted(kind, c, devices), compile_s, memory.temp_size_in_bytes / 1e9,
-        memory.argument_size_in_bytes / 1e9, program, traffic_by_cause(program),
-        communication(program, devices),
+        kind, window, w, compile_s, memory.temp_size_in_bytes / 1e9,
+        memory.argument_size_in_bytes / 1e9, program, causes,
+        sum(n for n, _ in causes.values()) / 1e9, transfers, weights / ideal if ideal else 0.0,
     )  # fmt: skip
 
 
@@ -671,7 +609,9 @@ def report(results: list[Result], memory: str) -> str:
         f"Target: {TARGET_TRAFFIC_GB} GB. "
         f"{'Missed' if main.traffic > TARGET_TRAFFIC_GB else 'Reached'}.",
         f"## Communication of {step}, in the order of its end",
-        f"{ASSUMED} Work is what is scheduled between start and done. Of the token table's gather, "
+        "Estimates, not measurements, of an assumed H100: GEMMs and attention at 600 Tflop/s (FP8 "
+        "twice), other kernels at 2.6 TB/s, links at 350 GB/s, one collective at a time. Work is "
+        "what is scheduled between start and done. Of the token table's gather, "
         f"{embed_exposed(main.transfers):.2f} ms are exposed.",
         transfer_table(main),
     )) + "\n"  # fmt: skip
@@ -682,7 +622,7 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--write", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     cli.add_argument("--untimed", action="store_true", help="do not judge seconds")
     arguments = cli.parse_args(argv)
-    if plugin() is None:
+    if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # or variants compile that nobody times
