@@ -203,6 +203,7 @@ def kernels(program: Program, body: str = "", times: int = 1) -> Iterator[Kernel
 
 # ---- Traffic and time ----------------------------------------------------------------------------
 def under(name: str, body: Body) -> Op:
+    """What a bitcast shows."""
     return next(op for op in reach(name, body, False) if op.kind != "bitcast")
 
 
