@@ -1,7 +1,6 @@
-"""compile_tpu.py: that its configurations are the record's batch, and that they compile."""
+"""compile_tpu.py: that its flags make the record's batch, and that they compile."""
 
 import importlib.util
-import math
 import re
 import subprocess
 import sys
@@ -12,13 +11,10 @@ import pytest
 import train_gpt
 
 
-@pytest.mark.parametrize("chip", compile_tpu.CONFIGS)
-def test_a_step_is_the_same_tokens_and_the_flags_make_it(chip):
-    c = compile_tpu.CONFIGS[chip]
-    assert list(train_gpt.faults(c)) == []
-    assert math.prod(c.batch("train")) == math.prod(train_gpt.Config().batch("train")) == 393_216
-    argv = f"{compile_tpu.flags(c)} --seed 1".split()
-    assert train_gpt.parse_config(argv) == ("record", train_gpt.dataclasses.replace(c, seed=1))
+@pytest.mark.parametrize("chip", compile_tpu.CHIPS)
+def test_a_step_is_the_same_tokens(chip):
+    c = train_gpt.parse_config(compile_tpu.CHIPS[chip][1].split())[1]
+    assert c.sequences * c.T == 393_216
 
 
 def test_the_program_compiles_for_tpus_or_the_script_says_what_is_missing():
@@ -30,4 +26,3 @@ def test_the_program_compiles_for_tpus_or_the_script_says_what_is_missing():
     else:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"compile_tpu.py: {compile_tpu.MISSING}\n"
-        assert "pip install 'jax[tpu]==" in done.stderr
