@@ -146,7 +146,7 @@ def parse(text: str) -> Program:
             entry = head[2] if head[1] else entry
         elif line.startswith("}"):
             body = None
-        elif body is not None and (m := INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
+        elif body is not None and (m := INSTRUCTION.match(line)):
             root, name, shape, kind, args, rest = m.groups()
             arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
             shapes = [(t, tuple(int(n) for n in dims.split(",") if n)) for t, dims in arrays]
