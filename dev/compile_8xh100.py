@@ -44,7 +44,7 @@ DIGEST = hashlib.sha256(train_gpt.SOURCE.encode()).hexdigest()
 GEMM_FLOPS, MEMORY, LINKS = 600e12, 2.6e12, 350e9  # assumed of an H100; FP8 GEMMs twice as fast
 
 
-# ---- train_gpt.py: its names are here, in `cause` and in `main`, and nowhere else ----------------
+# ---- What train_gpt.py's programs must be --------------------------------------------------------
 SETTINGS = (  # gigabytes of one GPU's memory, and the flags for it
     (80, {}), (40, {}), (40, dict(head_forward="bfloat16", head_backward="bfloat16")),  # no FP8
     (24, dict(T=24576, sequences=16)), (16, dict(T=12288, sequences=32, head_chunk=4096)),
