@@ -47,7 +47,7 @@ GEMM_FLOPS, MEMORY, LINKS = 600e12, 2.6e12, 350e9  # assumed of an H100; FP8 GEM
 # ---- What train_gpt.py's programs must be --------------------------------------------------------
 SETTINGS = (  # gigabytes of one GPU's memory, and the flags for it
     (80, {}), (40, {}), (40, dict(head_forward="bfloat16", head_backward="bfloat16")),  # no FP8
-    (24, dict(T=24576, sequences=16)), (16, dict(T=12288, sequences=32, head_chunk=4096)),
+    (24, dict(T=24576, batch=16)), (16, dict(T=12288, batch=32, head_chunk=4096)),
 )  # fmt: skip
 
 
@@ -66,14 +66,15 @@ class Wanted(NamedTuple):
 
 
 def wanted(kind: str, c: train_gpt.Config, devices: int) -> Wanted:
-    train, (batch, T), params = kind == "train", c.batch(kind), train_gpt.table(c)
-    rows, most = batch // devices, c.in_flight if train else max(1, c.in_flight * c.T // T)
-    turn = train_gpt.at_once(most, rows)
-    sharded = (math.prod(p.shape) for p in params.values() if p.spec != PartitionSpec())
+    train, params = kind == "train", train_gpt.param_table(c)
+    c = c if train else c.for_validation()
+    rows = c.batch // devices
+    at_once = math.gcd(c.microbatch, rows)
+    sharded = (math.prod(p.stored_shape) for p in params.values() if p.spec != PartitionSpec())
     return Wanted(
-        train, devices, len(c.layers) - c.plan.count("-"), rows // turn, turn * T * c.D,
-        (c.head_chunk, params["head"].shape[0], c.D), rows * T // c.head_chunk,
-        sum(sharded), sum(math.prod(p.real) for p in params.values()),
+        train, devices, len(c.layers) - c.plan.count("-"), rows // at_once, at_once * c.T * c.D,
+        (c.head_chunk, params["head"].stored_shape[0], c.D), rows * c.T // c.head_chunk,
+        sum(sharded), sum(math.prod(p.shape) for p in params.values()),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-FLAGS = "--T 2048 --sequences 192 --in_flight {} --head_chunk 2048 --attention xla --val_T 2048"
+FLAGS = "--T 2048 --batch 192 --microbatch {} --head_chunk 2048 --attention xla --val_T 2048"
 CHIPS = dict(v5e=(16, FLAGS.format(4)), v6e=(32, FLAGS.format(12)))  # gigabytes of memory, flags
 MISSING = f"no TPU compiler here: pip install 'jax[tpu]=={jax.__version__}'; a TPU is not needed"
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
@@ -67,9 +67,9 @@ def head_formats(text: str, V: int) -> list[tuple[str, ...]]:
 
 def faults(train: bool, c: train_gpt.Config, V: int, text: str) -> Iterator[str]:
     found = collectives(text)
-    whole = [row for row in train_gpt.table(c).values() if row.spec != jax.P()]
-    count = sum(row.shape[0] if row.spec[0] is None else 1 for row in whole)
-    size = sum(math.prod(row.shape) for row in whole)
+    whole = [row for row in train_gpt.param_table(c).values() if row.spec != jax.P()]
+    count = sum(row.stored_shape[0] if row.spec[0] is None else 1 for row in whole)
+    size = sum(math.prod(row.stored_shape) for row in whole)
     gathered, shares, reduced, *_ = found.values()
     if (len(gathered), sum(gathered)) != (count, size):
         yield f"{len(gathered)} arrays of {sum(gathered)} are gathered, not {count} of {size}"
@@ -96,7 +96,7 @@ def main() -> int:
         devices = topologies.get_topology_desc(f"{chip}:2x4", "tpu").devices
         mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
         c = train_gpt.parse_config(flags.split())[1]
-        V, window = train_gpt.table(c)["head"].shape[0], c.window_at(c.steps)
+        V, window = train_gpt.param_table(c)["head"].stored_shape[0], c.window_at(c.steps)
         print(f"\n{chip}-8: python train_gpt.py {flags}")
         print("chip kind  window compile s arguments GB temporaries GB  collectives; head")
         for kind in ("train", "val"):

@@ -14,7 +14,7 @@ import train_gpt
 @pytest.mark.parametrize("chip", compile_tpu.CHIPS)
 def test_a_step_is_the_same_tokens(chip):
     c = train_gpt.parse_config(compile_tpu.CHIPS[chip][1].split())[1]
-    assert c.sequences * c.T == 393_216
+    assert c.batch * c.T == 393_216
 
 
 def test_the_program_compiles_for_tpus_or_the_script_says_what_is_missing():

@@ -27,7 +27,7 @@ def config() -> train_gpt.Config:
     assert meta["heads"] * meta["head_dim"] == D
     T = GOLDEN["tokens"].shape[1] - 1
     return dataclasses.replace(
-        train_gpt.Config(), D=D, H=meta["heads"], F=F, T=T, sequences=1, head_chunk=T // 4,
+        train_gpt.Config(), D=D, H=meta["heads"], F=F, T=T, batch=1, head_chunk=T // 4,
         vocab=len(GOLDEN["param/embed.weight"]), eot=meta["eot"], steps=meta["schedule_steps"],
         cooldown=meta["cooldown"], compute="float32", head_forward="float32",
         head_backward="float32", attention="xla",
@@ -41,7 +41,7 @@ WITH_VALUES = [i for i, (_, table, _) in enumerate(C.layers) if table is not Non
 
 def ours(prefix: str) -> dict[str, np.ndarray]:
     """The fixture's arrays under our names: [matrices, R, C] banks, proj transposed."""
-    get = lambda name: GOLDEN[f"{prefix}/{name}"]  # noqa: E731
+    get = lambda name: GOLDEN[f"{prefix}/{name}"]
     attn = [
         np.concatenate([get(f"blocks.{i}.attn.qkv_w"), get(f"blocks.{i}.attn.c_proj.weight")[None]])
         for i in ATTENDING
@@ -57,21 +57,22 @@ def ours(prefix: str) -> dict[str, np.ndarray]:
         attn=np.concatenate(attn),
         mlp=np.concatenate(mlp),
         head=get("lm_head.weight"),
-        skip=get("skip_weights"),
-        mix=np.stack([get(f"blocks.{i}.lambdas") for i in range(len(C.layers))]),
-        v_mix=np.stack([get(f"blocks.{i}.attn.lambdas")[0] for i in ATTENDING]),
-        ve_mix=np.stack([get(f"blocks.{i}.attn.lambdas")[1] for i in WITH_VALUES]),
+        skip_weights=get("skip_weights"),
+        resid_lambdas=np.stack([get(f"blocks.{i}.lambdas")[0] for i in range(len(C.layers))]),
+        x0_lambdas=np.stack([get(f"blocks.{i}.lambdas")[1] for i in range(len(C.layers))]),
+        v_lambdas=np.stack([get(f"blocks.{i}.attn.lambdas")[0] for i in ATTENDING]),
+        ve_lambdas=np.stack([get(f"blocks.{i}.attn.lambdas")[1] for i in WITH_VALUES]),
     )
 
 
 def padded(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out = {}
-    for name, row in train_gpt.table(C).items():
-        stacked = (int(np.prod(row.shape[: len(row.shape) - len(row.real) + 1])), *row.shape[2:])
-        shape = stacked if row.optimizer == "muon" else row.shape
+    for name, row in train_gpt.param_table(C).items():
+        stored = row.stored_shape
+        shape = (stored[0] * stored[1], *stored[2:]) if row.optimizer == "muon" else stored
         array = np.zeros(shape, np.float32)
-        array[tuple(map(slice, row.real))] = params[name]
-        out[name] = array.reshape(row.shape)
+        array[tuple(map(slice, row.shape))] = params[name]
+        out[name] = array.reshape(stored)
     return out
 
 
@@ -97,7 +98,7 @@ def test_every_array_of_the_fixture_is_used():
     unused = {layer for layer in ATTENDING if layer not in WITH_VALUES}  # their second lambda
     count = sum(GOLDEN[key].size for key in GOLDEN if key.startswith("param/")) - len(unused)
     assert sum(array.size for array in ours("param").values()) == count
-    assert count == sum(int(np.prod(row.real)) for row in train_gpt.table(C).values())
+    assert count == sum(int(np.prod(row.shape)) for row in train_gpt.param_table(C).values())
 
 
 WINDOWS = [int(re.search(r"\d+$", key)[0]) for key in GOLDEN if key.startswith("loss_mean/")]
@@ -111,12 +112,10 @@ def test_loss(blocks):
 
 def test_every_gradient():
     _, grads = of_the_loss(jax.value_and_grad, 128 * GOLDEN["meta/window_blocks"].item())
-    stacked = {  # as gather returns them: a list of groups for each bank
-        k: np.stack(g) if isinstance(g, list) else np.asarray(g) for k, g in grads.items()
-    }
-    errors = {}
-    for name, ours_ in train_gpt.unpad(stacked, C).items():
-        for i, (a, b) in enumerate(zip(ours_, ours("grad")[name], strict=True)):
+    errors, rows = {}, train_gpt.param_table(C)
+    for name, expected in ours("grad").items():
+        got = np.asarray(grads[name])[tuple(map(slice, rows[name].shape))]
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             errors[name, i] = relative(a, b) if np.any(b) else float(np.abs(a).max())
     worst = max(errors, key=errors.get)
     assert errors[worst] < 1e-3, (worst, errors[worst])
@@ -124,10 +123,10 @@ def test_every_gradient():
 
 def test_five_updates():
     window = 128 * GOLDEN["meta/window_blocks"].item()
-    function = lambda state, tokens: train_gpt.train_step(state, tokens, C, window)  # noqa: E731
+    function = lambda state, tokens: train_gpt.train_step(state, tokens[None], C, window)
     step = on_one_device(function)
     params = padded(ours("param"))
-    state = train_gpt.begin(params, C)
+    state = train_gpt.State(params, train_gpt.optimizer(C).init(params), params["embed"])
     for tokens, expected in zip(
         GOLDEN["tokens"], GOLDEN["trajectory/mean_loss_before_step"], strict=True
     ):

@@ -14,7 +14,7 @@ from tests.tools import MINI, MINI32, sequences, whole_weights
 @pytest.fixture
 def activations(monkeypatch):
     """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens."""
-    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, c, T: x)
+    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, c: x)
     weights = whole_weights(MINI32)
     function = jax.jit(lambda tokens: train_gpt.loss_fn(weights, tokens, MINI32, window=48))
     return lambda tokens: np.asarray(function(tokens)).reshape(8, -1, MINI32.D)
@@ -57,12 +57,9 @@ def test_every_layer_counts(activations):
     tokens, weights = sequences(MINI32, MINI32.T), whole_weights(MINI32)
     loss = jax.jit(lambda w: train_gpt.loss_fn(w, tokens, MINI32, window=48))
     before = np.asarray(loss(weights))
-    layers = len(MINI32.layers)
-    attending = layers - MINI32.plan.count("-")
-    for bank, count, each in (("attn", attending, 4), ("mlp", layers, 2)):
-        for i in range(count):
-            other = [np.array(group) for group in weights[bank]]
-            other[i * each // 8][i * each % 8 : i * each % 8 + each] = 0
+    for bank in ("attn", "mlp"):
+        for i, matrix in enumerate(weights[bank]):
+            other = [*weights[bank][:i], 0 * matrix, *weights[bank][i + 1 :]]
             assert np.abs(np.asarray(loss(weights | {bank: other})) - before).max() > 1e-4
 
 
@@ -75,10 +72,9 @@ STAGES = sorted({MINI32.window_at(step) for step in range(MINI32.steps + 1)})
 def test_window_of_a_layer_by_its_jacobian(window):
     """Query q depends on key k exactly where q - window < k <= q, for every window in use."""
     c, T = MINI32, 64
-    w = next(train_gpt.matrices(whole_weights(c)["attn"], 4, "float32"))
-    at = train_gpt.place(jnp.zeros((1, T), bool), c.D // c.H, "float32")
+    w, pos = train_gpt.deal(whole_weights(c), c)[0], train_gpt.positions(jnp.zeros((1, T), bool), c)
     x = jax.random.normal(jax.random.key(1), (1, T, c.D))
-    sums = lambda x: train_gpt.attention(x, w, 1.0, [], window, at, c)[0].sum(axis=-1)  # noqa: E731
+    sums = lambda x: train_gpt.attention(x, None, w, window, pos, c)[0].sum(axis=-1)
     reaches = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
     q, k = np.indices((T, T))
     np.testing.assert_array_equal(reaches, (k <= q) & (k > q - window))
@@ -88,9 +84,9 @@ def windows_used(c: train_gpt.Config, window: int, monkeypatch) -> list[int]:
     used = []
     attend = train_gpt.attention
 
-    def spy(x, w, v_mix, ve, window, at, c):
+    def spy(x, ve, w, window, pos, c):
         used.append(window)
-        return attend(x, w, v_mix, ve, window, at, c)
+        return attend(x, ve, w, window, pos, c)
 
     monkeypatch.setattr(train_gpt, "attention", spy)
     jax.eval_shape(
@@ -158,8 +154,13 @@ def layouts(T: int, window: int) -> dict[str, list[int]]:
     }
 
 
+def positions(first, x_BTHK):
+    c = dataclasses.replace(MINI, D=x_BTHK.shape[-1], H=1, compute=x_BTHK.dtype.name)
+    return train_gpt.positions(first, c)
+
+
 def by_code(q, k, v, first, window):
-    cos, sin, code_q, code_k = train_gpt.place(first, q.shape[-1], q.dtype)
+    cos, sin, code_q, code_k = positions(first, q)
     q, k = train_gpt.rotate(q, cos, sin, code_q), train_gpt.rotate(k, cos, sin, code_k)
     return jax.nn.dot_product_attention(
         q, k, v, scale=0.12, is_causal=True, local_window_size=(window - 1, 0)
@@ -167,7 +168,7 @@ def by_code(q, k, v, first, window):
 
 
 def by_mask(q, k, v, first, window):
-    cos, sin, code_q, _ = train_gpt.place(first, q.shape[-1], q.dtype)
+    cos, sin, code_q, _ = positions(first, q)
     q, k = (train_gpt.rotate(x, cos, sin, jnp.zeros_like(code_q)) for x in (q, k))
     document, (i, j) = np.cumsum(first, axis=1), np.indices((q.shape[1],) * 2)
     mask = (j <= i) & (i - j < window) & (document[:, :, None] == document[:, None, :])
@@ -207,7 +208,7 @@ def test_model_starts_at_the_loss_of_a_uniform_guess():
     c = dataclasses.replace(MINI, vocab=200, eot=199)
     weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
     loss = train_gpt.loss_fn(weights, sequences(c, c.T), c, window=16)
-    assert float(loss) / 8 == pytest.approx(np.log(256), abs=1e-6)
+    assert float(loss) == pytest.approx(np.log(256), abs=1e-6)
 
 
 # ---- Gradients written by hand -------------------------------------------------------------------
@@ -225,14 +226,14 @@ def close(got, expected, tolerance):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("project_by", ["input", "output"])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_norm_linear_has_the_gradients_of_its_formula(elementwise, dtype, tolerance):
+def test_norm_linear_has_the_gradients_of_its_formula(project_by, dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
     x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
     w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
     x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
-    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, elementwise), (x, w), dy)
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, project_by), (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
 
@@ -242,7 +243,7 @@ def test_norm_rotate_has_the_gradients_of_its_formula(dtype, tolerance):
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True
     x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 3, 32)).astype(dtype)
-    cos, sin, code, _ = train_gpt.place(first, 32, dtype)
+    cos, sin, code, _ = positions(first, x)
     ours = gradients(lambda x: train_gpt.norm_rotate(x, cos, sin, code), (x,), dy)
-    formula = lambda x: train_gpt.rotate(plain_norm(x), cos, sin, code.astype("float32"))  # noqa: E731
+    formula = lambda x: train_gpt.rotate(plain_norm(x), cos, sin, code.astype("float32"))
     close(ours, gradients(formula, (x.astype("float32"),), dy.astype("float32")), tolerance)

@@ -12,6 +12,7 @@ import pytest
 import train_gpt
 from tests.tools import MINI, MINI32, make_mesh, place_on, sequences
 
+SCALARS = dict(skip_weights=1.0, resid_lambdas=1.0, x0_lambdas=0.0, v_lambdas=0.5, ve_lambdas=0.5)
 SHAPES = dict(square=(64, 64), wide=(32, 128), tall=(128, 32))
 
 
@@ -102,23 +103,23 @@ def test_momentum_is_the_spec():
 def test_schedule_is_the_spec(steps, cooldown):
     """Full rate until 1 - cooldown of the run, then linearly to a tenth, as a torch LambdaLR."""
     c = dataclasses.replace(MINI32, steps=steps, cooldown=cooldown)
-    rule, params = train_gpt.optimizer(c), {"v_mix": jnp.zeros(4)}
-    rows = {k: row for k, row in train_gpt.table(c).items() if k in params}
+    rule, params = train_gpt.optimizer(c), {"v_lambdas": jnp.zeros(4)}
+    rows = {k: row for k, row in train_gpt.param_table(c).items() if k in params}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "table", lambda c: rows)
+        patch.setattr(train_gpt, "param_table", lambda c: rows)
         rule = train_gpt.optimizer(c)
     update = jax.jit(rule.update)
     state = rule.init(params)
     for s in range(steps):
-        updates, state = update({"v_mix": jnp.ones(4)}, state)  # Adam of a constant: the rate
+        updates, state = update({"v_lambdas": jnp.ones(4)}, state)  # Adam of a constant: the rate
         u = (1 - s / steps) / cooldown
         expected = c.scalar_lr * (1.0 if u >= 1 else u + 0.1 * (1 - u))
-        np.testing.assert_allclose(updates["v_mix"], -expected, rtol=1e-4)
+        np.testing.assert_allclose(updates["v_lambdas"], -expected, rtol=1e-4)
 
 
 def test_every_parameter_is_in_exactly_one_group():
     c = train_gpt.Config()
-    rows, shapes = train_gpt.table(c), train_gpt.state_shapes(c, make_mesh(8))
+    rows, shapes = train_gpt.param_table(c), train_gpt.state_shapes(c, make_mesh(8))
     assert set(rows) == set(shapes.params)
     held = {name: [] for name in rows}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.optimizer):
@@ -130,18 +131,18 @@ def test_every_parameter_is_in_exactly_one_group():
         slots = dict(adam=2, muon=1)[row.optimizer]
         assert len(held[name]) == slots
         for leaf in (*held[name], shapes.params[name]):
-            assert leaf.shape == row.shape and leaf.sharding.spec == row.spec
+            assert leaf.shape == row.stored_shape and leaf.sharding.spec == row.spec
             assert leaf.dtype == jnp.float32
 
 
 def test_the_table_has_the_numbers_of_the_record():
-    rows, m = train_gpt.table(train_gpt.Config()), np.float32(0.05)
-    assert sum(int(np.prod(row.real)) for row in rows.values()) == 275_598_383
-    attn, mlp = rows["attn"].rate.reshape(-1), rows["mlp"].rate.reshape(-1)
+    rows, m = train_gpt.param_table(train_gpt.Config()), np.float32(0.05)
+    assert sum(int(np.prod(row.shape)) for row in rows.values()) == 275_598_383
+    attn, mlp = rows["attn"].lr.reshape(-1), rows["mlp"].lr.reshape(-1)
     np.testing.assert_array_equal(attn, [m] * 44 + [0] * 4)
     np.testing.assert_allclose(mlp, [0.10, 0.05] * 12, rtol=1e-6)
-    rates = dict(embed=0.6, values=0.6, head=0.008, skip=0.04, mix=0.04, v_mix=0.04, ve_mix=0.04)
-    assert {name: row.rate for name, row in rows.items() if row.optimizer == "adam"} == rates
+    rates = dict(embed=0.6, values=0.6, head=0.008) | dict.fromkeys(SCALARS, 0.04)
+    assert {name: row.lr for name, row in rows.items() if row.optimizer == "adam"} == rates
 
 
 def test_initial_weights_are_the_spec():
@@ -159,8 +160,7 @@ def test_initial_weights_are_the_spec():
     for name in ("embed", "values"):
         assert params[name].std() == pytest.approx(1, rel=0.02)
     assert not params["head"].any()
-    constants = dict(skip=1.0, v_mix=0.5, ve_mix=0.5, mix=np.tile([1.0, 0.0], (5, 1)))
-    for name, value in constants.items():
+    for name, value in SCALARS.items():
         np.testing.assert_array_equal(params[name], np.broadcast_to(value, params[name].shape))
 
 
@@ -172,15 +172,15 @@ def test_after_three_steps_all_of_the_model_has_moved_and_none_of_its_padding():
     state = before
     for i in range(3):
         state, _ = step(state, place_on(mesh, sequences(MINI, MINI.T, seed=i)))
-    for name, row in train_gpt.table(MINI).items():
+    for name, row in train_gpt.param_table(MINI).items():
         moved = np.asarray(state.params[name]) != start[name]
-        lead = len(row.shape) - len(row.real) + 1
-        moved = moved.reshape(-1, *row.shape[lead:])
+        lead = len(row.stored_shape) - len(row.shape) + 1
+        moved = moved.reshape(-1, *row.stored_shape[lead:])
         real = np.zeros(moved.shape, bool)
-        real[tuple(map(slice, row.real))] = True
+        real[tuple(map(slice, row.shape))] = True
         assert not (moved & ~real).any(), f"padding of {name}"
         if row.optimizer == "muon":
-            assert moved[: row.real[0]].any(axis=(1, 2)).all(), name
+            assert moved[: row.shape[0]].any(axis=(1, 2)).all(), name
         else:
             assert moved[real].mean() > 0.9 if name not in ("embed", "values") else moved.any(), (
                 name

@@ -30,9 +30,7 @@ def test_twenty_steps_of_tiny(tmp_path):
     windows = {c.window_at(step) for step in range(c.steps)}
     programs = {w: train_gpt.compile_stage("train", w, c, mesh) for w in windows}
     state, losses = make_random_state(c, mesh), []
-    for i, batch in enumerate(
-        train_gpt.on_devices(train_gpt.stream(shards[:-1], 8, c.T, 20), mesh)
-    ):
+    for i, batch in enumerate(train_gpt.on_devices(train_gpt.stream(shards[:-1], c), mesh)):
         state, loss = programs[c.window_at(i)](state, batch)
         losses.append(float(loss))
     np.testing.assert_allclose(losses, LOSSES, atol=1e-3)

@@ -1,6 +1,7 @@
 """What several tests need: a mesh of simulated devices, a miniature of `tiny`, weights for it."""
 
 import dataclasses
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,13 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
     """Weights as `gather` returns them, all of them random, so that no path can hide."""
     keys = iter(jax.random.split(jax.random.key(seed), 100))
     weights = {}
-    for name, row in train_gpt.table(c).items():
+    for name, row in train_gpt.param_table(c).items():
         scale = {"embed": 1.0, "values": 1.0, "head": 0.3}.get(name, row.shape[-1] ** -0.5)
-        w = scale * jax.random.normal(next(keys), row.shape, jnp.float32)
-        if len(row.shape) < 3 and row.spec == PartitionSpec():
+        shape = row.shape if row.optimizer == "muon" else row.stored_shape
+        w = scale * jax.random.normal(next(keys), shape, jnp.float32)
+        if row.spec == PartitionSpec():
             w = 0.5 + 0.1 * w  # the scalars
-        weights[name] = list(w) if row.spec == PartitionSpec(None, "fsdp") else w
+        weights[name] = list(w) if len(shape) == 3 else w
     return weights
 
 
@@ -52,12 +54,13 @@ def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
     """A state in which no weight is zero. From the real one the first gradients of the scalars are
     zero but for rounding (x is a multiple of x0, and the last norm forgets the multiple), and Adam
     makes full steps of the sign of that noise."""
-    state, noise = train_gpt.make_state(c, mesh), np.random.default_rng(5)
+    state = train_gpt.make_state(c, mesh)
+    noise = {k: np.random.default_rng(zlib.crc32(k.encode())) for k in state.params}
     params = {
         k: jax.device_put(
-            np.asarray(p) + 0.05 * noise.normal(size=p.shape).astype("f4"), p.sharding
+            np.asarray(p) + 0.05 * noise[k].normal(size=p.shape).astype("f4"), p.sharding
         )
         for k, p in state.params.items()
     }
-    ahead = jax.device_put(np.asarray(params["embed"].astype(c.compute)), state.ahead.sharding)
-    return state._replace(params=params, ahead=ahead)
+    embed = jax.device_put(np.asarray(params["embed"].astype(c.compute)), state.embed.sharding)
+    return state._replace(params=params, embed=embed)
