@@ -1,0 +1,131 @@
+"""The promise "copy one file and tweak it": the README's diffs, and others, applied and run."""
+
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.tools import make_mesh
+
+README = (Path(train_gpt.__file__).parent / "README.md").read_text(encoding="utf-8")
+DIFFS = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
+SMALL = (
+    "tiny --D 32 --H 2 --F 64 --T 32 --head_chunk 32 --window 16 --window_block 8 --val_T 64 "
+    "--val_tokens 1024 --steps 3 --val_every 3 --target 0 --seed 5"
+).split()
+SWIGLU = """\
+-        mlp    = bank(F, D, every, (b, 0), (m * tall, m)),         # fc, and proj transposed
++        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, m)),
+@@
+-    fc, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
++    fc, gate, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
+@@
+-    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output")))
++    hidden = jax.nn.silu(norm_linear(x, gate, "output")) * norm_linear(x, fc, "output")
+"""
+NO_MLP_IN_ONE = """\
+-        mlp    = bank(F, D, every, (b, 0), (m * tall, m)),         # fc, and proj transposed
++        mlp    = bank(F, D, attends, (b, 0), (m * tall, m)),
+@@
+-    return x + mlp(x, w)
++    return x + mlp(x, w) if window else x
+"""
+
+
+def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
+    """Each hunk's old lines stand once in the source, and its new ones take their place."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        assert source.count(old) == 1, old
+        source = source.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
+    return source
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Trains the tweaked script for three steps on one device; its module, log and weights."""
+
+    def write_shard(path, first):
+        tokens = (np.arange(1100) + first) % 16
+        tokens[::50] = 256
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(tokens)
+        path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+    write_shard(tmp_path / "x_train_000001.bin", 1)
+    write_shard(tmp_path / "x_val_000000.bin", 2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # no cache for such small programs
+    jax.config.__class__.update(jax.config, "jax_disable_most_optimizations", True)
+
+    def start(source: str):
+        (tmp_path / "tweaked.py").write_text(source)
+        spec = importlib.util.spec_from_file_location("tweaked", tmp_path / "tweaked.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.main([*SMALL, "--data", str(tmp_path)])
+        (log,) = Path("logs").glob("*.txt")
+        facts = dict(re.findall(r"^(config|RESULT) (.*)$", log.read_text(), re.M))
+        weights = dict(np.load(log.with_suffix(".npz")))
+        for path in Path("logs").iterdir():
+            path.unlink()
+        return module, json.loads(facts["config"]), json.loads(facts["RESULT"]), weights
+
+    yield start
+    jax.config.__class__.update(jax.config, "jax_disable_most_optimizations", False)
+
+
+def test_the_readme_has_its_four_tweaks():
+    assert len(DIFFS) == 4
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_tweak_of_the_readme_runs(run, number):
+    _, before, plain, _ = run(train_gpt.SOURCE)
+    module, config, result, weights = run(apply(DIFFS[number]))
+    assert math.isfinite(result["val_loss"]) and result["val_loss"] != plain["val_loss"]
+    changed = {name for name, value in config.items() if value != before[name]}
+    assert changed == [{"muon_lr"}, {"plan"}, set(), set()][number]
+    if number == 2:
+        assert weights["mlp_lambdas"].shape == (6,) and np.all(weights["mlp_lambdas"] != 1)
+    if number == 3:
+        state = module.state_shapes(module.PRESETS["tiny"], make_mesh(8)).optimizer
+        assert "ScaleByLionState" in str(state)
+
+
+@pytest.mark.parametrize("diff, matrices", [(SWIGLU, 18), (NO_MLP_IN_ONE, 10)])
+def test_matrices_a_layer_may_have_more_of_or_none(run, diff, matrices):
+    _, _, result, weights = run(apply(diff))
+    assert math.isfinite(result["val_loss"]) and weights["mlp"].shape == (matrices, 64, 32)
+    assert all(np.any(matrix) for matrix in weights["mlp"])  # every one was trained
+
+
+@pytest.mark.parametrize("diff", [
+    "-        mlp    = bank(F, D, every, (b, 0),\n+        mlp    = bank(F, D, attends, (b, 0),\n",
+    "-    fc, proj = (\n+    fc, gate, proj = (\n",
+    "-    return x + mlp(x, w)\n+    return x + mlp(x, w._replace(mlp=w.attn))\n",
+])  # fmt: skip
+def test_rows_and_layers_that_do_not_match_fail_before_they_train(run, diff):
+    """What was written in one of the two places only."""
+    source = train_gpt.SOURCE
+    for old, new in re.findall(r"-(.*)\n\+(.*)\n", diff):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    with pytest.raises((ValueError, TypeError)):
+        run(source)
+
+
+def test_what_cannot_be_dealt_evenly_is_said():
+    c = train_gpt.PRESETS["tiny"]
+    weights = {name: [0.0] * row.shape[0] for name, row in train_gpt.param_table(c).items()}
+    assert len(train_gpt.deal(weights, c)) == 6
+    with pytest.raises(ValueError, match="1 of mlp are left when 6 layers have 2 each"):
+        train_gpt.deal(weights | {"mlp": [0.0] * 13}, c)
