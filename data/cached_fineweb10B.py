@@ -9,42 +9,26 @@ it gets its name and its entry in MANIFEST.json. After an interruption, run this
 """
 
 import argparse
-import contextlib
 import errno
-import json
-import math
 import os
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import shards
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
 # huggingface_hub reads these when it is imported.
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # plain HTTP is the path that our tests cover
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a bar for each file; ours is one for all
-try:
-    from huggingface_hub import HfApi, constants, errors, get_session, get_token, hf_hub_download
-    from tqdm import tqdm
+from huggingface_hub import HfApi, constants, errors, get_session, get_token, hf_hub_download
 
-    import train_gpt
-except KeyboardInterrupt:
-    print("cached_fineweb10B.py: interrupted", file=sys.stderr)
-    os._exit(130)
-except Exception as error:  # not installed, or a variable that should be a number or an address
-    sys.exit(f"cached_fineweb10B.py: {error}: pip install -r requirements.txt, or unset HF_* again")
-
+HERE = pathlib.Path(__file__).resolve().parent
 VARIANTS = {  # flag: repository, prefix of its files, training shards in it
     "": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
     "edu": ("kjj0/finewebedu10B-gpt2", "finewebedu", 99),
@@ -62,9 +46,9 @@ PINNED = {
     "fineweb_train_000006.bin": "d80e5b209983e636655fc738fdf281f0132f0298bf4c0848f7e7a6bea6ca06f0",
     "fineweb_train_000007.bin": "fa9f94dce61686b5467bc6cd3078424203db23ac254d804a6d8d5d440afc1e11",
 }
+RECORD_SHARDS = 7  # for training, of which each holds 254 of its 1770 steps
 THREADS = 4  # files on their way at once
 PAUSES = 1, 2, 4  # seconds before a request is made again that failed for a passing reason
-REPORT = 10  # seconds between lines about progress, where no terminal shows a bar
 MARGIN = 10**8  # bytes to leave free on the disk
 PATHS = 500  # in one request: what huggingface_hub itself dares to ask
 
@@ -87,15 +71,9 @@ def cause(error: Exception) -> tuple[Exception, int]:
 
 
 def passes(error: Exception) -> bool:
-    """Whether it may help to try again: after troubles of the connection or the server, and wrong
-    bytes (an OSError without errno, here as in huggingface_hub). RuntimeError: where a connection
-    fails, huggingface_hub closes the client that other threads are using."""
+    """Whether it may help to try again: not after a refusal, nor if it is the disk (errno)."""
     error, status = cause(error)
-    if isinstance(error, (errors.OfflineModeIsEnabled, errors.FileMetadataError)):
-        return False
-    wrong = isinstance(error, OSError) and error.errno is None
-    broken = isinstance(error, errors.HTTPError) or type(error) is RuntimeError
-    return status in (408, 429) or status >= 500 if status else wrong or broken
+    return status in (408, 429) or status >= 500 if status else not getattr(error, "errno", None)
 
 
 def persistently(call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -118,17 +96,13 @@ def explain(error: Exception, repo: str, revision: str) -> str:
         return f"{repo} does not exist or is private: set HF_TOKEN to a token that may read it"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repo} has no revision {printable(revision)}: pass another --revision, as main"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it, or copy the files from another machine"
     if status == 401:
         return f"{hub} refuses the token: set HF_TOKEN to a valid one, or unset it ({why})"
     if status:
         return f"{hub} answers with status {status}: try again later ({why})"
-    if isinstance(error, errors.HTTPError):
-        return f"no connection to {hub}: check network, proxy and HF_ENDPOINT ({why})"
-    if isinstance(error, OSError) and not isinstance(error, errors.FileMetadataError):
-        return why  # of the disk, or by us
-    return f"{hub} does not answer as a hub does: check HF_ENDPOINT and the proxy ({why})"
+    if type(error) is OSError or getattr(error, "errno", None):  # by us, or of the disk
+        return why
+    return f"{hub} is not to be had: check network, proxy, HF_ENDPOINT, HF_HUB_OFFLINE ({why})"
 
 
 def check_space(folder: pathlib.Path, need: int) -> None:
@@ -139,47 +113,25 @@ def check_space(folder: pathlib.Path, need: int) -> None:
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def is_stated(entry: object) -> bool:
-    """Whether this is a size, a sha256 and a commit: a manifest or a server may say anything."""
-    if not isinstance(entry, dict) or type(size := entry.get("size")) is not int:
-        return False
-    hashes = [h for h in (entry.get("sha256"), entry.get("revision")) if isinstance(h, str)]
-    digits = [len(h) for h in hashes if re.fullmatch("[0-9a-f]+", h)]
-    return 0 < size < 2**40 and digits == [64, 40]
-
-
-def read_manifest(out: pathlib.Path, repo: str) -> dict[str, dict] | None:
-    """The files of MANIFEST.json; None if it is broken; exits if it is of another data set."""
+def read_files(out: pathlib.Path, repo: str) -> dict[str, dict]:
+    """The files of MANIFEST.json; exits if it is broken, or of another data set."""
     try:
-        about = json.loads((out / "MANIFEST.json").read_bytes())
-        source, files = about["source"], about["files"]
-        whole = all(map(is_stated, files.values()))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    if isinstance(source, str) and source != repo:
-        refuse(f"{out} holds another data set, {printable(source)}: pass another --out")
-    return files if whole and source == repo else None
+        about = shards.read_manifest(out)
+    except shards.Fault as fault:
+        refuse(f"{out} {fault}")
+    if about and about["source"] != repo:
+        refuse(f"{out} holds another data set, {printable(about['source'])}: pass another --out")
+    return about.get("files", {})
 
 
-def fault(path: pathlib.Path, stated: dict) -> str | None:
-    """What is wrong with a file that should be as stated; every byte is read."""
-    if not path.is_file():
-        return "is missing"
-    if (size := path.stat().st_size) != stated["size"]:
-        return f"has {size} bytes where {stated['size']} are stated"
-    if (sha256 := shards.sha256(path)) != stated["sha256"]:
-        return f"has sha256 {sha256} where {stated['sha256']} is stated"
-    shard = train_gpt.open_shard(path)
-    return shard if isinstance(shard, str) else None
+def is_right(found: dict, stated: dict) -> bool:
+    return all(found.get(key) == stated[key] for key in ("size", "sha256"))
 
 
-def those_right(out: pathlib.Path, stated: dict[str, dict]) -> set[str]:
-    """The names of the files that are as stated."""
-    pool = ThreadPoolExecutor(THREADS)  # without `with`, which would keep Ctrl-C waiting
-    faults = pool.map(fault, [out / name for name in stated], stated.values())
-    return {name for name, wrong in zip(stated, faults, strict=True) if not wrong}
+def those_right(out: pathlib.Path, stated: dict[str, dict]) -> dict[str, dict]:
+    """The files that are as stated, and what was found in them."""
+    found = shards.examine(out, stated, shards.GPT2["eot"])
+    return {name: facts for name, facts in found if is_right(facts, stated[name])}
 
 
 # ---- Hub -----------------------------------------------------------------------------------------
@@ -200,60 +152,56 @@ def ask(repo: str, names: list[str], revision: str) -> dict[str, dict]:
     except Exception as error:
         refuse(explain(error, repo, revision))
     for name in names:
-        if not is_stated(stated.get(name)):
+        if name not in stated:
             where = f"{repo} at revision {printable(revision)}"
             refuse(f"{where} has no {name}, or no sha256 of it: pass another --revision")
     return {name: stated[name] for name in names}
 
 
-def fetch(repo: str, name: str, stated: dict, part: pathlib.Path, out: pathlib.Path) -> None:
+def fetch(repo: str, name: str, stated: dict, part: pathlib.Path, out: pathlib.Path) -> dict:
     """Puts a file in its place once it is right; raises what keeps it from that."""
-    check_space(out, stated["size"])
     folder = tempfile.mkdtemp(dir=part)
     about = dict(repo_type="dataset", revision=stated["revision"], local_dir=folder)
     try:
         # Forced, or it would copy what lies in its cache, however broken.
         path = pathlib.Path(hf_hub_download(repo, name, force_download=True, **about))
-        if wrong := fault(path, stated):
-            raise OSError(f"it {wrong}")
+        try:
+            found = shards.inspect(path, shards.GPT2["eot"])
+        except shards.Fault as fault:
+            raise OSError(f"it {fault}") from None
+        if not is_right(found, stated):
+            has = f"{found['size']} bytes of sha256 {found['sha256']}"
+            raise OSError(f"it has {has} where {stated['size']} and {stated['sha256']} are stated")
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # the name must not outlive a power cut without the bytes
         os.replace(path, out / name)
+        return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def fetch_all(
     repo: str, stated: dict, part: pathlib.Path, out: pathlib.Path, keep: Callable
-) -> dict[str, Exception | None]:
-    """Fetches several files at once and calls `keep` with the name of each that is in its place;
-    returns what has gone wrong with the others, None if they were given up before."""
-    total, done, now, wrong = sum(entry["size"] for entry in stated.values()), 0, 0, {}
+) -> dict[str, Exception]:
+    """Fetches several files at once and calls `keep` with each that is in its place, and what was
+    found in it; returns what has gone wrong with others."""
+    total, wrong = sum(entry["size"] for entry in stated.values()), {}
     check_space(out, total + MARGIN)
-    pool, reported = ThreadPoolExecutor(THREADS), time.monotonic()
+    print(f"fetching {len(stated)} files, {total / 1e9:.1f} GB, to {out} ...", flush=True)
+    pool = ThreadPoolExecutor(THREADS)
     running = {
         pool.submit(persistently, fetch, repo, name, entry, part, out): name
         for name, entry in stated.items()
     }
-    tqdm.set_lock(threading.RLock())  # its own would be one of processes
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        while running:
-            wait(running, 0.2, FIRST_COMPLETED)
-            for future in [future for future in running if future.done()]:
-                name = running.pop(future)
-                if future.cancelled() or future.exception():
-                    wrong[name] = None if future.cancelled() else future.exception()
-                else:
-                    done += stated[name]["size"]
-                    keep(name)
-            if len(wrong) >= THREADS:  # it is hardly the files
-                pool.shutdown(wait=False, cancel_futures=True)
-            with contextlib.suppress(OSError):  # files come and go
-                now = done + sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
-                bar.update(min(now, total) - bar.n)
-            if bar.disable and time.monotonic() >= reported + REPORT:
-                print(f"{now / total:.0%} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
-                reported = time.monotonic()
+    for done, future in enumerate(as_completed(running), 1):
+        try:
+            keep({running[future]: future.result()})
+            print(f"{running[future]} is there and right ({done} of {len(stated)})", flush=True)
+        except Exception as error:
+            wrong[running[future]] = error
+        if len(wrong) >= THREADS:  # it is hardly the files
+            break
+    pool.shutdown(cancel_futures=True)
     return wrong
 
 
@@ -274,17 +222,15 @@ def download(
         )
         return known and len(those_right(out, stated)) == len(names)
 
-    def keep(*names: str) -> None:
-        files.update((name, stated[name]) for name in names)
-        shards.write_manifest(out, repo, vocab=50257, eot=50256, files=files)
+    def keep(found: dict[str, dict]) -> None:
+        shards.stamp(out, found)
+        files.update((name, stated[name]) for name in found)
+        shards.write_manifest(out, repo, **shards.GPT2, files=files)
 
-    if complete(files := read_manifest(out, repo) or {}):
+    if complete(files := read_files(out, repo)):
         return files, 0
     with shards.workplace(out) as part:
-        if (files := read_manifest(out, repo)) is None:  # again: another process may have worked
-            print(f"{out / 'MANIFEST.json'} is broken and taken for absent", flush=True)
-            files = {}
-        if complete(files):
+        if complete(files := read_files(out, repo)):  # another process may have worked
             return files, 0
         commits = {entry["revision"] for entry in files.values()}
         stated = ask(repo, names, revision or (commits.pop() if len(commits) == 1 else "main"))
@@ -293,21 +239,19 @@ def download(
                 other = f"{name} has sha256 {entry['sha256']} at the hub, not {sha256}"
                 refuse(f"{other}: these are not the bytes that records are run on")
         if there := those_right(out, stated):
-            keep(*there)
+            keep(there)
         lacking = {name: entry for name, entry in stated.items() if name not in there}
         if lacking and (wrong := fetch_all(repo, lacking, part, out, keep)):
-            some = ", ".join([*wrong][:5]) + ", ..." * (len(wrong) > 5)
-            why = explain(next(filter(None, wrong.values())), repo, stated[names[0]]["revision"])
-            count = f"{len(wrong)} of {len(names)} files could not be fetched"
-            refuse(f"{count} ({some}): {why}; run this again to get them")
+            why = explain(next(iter(wrong.values())), repo, stated[names[0]]["revision"])
+            refuse(f"could not fetch {', '.join(wrong)}: {why}; run this again to go on")
     return files, len(lacking)
 
 
 def arguments() -> tuple[str, list[str], str | None, pathlib.Path]:
     """Repository, names of the files, revision and folder."""
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    help = "training shards; default: what the record reads"
-    cli.add_argument("n", type=int, nargs="?", metavar="N", help=help)
+    help = "training shards; default: %(default)s, which the record reads"
+    cli.add_argument("n", type=int, nargs="?", metavar="N", default=RECORD_SHARDS, help=help)
     which = cli.add_mutually_exclusive_group()
     const = dict(dest="flag", action="store_const")
     which.add_argument("--edu", const="edu", default="", help="FineWeb-Edu, 10B tokens", **const)
@@ -316,11 +260,6 @@ def arguments() -> tuple[str, list[str], str | None, pathlib.Path]:
     cli.add_argument("--out", type=pathlib.Path, help="folder; default: one for the data set here")
     args = cli.parse_args()
     (repo, prefix, count), n = VARIANTS[args.flag], args.n
-    if n is None:
-        c = train_gpt.PRESETS["record"]
-        rows, T = c.batch("train")
-        n = math.ceil(c.steps / train_gpt.steps_in(range(10**8), rows, T))
-        print(f"the record reads {c.steps} steps of {rows * T:,} tokens: {n} train shards")
     if not 1 <= n <= count:
         cli.error(f"{repo} has {count} training shards; {n} is not from 1 to {count}")
     names = [f"{prefix}_val_000000.bin", *(f"{prefix}_train_{i:06}.bin" for i in range(1, n + 1))]

@@ -1,7 +1,4 @@
-"""What the scripts of data/ share: whole files or none, MANIFEST.json, one process at a time.
-
-The reader of shards and of MANIFEST.json is the one of train_gpt.py.
-"""
+"""What the scripts of data/ share: shards and folders of them, read, checked and written."""
 
 import contextlib
 import fcntl
@@ -9,26 +6,171 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
 
 MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
+HEADER = 1024  # bytes
+GPT2 = dict(vocab=50257, eot=50256)
+STAMP = ".checked.json"
 
 
+class Fault(Exception):
+    """What is wrong with a file or a folder: words that go on after its name."""
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
+    """What one pass over every byte of a shard finds; raises Fault if it is none."""
+    try:
+        with path.open("rb") as file:
+            status, header = os.fstat(file.fileno()), file.read(HEADER)
+            if len(header) < HEADER:
+                raise Fault(f"is no token shard: {len(header)} bytes hold no header")
+            magic, version, count = struct.unpack_from("<3i", header)
+            if (magic, version) != (MAGIC, VERSION) or count <= 0:
+                found = f"magic {magic}, version {version}, {count} tokens"
+                raise Fault(f"is no token shard (llm.c's {MAGIC}, version 1): its header: {found}")
+            if status.st_size != HEADER + 2 * count:
+                promised = f"where its header promises {HEADER + 2 * count}"
+                raise Fault(f"has {status.st_size} bytes {promised}: get it again")
+            digest, largest, documents = hashlib.sha256(header), 0, 0
+            while piece := file.read(2**23):
+                digest.update(piece)
+                tokens = np.frombuffer(piece, "<u2")
+                largest = max(largest, int(tokens.max()))
+                documents += int(np.count_nonzero(tokens == eot))  # none equals None
+    except OSError as error:
+        raise Fault(f"cannot be read: {error.strerror}") from None
+    return dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot,
+                sha256=digest.hexdigest(), tokens=count, documents=documents,
+                largest_token=largest)  # fmt: skip
+
+
+def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
+    """What inspect has found in the files of a folder, as far as was noted."""
+    try:
+        return json.loads((folder / STAMP).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def stamp(folder: pathlib.Path, found: dict[str, dict]) -> None:
+    """Notes what inspect has found, so that unchanged files need not be read again."""
+    before = read_stamp(folder)
+    if before != (now := before | found):
+        with contextlib.suppress(OSError):  # a read-only folder is read every time
+            write(folder / STAMP, [json.dumps(now, indent=1).encode()])
+
+
+def examine(
+    folder: pathlib.Path, names: Iterable[str], eot: int | None, quick: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each file its name and what inspect finds, or {"fault": what is wrong}. If `quick`, a file
+    of the size and the time of change that are in the folder's stamp is not read."""
+    stamped = read_stamp(folder) if quick else {}
+
+    def look(name: str) -> dict[str, Any]:
+        try:
+            status, known = (folder / name).stat(), stamped.get(name, {})
+            now = dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot)
+            return known if known and known == known | now else inspect(folder / name, eot)
+        except OSError as error:
+            return dict(fault=f"cannot be read: {error.strerror}")
+        except Fault as fault:
+            return dict(fault=str(fault))
+
+    pool, whole, names = ThreadPoolExecutor(), {}, list(names)  # no `with`: Ctrl-C would wait
+    for name, found in zip(names, pool.map(look, names), strict=True):
+        if "fault" not in found:
+            whole[name] = found
+        yield name, found
+    stamp(folder, whole)
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    """MANIFEST.json; {} where there is none."""
+    try:
+        about = json.loads((folder / "MANIFEST.json").read_bytes())
+        ours = type(about["vocab"]) is type(about["eot"]) is int and type(about["source"]) is str
+        for name, file in about["files"].items():
+            whole = re.fullmatch("[0-9a-f]{64}", file["sha256"]) and type(file["size"]) is int
+            ours = ours and whole and pathlib.Path(name).name == name
+    except FileNotFoundError:
+        return {}
+    except OSError:
+        raise
+    except Exception:  # it may hold anything
+        ours = False
+    if not ours:
+        raise Fault("has a broken MANIFEST.json: delete it and get the data again")
+    return about
+
+
+def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
+    """MANIFEST.json, and the names of the shards that it lists or that are there, validation last:
+    of one set, numbered without a gap."""
+    try:
+        there, about = [path.name for path in folder.iterdir()], read_manifest(folder)
+    except OSError as error:
+        raise Fault(f"cannot be read: {error.strerror}") from None
+    names = sorted({*there, *about.get("files", ())})
+    found = [re.fullmatch(r"([^.].*)_(train|val)_[^_]*[.]bin", name) for name in names]
+    sets = sorted({shard[1] for shard in found if shard})
+    if len(sets) > 1:
+        raise Fault(f"has shards of several sets, {', '.join(sets)}: give each its own folder")
+    ordered = []
+    for split in ("train", "val"):
+        row = [shard[0] for shard in found if shard and shard[2] == split]
+        if not row:
+            raise Fault(f"has no {split} shard: data/README.md says how to make some")
+        first = 0 if row[0].endswith("_000000.bin") else 1
+        for number, name in enumerate(row, first):
+            if name != (expected := f"{sets[0]}_{split}_{number:06}.bin"):
+                raise Fault(f"lacks {expected}, in whose place stands {name}: get it again")
+        ordered += row
+    return about, ordered
+
+
+def check(
+    folder: pathlib.Path, about: dict[str, Any], names: list[str], quick: bool = False
+) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Of each shard that read_folder has found its name, what is in it, and what is wrong with it.
+    Without a manifest, the vocabulary is left to train_gpt.py, which is told it."""
+    twins = {}
+    for name, found in examine(folder, names, about.get("eot"), quick):
+        listed, fault = about["files"].get(name) if about else {}, found.get("fault")
+        if fault is None:
+            twin = twins.setdefault(found["sha256"], name)
+            if twin != name:
+                fault = f"has the bytes of {twin}: get it again"
+            elif listed is None:
+                fault = "is not in MANIFEST.json: it is of another set, or get the set again"
+            elif listed and listed["sha256"] != found["sha256"]:
+                stated = f"in MANIFEST.json {listed['sha256']}"
+                fault = f"has sha256 {found['sha256']}, {stated}: get it again"
+            elif about and found["largest_token"] >= about["vocab"]:
+                fault = f"has token {found['largest_token']}, but a vocabulary of {about['vocab']}"
+            elif about and not found["documents"] and listed.get("documents") != 0:
+                fault = f"has no token {about['eot']}, which starts a document"
+        yield name, found, fault
+
+
+# ---- Writing -------------------------------------------------------------------------------------
 def header(count: int) -> bytes:
     """The first 1024 bytes of a shard of `count` tokens, all numbers little-endian."""
     return struct.pack("<3i1012x", MAGIC, VERSION, count)
 
 
-def sha256(path: pathlib.Path) -> str:
-    """Of all bytes of a file: the one hash of MANIFEST.json, of logs and of check.py."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict:
+def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict[str, Any]:
     """Writes a file whole or not at all, also where two processes write at once, and returns its
     size and sha256. `parts` may be anything with a buffer; a numpy array must be contiguous."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,22 +189,14 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict:
     return dict(size=size, sha256=digest.hexdigest())
 
 
-def has_manifest(folder: pathlib.Path, text: bytes) -> bool:
-    path = folder / "MANIFEST.json"
-    return path.is_file() and path.read_bytes() == text
-
-
-def manifest(source: str, vocab: int, eot: int, files: dict) -> bytes:
-    """MANIFEST.json: where the tokens come from, what they are, and of each file its `size` and
-    `sha256`, `revision` if a hub states one, `documents` (starts of) if we counted them."""
-    about = dict(source=source, vocab=vocab, eot=eot, files=dict(sorted(files.items())))
-    return json.dumps(about, indent=1).encode() + b"\n"
-
-
 def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, files: dict) -> None:
-    """Writes MANIFEST.json, unless it is the same already."""
-    if not has_manifest(folder, text := manifest(source, vocab, eot, files)):
-        write(folder / "MANIFEST.json", [text])
+    """MANIFEST.json: where the tokens come from, what they are, and of each file its `size` and
+    `sha256`, `revision` if a hub states one, `documents` (starts of) if we counted them. It is not
+    written if it is the same already: the folder may be read-only."""
+    about = dict(source=source, vocab=vocab, eot=eot, files=dict(sorted(files.items())))
+    text, path = json.dumps(about, indent=1).encode() + b"\n", folder / "MANIFEST.json"
+    if not path.is_file() or path.read_bytes() != text:
+        write(path, [text])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import argparse
 import ast
 import collections
 import hashlib
-import importlib.metadata
 import importlib.util
 import pathlib
 import sys
@@ -22,6 +21,8 @@ import numpy as np
 import shards
 
 PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
+SOURCE = " ".join(map("==".join, PACKAGES.items()))
+REMEDY = f"run {sys.executable} -m pip install --force-reinstall --no-deps {SOURCE}"
 SHARDS = {  # name: sha256
     "source_train_000001.bin": "799fdc6b6b565b8b6fdab42da2f94d0fa65d703b2f9ed85be7d590ff1383aafa",
     "source_train_000002.bin": "f83ec25b395b239c43c6c4840677aed865ba320e59881c9d627016438960bc16",
@@ -44,7 +45,7 @@ def read_files() -> dict[str, bytes]:
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            sys.exit(f"source_code.py: {package} is missing. {remedy()}")
+            sys.exit(f"source_code.py: {package} is missing: {REMEDY}")
         folder = pathlib.Path(spec.origin).parent
         for path in folder.rglob("*.py"):
             lines = path.read_bytes().splitlines(keepends=True)
@@ -124,54 +125,25 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def remedy() -> str:
-    """Which packages are not the pinned ones, and the command that installs those."""
-    pins = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
-    installed = {}
-    for package in PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = "missing"
-    found = ", ".join(f"{package} {version}" for package, version in installed.items())
-    force = "--force-reinstall --no-deps " if installed == PACKAGES else ""
-    return f"Installed: {found}. Run: {sys.executable} -m pip install {force}{pins}"
-
-
-def make() -> dict[str, bytes]:
-    """The shards, as bytes, if the text is that of the pinned packages."""
-    documents_of = build()
-    encoded = {name: encode(documents) for name, documents in documents_of.items()}
-    if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
-        sys.exit(f"source_code.py: the text is not that of the pinned packages. {remedy()}")
-    for name, data in encoded.items():
-        tokens, documents = (len(data) - 1024) // 2, len(documents_of[name])
-        print(f"{name} tokens:{tokens} documents:{documents} sha256:{SHARDS[name]}")
-    return encoded
-
-
 def main():
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = pathlib.Path(__file__).resolve().parent
     cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
-    out = cli.parse_args().out
-    paths = {name: out / name for name in SHARDS}
-    about = dict(source=" ".join(map("==".join, PACKAGES.items())), vocab=257, eot=EOT)
-
-    def listed() -> dict[str, dict]:
-        return {n: dict(size=p.stat().st_size, sha256=SHARDS[n]) for n, p in paths.items()}
-
+    out, files = cli.parse_args().out, {}
     try:
-        there = all(p.is_file() and shards.sha256(p) == SHARDS[n] for n, p in paths.items())
-        encoded = {} if there else make()
-        for name in SHARDS if there else ():
-            print(f"{name} sha256:{SHARDS[name]} is there already")
-        if there and shards.has_manifest(out, shards.manifest(**about, files=listed())):
-            return  # before anything is written: the folder may be read-only
-        with shards.workplace(out):
-            for name, data in encoded.items():
-                shards.write(paths[name], [data])
-            shards.write_manifest(out, **about, files=listed())
+        there = dict(shards.examine(out, SHARDS, EOT))
+        encoded = {}
+        if any(there[name].get("sha256") != SHARDS[name] for name in SHARDS):
+            encoded = {name: encode(documents) for name, documents in build().items()}
+            if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
+                sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
+            with shards.workplace(out):
+                for name, data in encoded.items():
+                    shards.write(out / name, [data])
+        for name in SHARDS:
+            files[name] = dict(size=(out / name).stat().st_size, sha256=SHARDS[name])
+            print(f"{name} sha256:{SHARDS[name]} is {'made' if encoded else 'there already'}")
+        shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
     except OSError as error:  # no space, no permission
         sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
 

@@ -15,18 +15,16 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import itertools
 import json
-import multiprocessing.resource_tracker
 import os
 import pathlib
 import re
 import shlex
-import signal
 import sys
-import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +32,11 @@ from typing import Any
 
 import numpy as np
 import shards
+from tqdm import tqdm
 
 SUFFIXES = tuple(f".{kind}{how}" for kind in ("txt", "md", "jsonl") for how in ("", ".gz", ".zst"))
 SUFFIXES += (".parquet",)
 CHUNK = 2**20  # bytes that are read at once
-MAX_LINE = 2**26  # characters; lines of .jsonl, or with --separator, are in memory as a whole
 # A document is cut at the first certain boundary after PIECE characters, within PIECE more. So
 # tiktoken gets 2**19 at most: some tenths of a second at worst, and half of the spaces in a row (a
 # million) at which its regular expressions overflow their stack.
@@ -99,65 +97,41 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def module(path: pathlib.Path) -> Any:
-    """What reads zstd (in the standard library since Python 3.14) or parquet, else None."""
-    names = {".zst": ["compression.zstd", "zstandard"], ".parquet": ["pyarrow.parquet"]}
-    for name in names.get(path.suffix.lower(), []):
-        with contextlib.suppress(ImportError):
+    """What reads zstd or parquet, else None."""
+    if name := {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower()):
+        try:
             return importlib.import_module(name)
-        package = name.split(".")[0]
-    if path.suffix.lower() in names:
-        fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
+        except ImportError:
+            package = name.split(".")[0]
+            fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
 
 
 # ---- Readers -------------------------------------------------------------------------------------
 def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    """The bytes, decompressed, never b""; raises EOFError where they are cut off."""
+    """The bytes, decompressed; raises EOFError where they are cut off."""
     suffix = path.suffix.lower()
-    if suffix in (".gz", ".zst") and not raw.peek(1):
-        raise EOFError("it is empty")
     if suffix != ".zst":
         file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
         yield from iter(lambda: file.read(CHUNK), b"")
         return
-    zstd, frame = module(path), None
-    begin = getattr(zstd.ZstdDecompressor(), "decompressobj", zstd.ZstdDecompressor)
+    zstd, frame = module(path).ZstdDecompressor(), None
     while data := raw.read(CHUNK // 128):  # little: it may become a thousand times as long
         while data:
-            frame = frame or begin()
-            if unpacked := frame.decompress(data):
-                yield unpacked
+            frame = frame or zstd.decompressobj()
+            yield frame.decompress(data)
             data, frame = frame.unused_data, None if frame.eof else frame
     if frame:
         raise EOFError("it ends within a frame")
 
 
-def decode(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Their text as it is, except for a byte order mark at its start."""
-    decoder, done, held, start = codecs.getincrementaldecoder("utf-8")(), 0, 0, True
-    for data in itertools.chain(chunks, [b""]):
-        try:
-            text = decoder.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"no UTF-8 at byte {done - held + error.start}") from None
-        done, held = done + len(data), len(decoder.getstate()[0])
-        if text:
-            yield text.removeprefix("\ufeff") if start else text
-            start = False
-
-
 def lines(texts: Iterable[str]) -> Iterator[str]:
-    """Each with its newline."""
-    line, size, number = [], 0, 1
-    for part in itertools.chain.from_iterable(map(io.StringIO, texts)):  # ends lines at \n alone
-        line.append(part)
-        size += len(part)
-        if size > MAX_LINE:
-            raise ValueError(f"line {number} has more than {MAX_LINE} characters")
-        if part.endswith("\n"):
-            yield "".join(line)
-            line, size, number = [], 0, number + 1
-    if line:
-        yield "".join(line)
+    """Each with its newline, which is \\n alone."""
+    rest = ""
+    for text in texts:
+        *whole, rest = (rest + text).split("\n")
+        yield from (line + "\n" for line in whole)
+    if rest:
+        yield rest
 
 
 def jsonl(texts: Iterable[str]) -> Parts:
@@ -200,7 +174,7 @@ def separated(texts: Iterable[str], separator: str) -> Parts:
 def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None) -> Parts:
     if path.suffix.lower() == ".parquet":
         return parquet(path, raw)
-    texts = decode(unpack(path, raw))
+    texts = codecs.iterdecode(unpack(path, raw), "utf-8-sig")  # without a byte order mark
     if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
         return jsonl(texts)
     return itertools.chain(texts, [None]) if separator is None else separated(texts, separator)
@@ -248,7 +222,7 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
                 before, at = at, raw.tell()
                 bar.update(at - before)
     except Exception as error:  # ours, of the file system, of four libraries
-        why = str(error) or type(error).__name__
+        why = "it is no UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
     if counts["cuts"] > cuts and not args.bytes:
         times = counts["cuts"] - cuts
@@ -271,13 +245,12 @@ def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 # ---- Tokens --------------------------------------------------------------------------------------
 @functools.cache
-def gpt2() -> Callable[[str], list[int]]:
-    """tiktoken's encode_ordinary; exits with one line if it, or the vocabulary, is not there."""
+def gpt2() -> Any:
+    """tiktoken's encoding; exits with one line if it, or the vocabulary, is not there."""
     try:
         import tiktoken
-        from tiktoken_ext import openai_public
 
-        return tiktoken.Encoding(**openai_public.gpt2()).encode_ordinary
+        return tiktoken.get_encoding("gpt2")
     except Exception as error:  # of the network, of the cache, of files that are not the right ones
         fail(
             f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
@@ -289,83 +262,33 @@ def gpt2() -> Callable[[str], list[int]]:
 
 def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
     """The tokens of all pieces, and EOT where a document begins."""
-    parts, eot = [], np.array([256 if by_bytes else 50256], "<u2")
+    parts, eot = [], np.array([256 if by_bytes else shards.GPT2["eot"]], "<u2")
     for begins, text in bundle:
         parts += [eot] * begins
         if by_bytes:
             parts.append(np.frombuffer(text.encode(), np.uint8))
-        else:
-            parts.append(np.fromiter(gpt2()(text), "<u2"))
+        else:  # what encode_ordinary gives, without a list; special tokens are text
+            tokens = gpt2().encode_to_numpy(text, disallowed_special=())
+            parts.append(tokens.astype("<u2"))
     return np.concatenate(parts, dtype="<u2")
 
 
-def serve(connection: Any, work: Callable) -> None:
-    """A worker: sends work(task), or the error, for every task, while the main process is there."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            task = connection.recv()
-            try:
-                result = work(task)
-            except SystemExit as error:
-                result = error
-            except BaseException as error:  # also a panic of Rust, which cannot be sent
-                result = SystemExit(f"tokenize_text.py: a worker failed: {error}")
-            connection.send(result)
-
-
 def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarray]:
-    """map(work, tasks) by so many processes, with a bounded number of results that wait."""
-    if workers == 1:
-        yield from map(work, tasks)
-        return
-    # A thread for each worker, with a pipe of its own: in the queues of ProcessPoolExecutor, one
-    # that is killed while it writes may leave all others waiting for ever.
-    spawn, own, started = multiprocessing.get_context("spawn"), threading.local(), []
-
-    def call(task: Any) -> np.ndarray:
-        try:
-            if not hasattr(own, "pipe"):
-                own.pipe, end = spawn.Pipe()
-                worker = spawn.Process(target=serve, args=(end, work), daemon=True)
-                worker.start()
-                started.append(worker)
-                end.close()  # each side has its own end only: if one dies, the other is told
-            own.pipe.send(task)
-            result = own.pipe.recv()
-        except (EOFError, OSError):
-            fail("a worker has died, perhaps for want of memory: use fewer --workers")
-        if isinstance(result, SystemExit):
-            raise result
-        return result
-
-    # Ctrl-C sends SIGINT to all processes of a terminal, and only the main one shall end by it:
-    # workers inherit this mask of their threads, which the start of the tracker would undo.
-    multiprocessing.resource_tracker.ensure_running()
-    mask, waiting = (signal.SIG_BLOCK, [signal.SIGINT]), collections.deque()
-    threads = ThreadPoolExecutor(workers, initializer=signal.pthread_sigmask, initargs=mask)
+    """map(work, tasks) by so many threads, with a bounded number of results that wait. tiktoken
+    lets go of Python's lock while it works."""
+    threads, waiting = ThreadPoolExecutor(workers), collections.deque()
     try:
         for task in tasks:
-            waiting.append(threads.submit(call, task))
+            waiting.append(threads.submit(work, task))
             if len(waiting) == QUEUE * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for worker in started:  # nothing is wanted of them; after Ctrl-C they may be in the midst
-            worker.terminate()
-        threads.shutdown()
+        threads.shutdown(cancel_futures=True)
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-def shown(arrays: Iterable[np.ndarray], bar: Any) -> Iterator[np.ndarray]:
-    tokens = 0
-    for array in arrays:
-        tokens += len(array)
-        bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-        yield array
-
-
 def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[np.ndarray]]:
     """The same tokens, sizes[0], sizes[1] ... of them at a time, and what remains, maybe []."""
     taken, missing = [], next(sizes)
@@ -402,7 +325,7 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict
             break
         name = f"{args.name}_train_{number:06}.bin" if number else f"{args.name}_val_000000.bin"
         rows[name] = shards.write(folder / name, [shards.header(count), *taken])
-        rows[name]["documents"] = sum(int(np.count_nonzero(a == args.eot)) for a in taken)
+        rows[name]["documents"] = sum(int(np.count_nonzero(a == args.about["eot"])) for a in taken)
         taken.clear()  # or they would stay in memory until the next ones are there
     if len(rows) < 2:
         fail(f"{tokens} tokens are too few for {val} of validation and 2 of training: give more")
@@ -443,7 +366,7 @@ def parse() -> argparse.Namespace:
     text = f"the first N are the validation set (default: a tenth, but at most {VAL_TOKENS})"
     add("--val_tokens", type=int, metavar="N", help=text)
     add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
-    text = "processes; the shards are the same for any number (default: %(default)s)"
+    text = "threads; the shards are the same for any number (default: %(default)s)"
     add("--workers", type=int, default=cpus, metavar="N", help=text)
     args = cli.parse_args()
     for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
@@ -453,8 +376,7 @@ def parse() -> argparse.Namespace:
         cli.error(f"--name {args.name!r}: letters, digits, ., _ and -, without _train or _val")
     if "\n" in (args.separator or ""):
         cli.error("--separator is one line")
-    args.vocab, args.eot = (257, 256) if args.bytes else (50257, 50256)
-    args.workers = 1 if args.bytes else args.workers  # to send them takes longer than to encode
+    args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
 
 
@@ -466,13 +388,11 @@ def report(rows: dict[str, dict], args: Any, counts: collections.Counter) -> Non
         total += tokens
     skipped = f" ({counts['empty']} empty ones skipped)" if counts["empty"] else ""
     print(f"{total} tokens of {counts['documents']} documents{skipped}; train on it:")
-    flags = f"--data {shlex.quote(str(args.out))} --vocab {args.vocab} --eot {args.eot}"
-    print(f"./run.sh tiny {flags}")
+    flags = "--vocab {vocab} --eot {eot}".format(**args.about)
+    print(f"./run.sh tiny --data {shlex.quote(str(args.out))} {flags}")
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm  # a worker has no use for it
-
     refuse_used(args.out)
     paths, kind, counts = find(args.paths), "UTF-8 bytes", collections.Counter()
     if not args.bytes:
@@ -484,9 +404,9 @@ def run(args: argparse.Namespace) -> None:
     over = contextlib.closing(in_order(args.workers, functools.partial(encode, args.bytes), tasks))
     with shards.workplace(args.out) as part, bar, over as arrays:
         refuse_used(args.out)  # by another process, for which this one has waited
-        rows = write(part, shown(arrays, bar), args)
+        rows = write(part, arrays, args)
         source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
-        shards.write_manifest(part, source, args.vocab, args.eot, rows)
+        shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])
     report(rows, args, counts)
