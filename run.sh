@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv, fetches the tokens, trains. What is already there is not done again.
+# Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
 #   ./run.sh [record | tiny] [--field value ...]
 #   ./run.sh test [pytest argument ...]
@@ -13,34 +13,37 @@ fail() {
   exit 1
 }
 
-# Really run it: a pyenv shim may exist and refuse, Debian's Python may come without ensurepip.
-suits() {
-  "$1" -c "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1
+# Really run it: a pyenv shim may exist and refuse. Debian's Python may come without ensurepip.
+runs() {
+  "$1" -c "import ${2:-sys}, sys; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1
 }
 
 version() {
-  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
 pick_python() {
-  local needs="Python 3.$minor or newer with its venv and ensurepip modules"
-  [ -z "$cuda" ] || needs="$needs (GPUs need jax >= 0.11.2, which has left Python 3.11)"
-  if [ -n "${PYTHON:-}" ]; then
-    python=$PYTHON
-    suits "$python" || fail "PYTHON=$PYTHON does not work as $needs"
-    return
-  fi
-  for python in .venv/bin/python python3.14 python3.13 python3.12 python3.11 python3; do
-    if suits "$python"; then return; fi
+  for python in ${PYTHON:+"$PYTHON"} python3.14 python3.13 python3.12 python3.11 python3; do
+    if runs "$python" venv,ensurepip; then return; fi
+    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
   done
   fail "found no $needs. Install one (Debian, Ubuntu: also python3-venv), or set PYTHON to it"
 }
 
 # Two CUDA generations in one environment would both register as jax's GPU backend.
+venv_fits() {
+  runs .venv/bin/python && [ ! -e ".venv/installed-$other_cuda" ] &&
+    { [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]; }
+}
+
+# Only what was made here is deleted; what uv or an editor has made is used, or left alone.
 make_venv() {
-  if [ -x .venv/bin/pip ] && suits .venv/bin/python && [ ! -e ".venv/installed-$other_cuda" ] &&
-    [ "$(version .venv/bin/python)" = "$(version "$python")" ]; then return; fi
-  "$python" -m venv --clear .venv
+  if venv_fits; then return; fi
+  pick_python
+  if [ -e .venv ] && [ ! -e .venv/made-by-run.sh ]; then
+    fail ".venv, which run.sh has not made, is not for $needs: type  mv .venv .venv-old"
+  fi
+  rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv .venv
 }
 
 # install NAME FILE [REQUIREMENT]. The stamp, a copy of FILE, comes last: an interrupted install is
@@ -50,20 +53,27 @@ install() {
   shift 2
   if [ "$(cat "$file")" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
   echo "Installing $file${*:+ with $*} into .venv (first run: a minute or two, more with GPUs) ..."
+  runs .venv/bin/python pip || .venv/bin/python -m ensurepip >/dev/null ||
+    fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file" "$@" ||
     fail "pip could not install $file; its own words are above"
   cp "$file" "$stamp"
 }
 
-minor=11 cuda="" other_cuda=none
+case "$(uname -s) $(uname -m)" in
+  MINGW* | MSYS* | CYGWIN*) fail "jax needs Linux or macOS: on Windows, run this inside WSL2" ;;
+  "Darwin x86_64") fail "jax has no wheels for Intel Macs any more: run this on another machine" ;;
+esac
+minor=11 cuda="" other_cuda=none needs="Python 3.11 or newer with its venv and ensurepip modules"
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=""
 driver=${driver%%.*}
 if [ "$driver" -gt 0 ] 2>/dev/null; then
+  [ "$driver" -ge 525 ] || fail "the NVIDIA driver, $driver, is too old: jax needs 525 or newer"
   minor=12 cuda=cuda12 other_cuda=cuda13
   if [ "$driver" -ge 580 ]; then cuda=cuda13 other_cuda=cuda12; fi # as CUDA 13 requires
+  needs="Python 3.12 ${needs#* * } (GPUs need jax >= 0.11.2, which has left Python 3.11)"
 fi
 
-pick_python
 make_venv
 install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}
 
@@ -87,9 +97,17 @@ case ${1:--} in
     ;;
 esac
 
-case "$preset $* " in
-  *" --data "* | *" --data="* | *" --help "* | *" -h "*) ;; # own data, or none
-  "tiny "*) .venv/bin/python data/source_code.py ;;
-  "record "*) [ -z "$cuda" ] || .venv/bin/python data/cached_fineweb10B.py ;;
+data="" script="" before=""
+for argument in "$@"; do
+  case $argument in --data=*) data=${argument#*=} ;; esac
+  if [ "$before" = --data ]; then data=$argument; fi
+  before=$argument
+done
+case "$preset:$data: $* " in
+  *" --help "* | *" -h "*) data="" ;;
+  tiny::*) data=data/source_code script=data/source_code.py ;;
+  record::*) [ -z "$cuda" ] || data=data/fineweb10B script=data/cached_fineweb10B.py ;;
 esac
+[ -z "$script" ] || .venv/bin/python $script
+[ -z "$data" ] || .venv/bin/python data/check.py --quick -- "$data"
 exec .venv/bin/python train_gpt.py "$preset" "$@"

@@ -29,8 +29,6 @@ class Hub:
 
     def __init__(self, repo: str, commits: dict[str, dict[str, bytes]]):
         self.repo, self.commits, self.main = repo, commits, next(iter(commits))
-        self.xet = True  # as for most files of the real one, which it offers over plain HTTP too
-        self.ranges = True
         self.requests = []  # of kind, name, revision, headers
         self.plans = collections.defaultdict(list)  # (kind, name) -> troubles of the next requests
         self.always = {}  # (kind, name) -> trouble of all requests
@@ -114,9 +112,9 @@ class Hub:
             "X-Linked-Size": str(len(content)),
             "ETag": '"of the pointer"',
         }
-        if self.xet:
-            auth = f"{self.endpoint}/api/datasets/{self.repo}/xet-read-token/{commit}"
-            headers |= {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
+        # As for most files of the real one, which it offers over plain HTTP too.
+        auth = f"{self.endpoint}/api/datasets/{self.repo}/xet-read-token/{commit}"
+        headers |= {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
         return make_reply(302, b"", headers)
 
 
@@ -129,7 +127,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         reply = self.server.hub.answer(self.command, self.path, headers, body)
         start, content = 0, reply.body
         asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
-        if reply.status == 200 and asked and self.server.hub.ranges:
+        if reply.status == 200 and asked:
             start, reply.status = int(asked[1]), 206
             reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if self.command == "HEAD" and reply.stalls:
@@ -137,7 +135,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(reply.status)
         for key, value in reply.headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content) - start + reply.surplus))
+        self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         if self.command == "HEAD":
             return
@@ -147,7 +145,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if reply.stalls:
             self.server.hub.released.wait(60)
             self.wfile.write(content[max(start, end) :])
-        elif reply.share is not None or reply.surplus:
+        elif reply.share is not None:
             self.close_connection = True
 
     do_HEAD = do_POST = do_GET
@@ -166,9 +164,8 @@ def about(path: str, content: bytes) -> dict:
 
 
 def make_reply(status: int, body: object, headers: dict | None = None) -> types.SimpleNamespace:
-    """share: of the body, where the reply is cut, or stalls; surplus: bytes that Content-Length
-    promises and that do not come, or come and are not promised."""
-    headers, more = dict(headers or {}), dict(share=None, stalls=False, surplus=0)
+    """share: of the body, where the reply is cut, or stalls."""
+    headers, more = dict(headers or {}), dict(share=None, stalls=False)
     if not isinstance(body, bytes):
         headers["Content-Type"], body = "application/json", json.dumps(body).encode()
     return types.SimpleNamespace(status=status, body=body, headers=headers, **more)
@@ -184,9 +181,9 @@ def says(status: int, code: str | None = None, message: str = "of the test") -> 
     return lambda reply: vars(reply).update(vars(refusal(status, code, message)))
 
 
-def sends(body: object, **headers: str) -> Callable:
-    """Something else entirely, with status 200."""
-    return lambda reply: vars(reply).update(vars(make_reply(200, body, headers)))
+def sends(body: object, status: int = 200) -> Callable:
+    """Something else entirely."""
+    return lambda reply: vars(reply).update(vars(make_reply(status, body)))
 
 
 def cut(reply) -> None:
@@ -195,10 +192,6 @@ def cut(reply) -> None:
 
 def stall(reply) -> None:
     reply.share, reply.stalls = 0.5, True
-
-
-def promises(surplus: int) -> Callable:
-    return lambda reply: setattr(reply, "surplus", surplus)
 
 
 def flip(reply) -> None:
@@ -215,7 +208,3 @@ def states(**changes: object) -> Callable:
         reply.body = json.dumps(files).encode()
 
     return trouble
-
-
-def header(key: str, value: str) -> Callable:
-    return lambda reply: reply.headers.update({key: value})

@@ -11,13 +11,15 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BASH = shutil.which("bash")
 
-# A Python of any version: answers `-c` truly but for its version, makes a .venv of itself, and
-# only notes what else it is asked to run.
+# A Python of any version: answers `-c` truly but for its version and modules, makes a .venv of
+# itself, gets a pip by ensurepip, and only notes what else it is asked to run.
 FAKE_PYTHON = """#!{real} -S
-import os, shutil, sys
+import os, shutil, sys, types
 argv = sys.argv[1:]
+here = os.path.dirname(__file__)
 if argv[0] == "-c":
     sys.version_info = {version}
+    sys.modules["pip"] = types.ModuleType("pip") if os.path.exists(here + "/pip") else None
     for missing in {missing}:
         sys.modules[missing] = None
     exec(argv[1])
@@ -25,12 +27,11 @@ if argv[0] == "-c":
 with open({log!r}, "a") as log:
     print("{name}", *argv, file=log)
 if argv[:2] == ["-m", "venv"]:
-    own_text = open(__file__).read()
-    shutil.rmtree(".venv", ignore_errors=True)
     os.makedirs(".venv/bin")
     for name in ("python", "pip"):
-        open(".venv/bin/" + name, "w").write(own_text)
-        os.chmod(".venv/bin/" + name, 0o755)
+        shutil.copy(__file__, ".venv/bin/" + name)
+elif argv == ["-m", "ensurepip"]:
+    sys.exit({ensurepip})
 elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
     sys.exit("no network")
 """
@@ -46,8 +47,12 @@ class Machine:
         shutil.copy(ROOT / "run.sh", self.root)
         for name in ("requirements.txt", "tests/requirements.txt"):
             shutil.copy(ROOT / name, self.root / name)
-        for tool in ("cat", "cp", "dirname"):
+        for tool in ("cat", "cp", "dirname", "mkdir", "rm"):
             (self.bin / tool).symlink_to(shutil.which(tool))
+        self.system("Linux", "x86_64")
+
+    def system(self, name, machine):
+        self.script("uname", f'#!{BASH}\n[ "$1" = -m ] && echo {machine} || echo {name}\n')
 
     def script(self, name, text):
         path = self.bin / name
@@ -57,9 +62,17 @@ class Machine:
 
     def python(self, minor, name=None, missing=()):
         name = name or f"python3.{minor}"
-        parts = dict(real=sys.executable, log=str(self.log), name=name)
-        parts |= dict(version=(3, minor, 0), missing=tuple(missing))
-        return self.script(name, FAKE_PYTHON.format(**parts))
+        parts = dict(real=sys.executable, log=str(self.log), name=name, version=(3, minor, 0))
+        text = FAKE_PYTHON.format(**parts, missing=missing, ensurepip=int("ensurepip" in missing))
+        return self.script(name, text)
+
+    def foreign_venv(self, minor, missing=()):
+        """As uv makes one: without pip, and nobody knows what else lies there."""
+        folder = self.root / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        self.python(minor, "foreign", missing).rename(folder / "python")
+        (folder / "precious").touch()
+        return folder / "precious"
 
     def driver(self, version):
         """A line per GPU."""
@@ -90,24 +103,22 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_first_run_without_gpu_installs_and_runs_tiny(machine):
+VENV = "-m venv .venv"
+TINY = ["data/source_code.py", "data/check.py --quick -- data/source_code", "train_gpt.py tiny"]
+
+
+def said(name, *lines):
+    return [f"{name} {line}" for line in lines]
+
+
+def test_first_run_without_gpu_installs_and_runs_tiny_and_the_second_only_runs(machine):
     machine.python(12)
-    assert machine.run() == [
-        "python3.12 -m venv --clear .venv",
-        f"python3.12 {PIP} requirements.txt",
-        "python3.12 data/source_code.py",
-        "python3.12 train_gpt.py tiny",
-    ]
-    assert machine.done.returncode == 0
+    everything = said("python3.12", VENV, f"{PIP} requirements.txt", *TINY)
+    assert machine.run() == everything
+    assert machine.done.returncode == 0 and machine.done.stderr == ""
     assert 'no NVIDIA GPU: running "tiny"' in machine.done.stdout
     assert "Installing" in machine.done.stdout
-
-
-def test_second_run_installs_nothing(machine):
-    machine.python(12)
-    machine.run()
-    assert machine.run() == ["python3.12 data/source_code.py", "python3.12 train_gpt.py tiny"]
-    assert "Installing" not in machine.done.stdout
+    assert machine.run() == everything[2:] and "Installing" not in machine.done.stdout
 
 
 def test_changed_requirements_are_installed(machine):
@@ -128,70 +139,84 @@ def test_failed_install_stops_the_run_and_is_repeated(machine):
     assert machine.run()[0] == f"python3.12 {PIP} requirements.txt"
 
 
+# ---- Pythons -------------------------------------------------------------------------------------
 def test_newest_python_that_works_is_taken(machine):
     machine.script("python3.14", f"#!{BASH}\necho pyenv: not found >&2\nexit 127\n")
     machine.python(13, missing=["ensurepip"])
     machine.python(12)
     machine.python(11)
-    assert machine.run()[0] == "python3.12 -m venv --clear .venv"
+    assert machine.run()[0] == f"python3.12 {VENV}"
     assert machine.done.stderr == ""
 
 
-def test_plain_python3_is_taken_last(machine):
-    machine.python(12, name="python3")
-    assert machine.run()[0] == "python3 -m venv --clear .venv"
-
-
-def test_too_old_or_no_python_is_refused(machine):
+def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
     assert "found no Python 3.11 or newer" in machine.refusal()
     machine.python(10, name="python3")
     assert "found no Python 3.11 or newer" in machine.refusal()
+    machine.python(12, name="python3")
+    assert machine.run()[0] == f"python3 {VENV}"
 
 
 def test_variable_python_overrules(machine):
     machine.python(12)
-    other = machine.python(11, name="other")
-    assert machine.run(PYTHON=str(other))[0] == "other -m venv --clear .venv"
-
-
-def test_variable_python_that_does_not_work_is_refused(machine):
-    machine.python(12)
-    old = machine.python(10, name="old")
+    old, other = machine.python(10, name="old"), machine.python(11, name="other")
     assert f"PYTHON={old} does not work" in machine.refusal(PYTHON=str(old))
     assert "PYTHON=absent does not work" in machine.refusal(PYTHON="absent")
+    assert machine.run(PYTHON=str(other))[0] == f"other {VENV}"
 
 
+# ---- .venv ---------------------------------------------------------------------------------------
 def test_venv_keeps_its_python_until_another_is_asked_for(machine):
     machine.python(11)
     machine.run()
     newer = machine.python(12)
-    assert machine.run()[0] == "python3.11 data/source_code.py"
-    assert machine.run(PYTHON=str(newer))[0] == "python3.12 -m venv --clear .venv"
+    assert machine.run() == said("python3.11", *TINY)
+    assert machine.run(PYTHON=str(newer))[0] == f"python3.12 {VENV}"
+    assert machine.run(PYTHON=str(newer)) == said("python3.12", *TINY)
 
 
-def test_broken_venv_is_made_anew(machine):
+def test_broken_venv_is_made_anew_and_its_pip_too(machine):
     machine.python(12)
     machine.run()
     (machine.root / ".venv" / "bin" / "python").unlink()
-    assert machine.run()[0] == "python3.12 -m venv --clear .venv"
+    assert machine.run()[0] == f"python3.12 {VENV}"
     (machine.root / ".venv" / "bin" / "pip").unlink()  # as an interrupted venv leaves it
-    assert machine.run()[0] == "python3.12 -m venv --clear .venv"
+    (machine.root / ".venv" / "installed-cpu").unlink()
+    assert machine.run()[:2] == said("python3.12", "-m ensurepip", f"{PIP} requirements.txt")
 
 
+def test_a_venv_of_others_is_used(machine):
+    precious = machine.foreign_venv(12)
+    expected = said("foreign", "-m ensurepip", f"{PIP} requirements.txt", *TINY)
+    assert machine.run() == expected and precious.exists()
+    assert machine.run() == expected[2:]
+
+
+@pytest.mark.parametrize("why", ["old", "PYTHON", "pip"])
+def test_a_venv_of_others_that_cannot_be_used_is_left_alone(machine, why):
+    precious = machine.foreign_venv(10 if why == "old" else 11, ["ensurepip"] * (why == "pip"))
+    python, word = machine.python(12), "mv .venv .venv-old"
+    asked = machine.run(**({"PYTHON": str(python)} if why == "PYTHON" else {}))
+    if why == "pip":
+        word = "uv pip install --python .venv/bin/python pip"
+        assert asked == ["foreign -m ensurepip"]
+    assert machine.done.returncode == 1 and machine.done.stderr.count("\n") == 1
+    assert word in machine.done.stderr and precious.exists()
+
+
+# ---- Machines ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "version, cuda", [("580.65.06", "cuda13"), ("1000.1", "cuda13"), ("550.54.15", "cuda12")]
+    "version, cuda",
+    [("580.65.06", "cuda13"), ("1000.1", "cuda13"), ("579.9", "cuda12"), ("525.1", "cuda12")],
 )
 def test_gpu_gets_the_cuda_of_its_driver_and_the_record(machine, version, cuda):
     machine.driver(version)
     machine.python(12)
-    assert machine.run() == [
-        "python3.12 -m venv --clear .venv",
-        f"python3.12 {PIP} requirements.txt jax[{cuda}]",
-        "python3.12 data/cached_fineweb10B.py",
-        "python3.12 train_gpt.py record",
-    ]
+    check = "data/check.py --quick -- data/fineweb10B"
+    lines = VENV, f"{PIP} requirements.txt jax[{cuda}]", "data/cached_fineweb10B.py", check
+    assert machine.run() == said("python3.12", *lines, "train_gpt.py record")
     assert 'an NVIDIA GPU: running "record"' in machine.done.stdout
-    assert len(machine.run()) == 2
+    assert len(machine.run()) == 3
 
 
 def test_other_cuda_gets_a_fresh_venv(machine):
@@ -199,17 +224,34 @@ def test_other_cuda_gets_a_fresh_venv(machine):
     machine.python(12)
     machine.run()
     machine.driver("580.65.06")
-    assert machine.run()[:2] == [
-        "python3.12 -m venv --clear .venv",
-        f"python3.12 {PIP} requirements.txt jax[cuda13]",
-    ]
+    lines = said("python3.12", VENV, f"{PIP} requirements.txt jax[cuda13]")
+    assert machine.run()[:2] == lines
 
 
 def test_gpu_refuses_python_311(machine):
     machine.driver("580.65.06")
     machine.python(11)
     message = machine.refusal()
-    assert "Python 3.12" in message and "GPUs need jax >= 0.11.2" in message
+    assert "no Python 3.12 or newer with" in message and "GPUs need jax >= 0.11.2" in message
+
+
+def test_old_drivers_and_other_systems_are_refused(machine):
+    machine.python(12)
+    machine.driver("524.99")
+    assert "the NVIDIA driver, 524, is too old: jax needs 525 or newer" in machine.refusal()
+    for name, kind, word in [
+        ("MINGW64_NT-10.0-19045", "x86_64", "WSL2"),
+        ("MSYS_NT-10.0", "x86_64", "WSL2"),
+        ("Darwin", "x86_64", "no wheels for Intel Macs"),
+    ]:
+        machine.system(name, kind)
+        assert word in machine.refusal("test")
+
+
+def test_macs_of_today_are_not_refused(machine):
+    machine.python(12)
+    machine.system("Darwin", "arm64")
+    assert machine.run()[-1] == "python3.12 train_gpt.py tiny"
 
 
 @pytest.mark.parametrize("answer", ["exit 9", "echo No devices were found"])
@@ -219,42 +261,41 @@ def test_driver_that_does_not_answer_is_no_gpu(machine, answer):
     assert machine.run()[-1] == "python3.12 train_gpt.py tiny"
 
 
-@pytest.mark.parametrize(
-    "argv, expected",
-    [
-        (["--steps", "3"], ["data/source_code.py", "train_gpt.py tiny --steps 3"]),
-        (["tiny", "--seed", "1"], ["data/source_code.py", "train_gpt.py tiny --seed 1"]),
-        (["tiny", "--data", "my text"], ["train_gpt.py tiny --data my text"]),
-        (["tiny", "--data=mine"], ["train_gpt.py tiny --data=mine"]),
-        (["--help"], ["train_gpt.py tiny --help"]),
-        (["record"], ["train_gpt.py record"]),  # without GPUs, which train_gpt.py explains
-        (["huge", "--x", "1"], ["train_gpt.py huge --x 1"]),
-    ],
-)
-def test_arguments_reach_the_trainer(machine, argv, expected):
+# ---- Tokens and arguments ------------------------------------------------------------------------
+CHECK = "data/check.py --quick --"
+
+
+@pytest.mark.parametrize("argv, expected", [
+    (["--steps", "3"], [*TINY[:2], "train_gpt.py tiny --steps 3"]),
+    (["tiny", "--seed", "1"], [*TINY[:2], "train_gpt.py tiny --seed 1"]),
+    (["tiny", "--data", "my text"], [f"{CHECK} my text", "train_gpt.py tiny --data my text"]),
+    (["tiny", "--data=mine"], [f"{CHECK} mine", "train_gpt.py tiny --data=mine"]),
+    (["--data", "a", "--data=b"], [f"{CHECK} b", "train_gpt.py tiny --data a --data=b"]),
+    (["--help"], ["train_gpt.py tiny --help"]),
+    (["record"], ["train_gpt.py record"]),  # without GPUs, which train_gpt.py explains
+    (["record", "--data", "x"], [f"{CHECK} x", "train_gpt.py record --data x"]),
+    (["huge", "--x", "1"], ["train_gpt.py huge --x 1"]),
+])  # fmt: skip
+def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
     machine.run()
-    assert machine.run(*argv) == [f"python3.12 {line}" for line in expected]
+    assert machine.run(*argv) == said("python3.12", *expected)
 
 
-def test_failure_of_the_data_script_stops_the_run(machine):
+@pytest.mark.parametrize("name, count", [("data/source_code.py", 1), ("data/check.py", 2)])
+def test_failure_of_a_data_script_stops_the_run(machine, name, count):
     machine.python(12)
     machine.run()
     python = machine.root / ".venv" / "bin" / "python"
-    text = python.read_text() + 'if argv[0].startswith("data/"): sys.exit(1)\n'
-    python.write_text(text)
-    assert machine.run() == ["python3.12 data/source_code.py"]
+    python.write_text(python.read_text() + f"if argv[0] == {name!r}: sys.exit(1)\n")
+    assert machine.run() == said("python3.12", *TINY[:count])
     assert machine.done.returncode == 1
 
 
 def test_test_lints_and_runs_pytest(machine):
     machine.python(12)
-    expected = [
-        f"python3.12 {PIP} tests/requirements.txt",
-        "python3.12 -m ruff check .",
-        "python3.12 -m ruff format --check .",
-        "python3.12 -m pytest -q -k data",
-    ]
+    lines = f"{PIP} tests/requirements.txt", "-m ruff check .", "-m ruff format --check ."
+    expected = said("python3.12", *lines, "-m pytest -q -k data")
     assert machine.run("test", "-k", "data")[2:] == expected
     assert machine.run("test", "-k", "data") == expected[1:]
 
