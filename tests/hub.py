@@ -37,49 +37,40 @@ class Hub:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.hub, self.server.daemon_threads, self.server.block_on_close = self, True, False
         self.server.handle_error = lambda *_: None  # connections that clients have broken
-        self.port = self.server.server_port
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         self.released.set()
         self.server.shutdown()
         self.server.server_close()
 
-    def plan(self, kind: str, name: str | None, *troubles: Callable) -> None:
-        """Troubles of the next requests of a kind; name: of a file, or None."""
-        self.plans[kind, name] += troubles
-
     def asked(self, kind: str) -> list[str]:
         """Names of the files asked for (revisions, of kind info), in order."""
         return [r.name or r.revision for r in list(self.requests) if r.kind == kind]
 
-    def wait_for(self, kind: str, count: int, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
+    def wait_for(self, kind: str, count: int) -> None:
+        end = time.monotonic() + 20
         while len(self.asked(kind)) < count:
             assert time.monotonic() < end, f"{self.asked(kind)} of {count} requests of kind {kind}"
             time.sleep(0.01)
 
     def answer(self, method: str, url: str, headers: dict, body: bytes) -> types.SimpleNamespace:
-        path, reply = urllib.parse.unquote(url.split("?")[0]), make_reply(404, {"error": "no"})
-        for kind, pattern in ROUTES.items():
-            if route := re.fullmatch(pattern, path):
-                kind, route = "head" if method == "HEAD" else kind, route.groupdict()
-                name, revision = route.get("name"), route["revision"]
-                asked = dict(kind=kind, name=name, revision=revision, headers=headers)
-                with self.lock:
-                    self.requests.append(types.SimpleNamespace(**asked))
-                    trouble = self.always.get((kind, name))
-                    if self.plans[kind, name]:
-                        trouble = self.plans[kind, name].pop(0)
-                reply = self.reply(
-                    kind, route.get("repo", self.repo), revision, name, headers, body
-                )
-                if trouble:
-                    trouble(reply)
+        path = urllib.parse.unquote(url.split("?")[0])
+        routes = {kind: re.fullmatch(pattern, path) for kind, pattern in ROUTES.items()}
+        kind, route = next((kind, route.groupdict()) for kind, route in routes.items() if route)
+        kind, name = "head" if method == "HEAD" else kind, route.get("name")
+        asked = dict(kind=kind, name=name, revision=route["revision"], headers=headers)
+        with self.lock:
+            self.requests.append(types.SimpleNamespace(**asked))
+            trouble = self.always.get((kind, name))
+            if self.plans[kind, name]:
+                trouble = self.plans[kind, name].pop(0)
+        reply = self.reply(
+            kind, route.get("repo", self.repo), route["revision"], name, headers, body
+        )
+        if trouble:
+            trouble(reply)
         return reply
 
     def reply(self, kind, repo, revision, name, headers, body) -> types.SimpleNamespace:
@@ -99,23 +90,19 @@ class Hub:
             return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
         if name not in files:
             return refusal(404, "EntryNotFound", "Entry not found")
+        etag = f'"{sha256(files[name])}"'
         if kind == "cdn":
-            return make_reply(200, files[name], {"ETag": f'"{sha256(files[name])}"'})
-        return self.redirect(commit, name, files[name])
-
-    def redirect(self, commit: str, name: str, content: bytes) -> types.SimpleNamespace:
-        """localhost is another host than 127.0.0.1 to huggingface_hub, as the real one's CDN is."""
-        headers = {
-            "Location": f"http://localhost:{self.port}/cdn/{commit}/{name}?signed=yes",
-            "X-Repo-Commit": commit,
-            "X-Linked-Etag": f'"{sha256(content)}"',
-            "X-Linked-Size": str(len(content)),
-            "ETag": '"of the pointer"',
-        }
-        # As for most files of the real one, which it offers over plain HTTP too.
-        auth = f"{self.endpoint}/api/datasets/{self.repo}/xet-read-token/{commit}"
-        headers |= {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
-        return make_reply(302, b"", headers)
+            return make_reply(200, files[name], {"ETag": etag})
+        # localhost is another host than 127.0.0.1 to huggingface_hub, as a CDN is. Xet, as
+        # for most files of the real one, which it offers over plain HTTP too.
+        host, auth = (
+            self.endpoint.replace("127.0.0.1", "localhost"),
+            f"{self.endpoint}/xet/{commit}",
+        )
+        target = dict(Location=f"{host}/cdn/{commit}/{name}?signed=yes", ETag='"of the pointer"')
+        file = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(files[name]))}
+        xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
+        return make_reply(302, b"", {**target, **file, **xet, "X-Repo-Commit": commit})
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -130,8 +117,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if reply.status == 200 and asked:
             start, reply.status = int(asked[1]), 206
             reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        if self.command == "HEAD" and reply.stalls:
-            self.server.hub.released.wait(60)
         self.send_response(reply.status)
         for key, value in reply.headers.items():
             self.send_header(key, value)
@@ -195,16 +180,9 @@ def stall(reply) -> None:
 
 
 def flip(reply) -> None:
-    middle = len(reply.body) // 2
-    changed = bytes([reply.body[middle] ^ 1])
-    reply.body = reply.body[:middle] + changed + reply.body[middle + 1 :]
+    reply.body = reply.body[:-2] + bytes([reply.body[-2] ^ 1]) + reply.body[-1:]
 
 
 def states(**changes: object) -> Callable:
     """Of kind paths: something else about every file."""
-
-    def trouble(reply) -> None:
-        files = [file | changes for file in json.loads(reply.body)]
-        reply.body = json.dumps(files).encode()
-
-    return trouble
+    return lambda reply: sends([file | changes for file in json.loads(reply.body)])(reply)
