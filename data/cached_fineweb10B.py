@@ -9,7 +9,6 @@ it gets its name and its entry in MANIFEST.json. After an interruption, run this
 """
 
 import argparse
-import errno
 import os
 import pathlib
 import shutil
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -46,6 +45,7 @@ PINNED = {
     "fineweb_train_000006.bin": "d80e5b209983e636655fc738fdf281f0132f0298bf4c0848f7e7a6bea6ca06f0",
     "fineweb_train_000007.bin": "fa9f94dce61686b5467bc6cd3078424203db23ac254d804a6d8d5d440afc1e11",
 }
+EOT = shards.GPT2["eot"]
 RECORD_SHARDS = 7  # for training, of which each holds 254 of its 1770 steps
 THREADS = 4  # files on their way at once
 PAUSES = 1, 2, 4  # seconds before a request is made again that failed for a passing reason
@@ -105,13 +105,6 @@ def explain(error: Exception, repo: str, revision: str) -> str:
     return f"{hub} is not to be had: check network, proxy, HF_ENDPOINT, HF_HUB_OFFLINE ({why})"
 
 
-def check_space(folder: pathlib.Path, need: int) -> None:
-    """Raises OSError if so many bytes do not fit."""
-    if (free := shutil.disk_usage(folder).free) < need:
-        needs = f"needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free"
-        raise OSError(errno.ENOSPC, f"{needs}: make room or pass another --out")
-
-
 # ---- Files ---------------------------------------------------------------------------------------
 def read_files(out: pathlib.Path, repo: str) -> dict[str, dict]:
     """The files of MANIFEST.json; exits if it is broken, or of another data set."""
@@ -124,14 +117,13 @@ def read_files(out: pathlib.Path, repo: str) -> dict[str, dict]:
     return about.get("files", {})
 
 
-def is_right(found: dict, stated: dict) -> bool:
-    return all(found.get(key) == stated[key] for key in ("size", "sha256"))
-
-
-def those_right(out: pathlib.Path, stated: dict[str, dict]) -> dict[str, dict]:
-    """The files that are as stated, and what was found in them."""
-    found = shards.examine(out, stated, shards.GPT2["eot"])
-    return {name: facts for name, facts in found if is_right(facts, stated[name])}
+def those_right(found: Iterable[tuple[str, dict]], stated: dict[str, dict]) -> dict[str, dict]:
+    """The files in which was found what is stated of them."""
+    return {
+        name: facts
+        for name, facts in found
+        if all(facts.get(key) == stated[name][key] for key in ("size", "sha256"))
+    }
 
 
 # ---- Hub -----------------------------------------------------------------------------------------
@@ -165,13 +157,10 @@ def fetch(repo: str, name: str, stated: dict, part: pathlib.Path, out: pathlib.P
     try:
         # Forced, or it would copy what lies in its cache, however broken.
         path = pathlib.Path(hf_hub_download(repo, name, force_download=True, **about))
-        try:
-            found = shards.inspect(path, shards.GPT2["eot"])
-        except shards.Fault as fault:
-            raise OSError(f"it {fault}") from None
-        if not is_right(found, stated):
-            has = f"{found['size']} bytes of sha256 {found['sha256']}"
-            raise OSError(f"it has {has} where {stated['size']} and {stated['sha256']} are stated")
+        ((_, found),) = shards.examine(path.parent, [name], EOT)
+        if not those_right([(name, found)], {name: stated}):
+            why = found.get("fault") or "has {size} bytes of sha256 {sha256}".format(**found)
+            raise OSError(f"it {why} where {stated['size']} and {stated['sha256']} are stated")
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # the name must not outlive a power cut without the bytes
         os.replace(path, out / name)
@@ -186,7 +175,9 @@ def fetch_all(
     """Fetches several files at once and calls `keep` with each that is in its place, and what was
     found in it; returns what has gone wrong with others."""
     total, wrong = sum(entry["size"] for entry in stated.values()), {}
-    check_space(out, total + MARGIN)
+    if (free := shutil.disk_usage(out).free) < total + MARGIN:
+        has = f"needs {(total + MARGIN) / 1e9:.1f} GB, {out} has {free / 1e9:.1f} GB free"
+        refuse(f"{has}: make room or pass another --out")
     print(f"fetching {len(stated)} files, {total / 1e9:.1f} GB, to {out} ...", flush=True)
     pool = ThreadPoolExecutor(THREADS)
     running = {
@@ -213,32 +204,31 @@ def download(
     and how many were fetched."""
     pinned = PINNED if repo == VARIANTS[""][0] else {}
 
-    def complete(files: dict[str, dict]) -> bool:
-        stated = {name: files[name] for name in names if name in files}
-        known = len(stated) == len(names) and all(
-            revision in (None, entry["revision"])
-            and entry["sha256"] == pinned.get(name, entry["sha256"])
-            for name, entry in stated.items()
-        )
-        return known and len(those_right(out, stated)) == len(names)
+    def right(stated: dict[str, dict]) -> dict[str, dict]:
+        return those_right(shards.examine(out, stated, EOT), stated)
 
     def keep(found: dict[str, dict]) -> None:
         shards.stamp(out, found)
         files.update((name, stated[name]) for name in found)
         shards.write_manifest(out, repo, **shards.GPT2, files=files)
 
-    if complete(files := read_files(out, repo)):
+    files = read_files(out, repo)
+    known = {name: files[name] for name in names if name in files}
+    if len(right(known)) == len(names) and all(
+        revision in (None, entry["revision"])
+        and entry["sha256"] == pinned.get(name, entry["sha256"])
+        for name, entry in known.items()
+    ):
         return files, 0
     with shards.workplace(out) as part:
-        if complete(files := read_files(out, repo)):  # another process may have worked
-            return files, 0
+        files = read_files(out, repo)  # another process may have worked
         commits = {entry["revision"] for entry in files.values()}
         stated = ask(repo, names, revision or (commits.pop() if len(commits) == 1 else "main"))
         for name, entry in stated.items():
             if (sha256 := pinned.get(name, entry["sha256"])) != entry["sha256"]:
                 other = f"{name} has sha256 {entry['sha256']} at the hub, not {sha256}"
                 refuse(f"{other}: these are not the bytes that records are run on")
-        if there := those_right(out, stated):
+        if there := right(stated):
             keep(there)
         lacking = {name: entry for name, entry in stated.items() if name not in there}
         if lacking and (wrong := fetch_all(repo, lacking, part, out, keep)):
@@ -285,9 +275,8 @@ def main():
         leave(1, f"{out} cannot be used: {printable(error)}")
     commits = ", ".join(sorted({files[name]["revision"][:12] for name in names}))
     size = sum(files[name]["size"] for name in names) / 1e9
-    print(f"{len(names)} files are there and right, {fetched} of them fetched now")
-    what = f"validation shard and {len(names) - 1} train shards, {size:.1f} GB, revision {commits}"
-    print(f"{out}: {what}, all verified (sha256 in MANIFEST.json)")
+    what = f"{len(names)} files, {size:.1f} GB, revision {commits}, are there and right"
+    print(f"{out}: {what}, {fetched} of them fetched now")
 
 
 if __name__ == "__main__":

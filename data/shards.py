@@ -28,30 +28,25 @@ class Fault(Exception):
 
 # ---- Reading -------------------------------------------------------------------------------------
 def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
-    """What one pass over every byte of a shard finds; raises Fault if it is none."""
-    try:
-        with path.open("rb") as file:
-            status, header = os.fstat(file.fileno()), file.read(HEADER)
-            if len(header) < HEADER:
-                raise Fault(f"is no token shard: {len(header)} bytes hold no header")
-            magic, version, count = struct.unpack_from("<3i", header)
-            if (magic, version) != (MAGIC, VERSION) or count <= 0:
-                found = f"magic {magic}, version {version}, {count} tokens"
-                raise Fault(f"is no token shard (llm.c's {MAGIC}, version 1): its header: {found}")
-            if status.st_size != HEADER + 2 * count:
-                promised = f"where its header promises {HEADER + 2 * count}"
-                raise Fault(f"has {status.st_size} bytes {promised}: get it again")
-            digest, largest, documents = hashlib.sha256(header), 0, 0
-            while piece := file.read(2**23):
-                digest.update(piece)
-                tokens = np.frombuffer(piece, "<u2")
-                largest = max(largest, int(tokens.max()))
-                documents += int(np.count_nonzero(tokens == eot))  # none equals None
-    except OSError as error:
-        raise Fault(f"cannot be read: {error.strerror}") from None
-    return dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot,
-                sha256=digest.hexdigest(), tokens=count, documents=documents,
-                largest_token=largest)  # fmt: skip
+    """What one pass over every byte of a shard finds; raises Fault if it is none, or OSError."""
+    with path.open("rb") as file:
+        status, header = os.fstat(file.fileno()), file.read(HEADER)
+        if len(header) < HEADER:
+            raise Fault(f"is no token shard: {len(header)} bytes hold no header")
+        magic, version, count = struct.unpack_from("<3i", header)
+        if (magic, version) != (MAGIC, VERSION) or count <= 0:
+            found = f"magic {magic}, version {version}, {count} tokens"
+            raise Fault(f"is no token shard (llm.c's {MAGIC}, version 1): its header: {found}")
+        if status.st_size != (promised := HEADER + 2 * count):
+            raise Fault(f"has {status.st_size} bytes where its header promises {promised}")
+        digest, largest, documents = hashlib.sha256(header), 0, 0
+        while piece := file.read(2**23):
+            digest.update(piece)
+            tokens = np.frombuffer(piece, "<u2")
+            largest = max(largest, int(tokens.max()))
+            documents += int(np.count_nonzero(tokens == eot))  # none equals None
+    return dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot, tokens=count,
+                sha256=digest.hexdigest(), documents=documents, largest_token=largest)  # fmt: skip
 
 
 def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
@@ -85,7 +80,7 @@ def examine(
         except OSError as error:
             return dict(fault=f"cannot be read: {error.strerror}")
         except Fault as fault:
-            return dict(fault=str(fault))
+            return dict(fault=f"{fault}: get it again")
 
     pool, whole, names = ThreadPoolExecutor(), {}, list(names)  # no `with`: Ctrl-C would wait
     for name, found in zip(names, pool.map(look, names), strict=True):

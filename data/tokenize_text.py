@@ -41,7 +41,7 @@ CHUNK = 2**20  # bytes that are read at once
 # tiktoken gets 2**19 at most: some tenths of a second at worst, and half of the spaces in a row (a
 # million) at which its regular expressions overflow their stack.
 PIECE = 2**18
-QUEUE = 8  # bundles of pieces that wait for each worker, for instance while a shard is written
+QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
 VAL_TOKENS = 10_485_762  # what the record's validation reads, and two that steps_in asks for
 
 # No alternative of GPT-2's pattern goes on to white space after anything else, nor from a letter to
@@ -112,8 +112,7 @@ def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
     suffix = path.suffix.lower()
     if suffix != ".zst":
         file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-        yield from iter(lambda: file.read(CHUNK), b"")
-        return
+        return (yield from iter(lambda: file.read(CHUNK), b""))
     zstd, frame = module(path).ZstdDecompressor(), None
     while data := raw.read(CHUNK // 128):  # little: it may become a thousand times as long
         while data:
@@ -252,12 +251,10 @@ def gpt2() -> Any:
 
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # of the network, of the cache, of files that are not the right ones
-        fail(
-            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
-            "network, run TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; "
-            'tiktoken.get_encoding("gpt2")\', copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR '
-            "to it; or use --bytes"
-        )
+        why = f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__})"
+        get = "TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
+        fail(f"{why}: where there is a network, run {get}, copy the folder gpt2 here and set "
+             "TIKTOKEN_CACHE_DIR to it; or use --bytes")  # fmt: skip
 
 
 def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
@@ -323,7 +320,7 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict
         tokens += count
         if count < 2:
             break
-        name = f"{args.name}_train_{number:06}.bin" if number else f"{args.name}_val_000000.bin"
+        name = f"text_{'train' if number else 'val'}_{number:06}.bin"
         rows[name] = shards.write(folder / name, [shards.header(count), *taken])
         rows[name]["documents"] = sum(int(np.count_nonzero(a == args.about["eot"])) for a in taken)
         taken.clear()  # or they would stay in memory until the next ones are there
@@ -353,43 +350,26 @@ def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
 
 # ---- Run -----------------------------------------------------------------------------------------
 def parse() -> argparse.Namespace:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = cli.add_argument
-    text = "files, read in the order given, and folders, whose files are read in the order of the "
-    text += f"sha256 of their path in it, hidden ones not at all: {' '.join(SUFFIXES)}"
+    text = f"files, or folders of them: {' '.join(SUFFIXES)}"
     add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=text)
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
     add("--bytes", action="store_true", help="a token is a byte of UTF-8, and EOT is 256")
-    add("--name", default="text", help="of the shards: NAME_train_000001.bin (default: text)")
     add("--shard_tokens", type=int, default=10**8, metavar="N", help="default: %(default)s")
-    text = f"the first N are the validation set (default: a tenth, but at most {VAL_TOKENS})"
+    text = f"the first N (default: a tenth, but at most {VAL_TOKENS})"
     add("--val_tokens", type=int, metavar="N", help=text)
     add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
     text = "threads; the shards are the same for any number (default: %(default)s)"
-    add("--workers", type=int, default=cpus, metavar="N", help=text)
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help=text)
     args = cli.parse_args()
     for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
         if getattr(args, name) is not None and not low <= getattr(args, name) < 2**31:
             cli.error(f"--{name} {getattr(args, name)} is not from {low} to {2**31 - 1}")
-    if not re.fullmatch(r"\w[\w.-]*", args.name) or re.search("_(train|val)_", args.name + "_"):
-        cli.error(f"--name {args.name!r}: letters, digits, ., _ and -, without _train or _val")
     if "\n" in (args.separator or ""):
         cli.error("--separator is one line")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
-
-
-def report(rows: dict[str, dict], args: Any, counts: collections.Counter) -> None:
-    total = 0
-    for name, row in rows.items():
-        tokens, documents, sha256 = (row["size"] - 1024) // 2, row["documents"], row["sha256"]
-        print(f"{name} tokens:{tokens} documents:{documents} sha256:{sha256[:16]}...")
-        total += tokens
-    skipped = f" ({counts['empty']} empty ones skipped)" if counts["empty"] else ""
-    print(f"{total} tokens of {counts['documents']} documents{skipped}; train on it:")
-    flags = "--vocab {vocab} --eot {eot}".format(**args.about)
-    print(f"./run.sh tiny --data {shlex.quote(str(args.out))} {flags}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -409,7 +389,13 @@ def run(args: argparse.Namespace) -> None:
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])
-    report(rows, args, counts)
+    for name, row in rows.items():
+        tokens = (row["size"] - shards.HEADER) // 2
+        print(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
+    skipped = f", {counts['empty']} empty ones skipped" if counts["empty"] else ""
+    print(f"{counts['documents']} documents{skipped}; train on them:")
+    flags = "--vocab {vocab} --eot {eot}".format(**args.about)
+    print(f"./run.sh tiny --data {shlex.quote(str(args.out))} {flags}")
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """The scripts of data/: the text is the committed one, files are whole, a failure is one line."""
 
-import fcntl
 import hashlib
 import os
 import pathlib
@@ -87,29 +86,6 @@ def test_no_validation_file_is_in_training(shards):
         assert not train & set(source_code.documents(files[path]))
 
 
-def test_few_validation_lines_stand_in_training(shards):
-    first, second, val = (
-        [line.strip() for line in b"\n".join(documents(tokens)).split(b"\n")] for tokens in shards
-    )
-    train = set(first + second)
-    long_lines = [line for line in val if len(line) > source_code.LONG_LINE]
-    assert sum(line in train for line in long_lines) / len(long_lines) < 0.05
-
-
-def test_a_file_is_cut_at_its_definitions():
-    pieces = [
-        b"import os\n",
-        b"# Says why.\n@cache\ndef f():\n    def g():\n        pass\n",
-        b"X = 1\n",
-        b"class A:\n    y = 2\n",
-        b"    # Of the method.\n    async def m(self):\n        return '\x0c'\n",
-        b"    z = 3\n",
-        b"f()\n",
-    ]
-    assert source_code.documents(b"\n\n".join(pieces)) == pieces
-    assert source_code.documents(b"\n \n") == []
-
-
 def test_second_run_does_nothing(built, monkeypatch):
     out, _ = built
     run(source_code, monkeypatch, "--out", out)
@@ -154,19 +130,6 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
         (part / "y.bin").touch()
         assert list(tmp_path.glob(".part-*")) == [part]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_where_files_cannot_be_locked_nothing_of_others_is_deleted(tmp_path, monkeypatch):
-    """There a second process may be at work, and would lose its folder."""
-
-    def flock(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    (tmp_path / ".part-alive").mkdir()
-    with shards_py.workplace(tmp_path) as part:
-        assert part.is_dir() and (tmp_path / ".part-alive").is_dir()
-    assert not part.exists()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -15,8 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import unicodedata
-import weakref
 
 import numpy as np
 import pyarrow
@@ -244,15 +242,6 @@ def test_cuts_do_not_change_tokens(gpt2, monkeypatch):
     assert exact > 1000 and many > 5000
 
 
-def test_what_is_no_letter_yet_is_no_boundary():
-    """tiktoken may know more of Unicode than this Python."""
-    unassigned = next(c for c in map(chr, range(0x1C8A, 2**16)) if unicodedata.category(c) == "Cn")
-    assert tokenize_text.boundary(f"a{unassigned}b", 0, 3) is None
-    for other in ".1_'\u0301\ufffd\U0001f600":
-        assert tokenize_text.boundary(f"a{other}b", 0, 3) == 1
-    assert tokenize_text.boundary("\u00b2.b", 0, 3) is None  # a digit to Python, no letter
-
-
 def test_cuts_depend_on_the_document_alone(monkeypatch):
     draw = random.Random(2)
     for _ in range(200):
@@ -261,14 +250,6 @@ def test_cuts_depend_on_the_document_alone(monkeypatch):
         parts = [text[a:b] for a, b in itertools.pairwise([0, *at, len(text)])]
         piece = draw.choice([3, 10, 30])
         assert cut(text, piece, monkeypatch, parts) == cut(text, piece, monkeypatch)
-
-
-def test_a_long_document(tokenize, tmp_path, gpt2, capsys):
-    """At the true size of pieces: prose, then 900,000 characters in a row without white space."""
-    text = prose(900_000) + "".join(prose(900_000, 1).split()) + " \n" * 200_000 + prose(300_000)
-    (tmp_path / "in.txt").write_text(text)
-    assert tokenize(tmp_path / "in.txt").tolist() == expected([text], gpt2).tolist()
-    assert "cuts within" not in capsys.readouterr().out
 
 
 RUNS = ["a" * 600_000, " " * 1_100_000 + "x", "\n" * 600_000 + "x", "\u4e2d" * 600_000]
@@ -387,7 +368,7 @@ def test_empty_documents_are_skipped_and_told(tokenize, tmp_path, capsys):
     (tmp_path / "d.txt").write_text("x\n\n\n\ny")
     found = tokenize(*sorted(tmp_path.glob("*.*")), "--bytes", "--separator", "")
     assert found.tolist() == expected([*DOCUMENTS, " ", "x\n", "y"]).tolist()
-    assert "of 23 documents (6 empty ones skipped)" in capsys.readouterr().out
+    assert "23 documents, 6 empty ones skipped" in capsys.readouterr().out
     assert "23 documents" in manifest_of(tmp_path / "out")["source"]
 
 
@@ -463,7 +444,7 @@ def test_manifest_and_report(tokenize, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(DOCUMENTS))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(prose(5000).encode()))
     paths, out = [tmp_path / "a.jsonl", tmp_path / "b.txt.gz"], tmp_path / "out"
-    found = tokenize(*paths, "--shard_tokens", "900")
+    tokenize(*paths, "--shard_tokens", "900")
     said, manifest = capsys.readouterr().out, manifest_of(out)
     size = sum(path.stat().st_size for path in paths)
     assert manifest["source"] == (
@@ -476,7 +457,7 @@ def test_manifest_and_report(tokenize, tmp_path, capsys):
         assert row == {key: shard[key] for key in ("size", "sha256", "documents")}
         counts = f"tokens:{shard['tokens']} documents:{shard['documents']}"
         assert f"{name} {counts} sha256:{shard['sha256'][:16]}" in said
-    assert f"{len(found)} tokens of 21 documents; train on it" in said
+    assert "21 documents; train on them:" in said
     argv = said.splitlines()[-1].split()
     assert argv[0] == "./run.sh"
     preset, c = train_gpt.parse_config(argv[1:])
@@ -506,27 +487,6 @@ def test_sizes(tokenize, tmp_path, monkeypatch, capsys, argv, size, sizes, dropp
     assert ("dropped the last token" in capsys.readouterr().out) == bool(dropped)
 
 
-def test_no_more_is_held_than_ten_times_the_validation_set(monkeypatch):
-    monkeypatch.setattr(tokenize_text, "VAL_TOKENS", 100)
-    made = []
-
-    def source():
-        for _ in range(100):
-            array = np.arange(300, dtype="<u2")
-            made.append(weakref.ref(array))
-            yield array
-            del array
-
-    def alive():
-        return sum(ref() is not None for ref in made)
-
-    count, arrays = tokenize_text.validation_size(source())
-    assert count == 100 and len(made) == 4 == alive()
-    for number, _ in enumerate(arrays, 1):
-        assert alive() <= max(2, 5 - number)  # what has been used goes
-    assert number == 100
-
-
 def test_the_whole_of_the_records_validation_is_the_default(monkeypatch):
     """And two more: one for the last target, one since a step is taken only while more are left."""
     assert tokenize_text.VAL_TOKENS == train_gpt.PRESETS["record"].val_tokens + 2
@@ -546,7 +506,7 @@ def test_too_little_text(refusal, tmp_path, argv, size):
 
 @pytest.mark.parametrize("argv", [
     [], ["--val_tokens", "1"], ["--shard_tokens", "2147483648"], ["--workers", "0"],
-    ["--name", "a/b"], ["--name", ".a"], ["--name", "a_val"], ["--separator", "a\nb"],
+    ["--separator", "a\nb"],
 ])  # fmt: skip
 def test_bad_command_lines(monkeypatch, tmp_path, capsys, argv):
     monkeypatch.chdir(tmp_path)
@@ -603,12 +563,6 @@ def test_validation_comes_last_and_a_failure_takes_all_back(tokenize, tmp_path, 
 
 
 STEPS = ["--bytes", "--val_tokens", 10, "--shard_tokens", 100_000]
-
-
-def test_a_late_failure_leaves_nothing(refusal, tmp_path):
-    (tmp_path / "a.txt").write_text("text " * 600_000)
-    (tmp_path / "b.txt").write_bytes(b"\xff")
-    refusal(tmp_path / "a.txt", tmp_path / "b.txt", *STEPS)
 
 
 def test_disk_full(tmp_path):
