@@ -98,7 +98,7 @@ def test_second_run_does_nothing(built, monkeypatch):
 
 def test_broken_shard_is_made_anew(built, monkeypatch):
     path = built[0] / "source_val_000000.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     run(source_code, monkeypatch, "--out", built[0])
     expected = source_code.SHARDS[path.name]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == expected

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 
 import numpy as np
 import pyarrow
@@ -240,6 +241,14 @@ def test_cuts_do_not_change_tokens(gpt2, monkeypatch):
             pieces = [token for part in parts for token in gpt2.encode_ordinary(part)]
             assert pieces == gpt2.encode_ordinary(text), parts
     assert exact > 1000 and many > 5000
+
+
+def test_what_is_no_letter_yet_is_no_boundary():
+    """tiktoken may know more of Unicode than this Python."""
+    unassigned = next(c for c in map(chr, range(0x1C8A, 2**16)) if unicodedata.category(c) == "Cn")
+    assert tokenize_text.boundary(f"a{unassigned}b", 0, 3) is None
+    assert tokenize_text.boundary("a.b", 0, 3) == 1
+    assert tokenize_text.boundary("\u00b2.b", 0, 3) is None  # a digit to Python, no letter
 
 
 def test_cuts_depend_on_the_document_alone(monkeypatch):
