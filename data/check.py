@@ -10,6 +10,7 @@ script. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
 """
 
 import argparse
+import collections
 import os
 import pathlib
 import sys
@@ -31,17 +32,17 @@ def check(folder: pathlib.Path, quick: bool) -> list[str]:
         facts = "vocabulary {vocab}, EOT {eot}, from {source}".format
         print(f" {facts(**about)}" if about else " no MANIFEST.json, so the bytes may be any")
         print(f"{'file':30} {'tokens':>13} {'documents':>10} {'mean':>8}  verdict")
-    faults, total = [], dict(tokens=0, documents=0)
+    faults, total = [], collections.Counter(tokens=0, documents=0)
     for name, found, fault in shards.check(folder, about, names, quick):
-        tokens, documents = (found.get(key, 0) for key in total)
-        total = dict(tokens=total["tokens"] + tokens, documents=total["documents"] + documents)
+        tokens, documents = found.get("tokens", 0), found.get("documents", 0)
+        total.update(tokens=tokens, documents=documents)
         faults += [f"{folder / name} {fault}"] if fault else []
         if not quick:
             mean = f"{tokens / documents:,.0f}" if documents else "-"
             numbers = f"{tokens:13,} {documents:10,} {mean:>8}"
             print(f"{name:30} {numbers}  {fault or 'ok'}", flush=True)
-    summary = ", ".join([f"{len(names)} shards", *(f"{n:,} {what}" for what, n in total.items())])
-    print(summary + f", {len(faults) or 'nothing'} wrong")
+    summary = f"{len(names)} shards, {total['tokens']:,} tokens, {total['documents']:,} documents"
+    print(f"{summary}, {len(faults) or 'nothing'} wrong")
     return faults
 
 

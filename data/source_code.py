@@ -129,20 +129,18 @@ def main():
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = pathlib.Path(__file__).resolve().parent
     cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
-    out, files = cli.parse_args().out, {}
+    out = cli.parse_args().out
     try:
-        there = dict(shards.examine(out, SHARDS, EOT))
-        encoded = {}
-        if any(there[name].get("sha256") != SHARDS[name] for name in SHARDS):
+        there = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
+        if there != SHARDS:
             encoded = {name: encode(documents) for name, documents in build().items()}
             if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
                 sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
             with shards.workplace(out):
                 for name, data in encoded.items():
                     shards.write(out / name, [data])
-        for name in SHARDS:
-            files[name] = dict(size=(out / name).stat().st_size, sha256=SHARDS[name])
-            print(f"{name} sha256:{SHARDS[name]} is {'made' if encoded else 'there already'}")
+                    print(f"made {out / name}, sha256 {SHARDS[name]}")
+        files = {n: dict(size=(out / n).stat().st_size, sha256=SHARDS[n]) for n in SHARDS}
         shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
     except OSError as error:  # no space, no permission
         sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")

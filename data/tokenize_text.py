@@ -42,7 +42,7 @@ CHUNK = 2**20  # bytes that are read at once
 # million) at which its regular expressions overflow their stack.
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
-VAL_TOKENS = 10_485_762  # what the record's validation reads, and two that steps_in asks for
+VAL_TOKENS = 10_485_762  # what the record's validation reads, and two that must be left over
 
 # No alternative of GPT-2's pattern goes on to white space after anything else, nor from a letter to
 # what is no letter: what it finds on either side does not depend on the other.

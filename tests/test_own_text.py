@@ -11,7 +11,7 @@ import tokenize_text
 import train_gpt
 
 FLAGS = "--D 32 --H 2 --F 64 --T 64 --head_chunk 64 --window 64 --window_block 64 --val_T 64"
-FLAGS += " --val_tokens 1024 --steps 30 --val_every 30 --target 0 --seed 1"
+FLAGS += " --val_tokens 1024 --steps 30 --val_every 30 --target 0 --seed 1 --plan"
 
 
 def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
@@ -28,7 +28,9 @@ def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["check.py", "my data"])
     check.main()
     assert "check.py" not in capsys.readouterr().err
-    train_gpt.main(["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split()])
+    train_gpt.main(
+        ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split(), "Lv0 S"]
+    )
     (log,) = Path("logs").glob("*.txt")
     losses = re.findall(r"^step:\d+/30 val_loss:(\S+)", log.read_text(), re.M)
     first, last = map(float, losses)
