@@ -159,8 +159,9 @@ def fetch(repo: str, name: str, stated: dict, part: pathlib.Path, out: pathlib.P
         path = pathlib.Path(hf_hub_download(repo, name, force_download=True, **about))
         ((_, found),) = shards.examine(path.parent, [name], EOT)
         if not those_right([(name, found)], {name: stated}):
-            why = found.get("fault") or "has {size} bytes of sha256 {sha256}".format(**found)
-            raise OSError(f"it {why} where {stated['size']} and {stated['sha256']} are stated")
+            of = "{size} bytes of sha256 {sha256}".format
+            why = found.get("fault") or f"has {of(**found)} where {of(**stated)} are stated"
+            raise OSError(f"it {why}")
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # the name must not outlive a power cut without the bytes
         os.replace(path, out / name)

@@ -169,7 +169,7 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict[str, Any]:
     """Writes a file whole or not at all, also where two processes write at once, and returns its
     size and sha256. `parts` may be anything with a buffer; a numpy array must be contiguous."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".part-{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")  # not .part-, see workplace
     digest, size = hashlib.sha256(), 0
     try:
         with temporary.open("wb") as file:
@@ -208,7 +208,7 @@ def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
         except OSError:  # a file system without locks, where what is left may be in use
             lock = None
         for left in out.glob(".part-*") if lock else ():
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(left, ignore_errors=True)
         part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
         try:
             yield part

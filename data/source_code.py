@@ -13,6 +13,7 @@ import ast
 import collections
 import hashlib
 import importlib.util
+import os
 import pathlib
 import sys
 import warnings
@@ -136,9 +137,10 @@ def main():
             encoded = {name: encode(documents) for name, documents in build().items()}
             if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
                 sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
-            with shards.workplace(out):
+            with shards.workplace(out) as part:
                 for name, data in encoded.items():
-                    shards.write(out / name, [data])
+                    shards.write(part / name, [data])
+                    os.replace(part / name, out / name)
                     print(f"made {out / name}, sha256 {SHARDS[name]}")
         files = {n: dict(size=(out / n).stat().st_size, sha256=SHARDS[n]) for n in SHARDS}
         shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)

@@ -374,7 +374,7 @@ RED = {"error": "\x1b[31mred\x1b[2J\r\n\x07bell\u202eback " + "long " * 1000}
 WORDS = dict(
     private=(lambda h, m: setattr(h, "repo", "a/b"), f"{REPO} does not exist or is private"),
     token=(lambda h, m: m.setenv("HF_TOKEN", "bad"), "refuses the token: set HF_TOKEN"),
-    size=(lambda h, m: plan(h, "paths", states(size=1024), always=True), "where 1024 and"),
+    size=(lambda h, m: plan(h, "paths", states(size=1024), always=True), "where 1024 bytes"),
     no_sha256=(lambda h, m: plan(h, "paths", states(lfs=None), always=True), "no sha256"),
     cursor=(lambda h, m: plan(h, "info", sends(RED, status=500), always=True), "bell back"),
     no_hub=(lambda h, m: plan(h, "info", sends(b"<html>"), always=True), "HF_ENDPOINT"),
