@@ -7,6 +7,7 @@ otherwise idle machine.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ import shards  # noqa: E402
 import train_gpt  # noqa: E402
 
 TOKENS, TEXT_BYTES = 100_000_000, 64_000_000  # a shard of FineWeb has as many
-ROWS, T = 8, train_gpt.PRESETS["record"].T
+RECORD = dataclasses.replace(train_gpt.PRESETS["record"], steps=10**9)
 
 
 def best(work: Callable[[], int]) -> float:
@@ -44,7 +45,7 @@ def read(path: pathlib.Path, cold: bool = False) -> int:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shard = np.memmap(path, "<u2", "r", offset=shards.HEADER)
-    return sum(step[:, :-1].size for step in train_gpt.stream([shard], ROWS, T, 10**9))
+    return sum(step[:, :-1].size for step in train_gpt.stream([shard], RECORD))
 
 
 def reader_rates(folder: pathlib.Path) -> dict[str, float]:
