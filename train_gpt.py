@@ -481,11 +481,8 @@ def train_step(state: State, tokens_NBT: Array, c: Config, window: int) -> tuple
     """One update, from this device's N microbatches, and the loss of the batch of all devices."""
     weights, reduce_scatter = jax.vjp(functools.partial(gather, c=c), state.params)
     weights["embed"] = lax.pcast(state.embed, "fsdp", to="varying").astype(jnp.float32)
-
-    def accumulate(total, tokens):
-        part = jax.value_and_grad(loss_fn)(weights, tokens, c, window)
-        return jax.tree.map(jnp.add, total, part), None
-
+    part = functools.partial(jax.value_and_grad(loss_fn), weights, c=c, window=window)
+    accumulate = lambda total, tokens: (jax.tree.map(jnp.add, total, part(tokens)), None)
     zero = jnp.zeros_like(tokens_NBT[0, 0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, weights)
     (loss, grads), _ = lax.scan(accumulate, zero, tokens_NBT)
     updates, opt = optimizer(c).update(*reduce_scatter(grads), state.optimizer, state.params)
