@@ -21,6 +21,7 @@ import secrets
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -454,8 +455,10 @@ class State(NamedTuple):
 
 
 def initial_state(seed: Array, c: Config) -> State:
-    key, rows = jax.random.key(seed), enumerate(param_table(c).items())
-    params = {k: row.init(jax.random.fold_in(key, i), row.stored_shape) for i, (k, row) in rows}
+    key, params = jax.random.key(seed), {}
+    for name, row in param_table(c).items():  # by name: one row less does not re-seed the others
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        params[name] = row.init(own, row.stored_shape)
     embed = jnp.array(params["embed"], c.compute)  # a copy even in float32: both are donated
     return State(params, optimizer(c).init(params), embed)
 

@@ -185,3 +185,15 @@ def test_after_three_steps_all_of_the_model_has_moved_and_none_of_its_padding():
             assert moved[real].mean() > 0.9 if name not in ("embed", "values") else moved.any(), (
                 name
             )
+
+
+def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
+    before, table = train_gpt.initial_state(np.uint32(1), MINI).params, train_gpt.param_table
+    less = lambda c: {name: row for name, row in table(c).items() if name != "values"}
+    monkeypatch.setattr(train_gpt, "param_table", less)
+    after = train_gpt.initial_state(np.uint32(1), MINI).params
+    assert after.keys() == before.keys() - {"values"}
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, before[name])
+    drawn = [np.asarray(after[name]).ravel()[:100] for name in ("embed", "attn", "mlp")]
+    assert len({tuple(np.sign(numbers)) for numbers in drawn}) == 3  # and no two share their draw

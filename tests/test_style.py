@@ -103,7 +103,7 @@ import sys, threading
 import jax, numpy, optax
 from jax._src import xla_bridge
 import argparse, ast, collections, dataclasses, functools, hashlib, inspect, json, math, os, re
-import secrets, subprocess, time
+import secrets, subprocess, time, zlib
 from concurrent.futures import ThreadPoolExecutor
 events = []
 sys.addaudithook(lambda name, args: events.append((name, args and str(args[0]))))
