@@ -46,15 +46,23 @@ class Curve(NamedTuple):
     x: dict[str, list[float]]  # by unit: a key of LABELS
     mean: list[float]
     sd: list[float]
+    train: "Curve | None" = None  # of the batches, where the logs have them
 
 
 def curve(name: str, evidence: verify.Evidence) -> Curve:
     runs = evidence.ended
     if not runs:
         sys.exit(f"plot.py: {evidence.folder} has no complete run")
+    label = f"{name} (n = {len(runs)})".replace("$", r"\$")
+    training = [run.training for run in runs]
+    train = mean_of(runs, training, "training loss") if all(training) else None
+    return mean_of(runs, [run.validations for run in runs], label)._replace(train=train)
+
+
+def mean_of(runs: list[verify.Run], losses: list[list], name: str) -> Curve:
     points = collections.defaultdict(list)
-    for run in runs:
-        for v in run.validations:
+    for each in losses:
+        for v in each:
             points[v.step].append(v)
     steps = [step for step, seen in sorted(points.items()) if len(seen) == len(runs)]
     losses = [[v.loss for v in points[step]] for step in steps]
@@ -63,9 +71,8 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
         x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
     deviations = [stdev(each) if len(each) > 1 else 0.0 for each in losses]
     if not steps:
-        sys.exit(f"plot.py: the runs in {evidence.folder} have no common step")
-    label = f"{name} (n = {len(runs)})".replace("$", r"\$")
-    return Curve(label, x, [fmean(each) for each in losses], deviations)
+        sys.exit(f"plot.py: the runs of {name} have no common step")
+    return Curve(name, x, [fmean(each) for each in losses], deviations)
 
 
 def upstream() -> Curve:
@@ -87,6 +94,9 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None, key:
         x, style = c.x[unit], "-" if i < 10 else "--"
         axes.plot(x, c.mean, style, color=colors[i % 10], label=c.name, linewidth=1.4, marker=".",
                   markersize=4)  # fmt: skip
+        if c.train:  # a batch's loss jumps, so it is drawn thin and without a band
+            axes.plot(c.train.x[unit], c.train.mean, color=colors[i % 10], linewidth=0.5, alpha=0.6,
+                      label=c.train.name if i == 0 else None)  # fmt: skip
         low, high = ([m + sign * s for m, s in zip(c.mean, c.sd, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=colors[i % 10], alpha=0.18, linewidth=0)
         ends.append(min(low))

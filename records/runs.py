@@ -28,6 +28,10 @@ VALIDATION = re.compile(
     r" step_avg:\S{1,30}ms$",
     re.ASCII | re.MULTILINE,
 )
+TRAINING = re.compile(
+    r"^step:(\d{1,9})/(\d{1,9}) train_loss:(\S{1,30}) train_time:(\d{1,12})(m)s$",
+    re.ASCII | re.MULTILINE,
+)
 FACTS = dict(versions=dict, devices=list, driver=str, environment=dict, argv=list, seed=int,
              config=dict, data=list, compile=dict)  # fmt: skip
 NUMBERS = ("val_loss", "target", "train_time_ms")
@@ -55,6 +59,7 @@ class Run:
     ours: bool  # by train_gpt.py; else by upstream's
     ended: str  # "end of schedule", "target reached", "incomplete", "interrupted", "not finite"
     validations: list[Validation]
+    training: list[Validation]  # losses of batches, in logs that have them: of every tenth step
     versions: dict[str, str]
     devices: list[str]
     driver: str | None
@@ -119,11 +124,11 @@ def split(content: bytes) -> tuple[bytes | None, str, str]:
     return source, hashlib.sha256(source).hexdigest(), text
 
 
-def validations(text: str) -> list[Validation]:
+def validations(text: str, form: re.Pattern = VALIDATION) -> list[Validation]:
     found = []
-    for step, steps, loss, time, unit in VALIDATION.findall(text):
+    for step, steps, loss, time, unit in form.findall(text):
         try:
-            ms = float(time) * (1 if unit == "ms" else 1000)
+            ms = float(time) * (1 if unit.startswith("m") else 1000)
             found.append(Validation(int(step), int(steps), float(loss), ms))
         except ValueError as error:
             raise Unreadable(f"val_loss:{loss} is no number") from error
@@ -152,6 +157,7 @@ def read(path: Path) -> Run:
         source=source_sha,
         packed=source is None,
         validations=validations(text),
+        training=validations(text, TRAINING),
     )
     is_ours = re.search("^(versions|config|RESULT) {", text, re.M)
     return (read_ours if is_ours else read_upstream)(text, common)

@@ -314,12 +314,13 @@ def check_text(e: Evidence, track: Track | None) -> Iterator[Finding]:
     if not shas[:-1] or shas[:-1] != list(track.train[: len(shas) - 1]):
         yield fail("trained on another stream of tokens than the track's")
     for other in e.ended:
-        known = [other.config.get(key) for key in ("sequences", "T")]
+        known = [other.config.get(key) for key in ("batch", "T")]
+        known[0] = other.config.get("sequences", known[0])  # its name in logs of November 2026
         if not all(type(n) is int for n in known):
             yield note("tokens: as RESULT states them; its configuration does not tell")
         elif other.tokens != math.prod(known) * other.steps:
             yield fail(f"{plain(other.name)} counts {other.tokens:,} tokens, which is not steps x "
-                       "sequences x T")  # fmt: skip
+                       "batch x T")  # fmt: skip
 
 
 def hashes(run: Run) -> list[Any]:

@@ -36,6 +36,8 @@ def test_a_curve_is_the_mean_in_its_band(tmp_path):
     assert c.mean[2] == pytest.approx(sum(LOSSES) / 5, abs=5e-5)
     assert c.sd[2] == pytest.approx(0.0096949, abs=5e-5)
     assert c.x["time"] == [0, 45, 90]
+    assert c.train.x["steps"] == [10, 20] and c.train.mean == [4, 3]
+    assert c.train.x["time"] == [1.8, 3.6] and c.train.x["tokens"] == [0.02048, 0.04096]
 
 
 def test_the_reference_curve_is_record_21():

@@ -281,7 +281,7 @@ FAULTS = {
                                 enumerate(sorted((f / "logs").iterdir()))],
                      "does not say when its run began"),
     "counted tokens": (lambda f: [replaced(f, '"tokens": 1024000', '"tokens": 600', which=i)
-                                  for i in EVERY], "not steps x sequences x T"),
+                                  for i in EVERY], "not steps x batch x T"),
     "finished, then thrown away": (lambda f: (
         (f / "unfinished").mkdir(), (f / "unfinished" / "x.txt").write_text(
             ours(100, 1.50).rpartition("RESULT")[0])), "had its final loss: it counts"),
