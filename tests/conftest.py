@@ -11,3 +11,4 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "dev", "records")]
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_compilation_cache", False)  # its folder would be each test's own
