@@ -24,6 +24,19 @@ ROUTES = {
 }
 
 
+def hurry(script, assign: Callable) -> None:
+    """Pauses are cut short; chunks are so small that something is left of a cut one."""
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
+
+    quick = types.SimpleNamespace(**vars(time) | dict(sleep=lambda seconds: time.sleep(0.005)))
+    for module in (file_download, _http):
+        assign(module, "time", quick)
+    assign(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+    assign(script, "PINNED", {})
+    assign(script, "PAUSES", (0.01, 0.01, 0.01))
+
+
 class Hub:
     """Serves `commits`, {commit: {name: bytes}}, of one repository; "main" is the first of them."""
 
@@ -66,9 +79,8 @@ class Hub:
             trouble = self.always.get((kind, name))
             if self.plans[kind, name]:
                 trouble = self.plans[kind, name].pop(0)
-        reply = self.reply(
-            kind, route.get("repo", self.repo), route["revision"], name, headers, body
-        )
+        repo = route.get("repo", self.repo)
+        reply = self.reply(kind, repo, route["revision"], name, headers, body)
         if trouble:
             trouble(reply)
         return reply
@@ -79,30 +91,28 @@ class Hub:
         if repo != self.repo:
             return refusal(401, "RepoNotFound", "Repository not found")
         commit = self.main if revision == "main" else revision
-        if commit not in self.commits:
-            return refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files = self.commits[commit]
         if kind == "info":
             return make_reply(200, dict(id=repo, sha=commit, private=False, siblings=[], tags=[]))
         if kind == "paths":
             paths = urllib.parse.parse_qs(body.decode())["paths"]
-            known = [about(path, files[path]) for path in paths if path in files]
+            known = []
+            for path in set(paths) & files.keys():
+                size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
+                file = dict(type="file", path=path, oid="0" * 40, size=size)
+                known.append(file | dict(lfs=dict(oid=digest, size=size, pointerSize=134)))
             return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
         if name not in files:
             return refusal(404, "EntryNotFound", "Entry not found")
-        etag = f'"{sha256(files[name])}"'
+        etag = f'"{hashlib.sha256(files[name]).hexdigest()}"'
         if kind == "cdn":
             return make_reply(200, files[name], {"ETag": etag})
-        # localhost is another host than 127.0.0.1 to huggingface_hub, as a CDN is. Xet, as
-        # for most files of the real one, which it offers over plain HTTP too.
-        host, auth = (
-            self.endpoint.replace("127.0.0.1", "localhost"),
-            f"{self.endpoint}/xet/{commit}",
-        )
-        target = dict(Location=f"{host}/cdn/{commit}/{name}?signed=yes", ETag='"of the pointer"')
-        file = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(files[name]))}
-        xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{auth}>; rel="xet-auth"'}
-        return make_reply(302, b"", {**target, **file, **xet, "X-Repo-Commit": commit})
+        # localhost is another host than 127.0.0.1 to huggingface_hub, as a CDN is. Xet is offered,
+        # as for most files of the real one.
+        url = self.endpoint.replace("127.0.0.1", "localhost") + f"/cdn/{commit}/{name}?signed=yes"
+        file = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(files[name])), "Location": url}
+        xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{self.endpoint}/xet/{commit}>; rel="xet-auth"'}
+        return make_reply(302, b"", {**file, **xet, "ETag": '"pointer"', "X-Repo-Commit": commit})
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -124,12 +134,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = len(content) if reply.share is None else int(reply.share * len(content))
-        self.wfile.write(content[start : max(start, end)])
-        self.wfile.flush()
+        end = max(start, int((1 if reply.share is None else reply.share) * len(content)))
+        self.wfile.write(content[start:end])
         if reply.stalls:
             self.server.hub.released.wait(60)
-            self.wfile.write(content[max(start, end) :])
+            self.wfile.write(content[end:])
         elif reply.share is not None:
             self.close_connection = True
 
@@ -139,21 +148,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def about(path: str, content: bytes) -> dict:
-    lfs = dict(oid=sha256(content), size=len(content), pointerSize=134)
-    return dict(type="file", path=path, oid="0" * 40, size=len(content), lfs=lfs)
-
-
 def make_reply(status: int, body: object, headers: dict | None = None) -> types.SimpleNamespace:
     """share: of the body, where the reply is cut, or stalls."""
-    headers, more = dict(headers or {}), dict(share=None, stalls=False)
-    if not isinstance(body, bytes):
-        headers["Content-Type"], body = "application/json", json.dumps(body).encode()
-    return types.SimpleNamespace(status=status, body=body, headers=headers, **more)
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    about = dict(status=status, body=body, headers=headers or {})
+    return types.SimpleNamespace(**about, share=None, stalls=False)
 
 
 def refusal(status: int, code: str | None, message: str) -> types.SimpleNamespace:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,6 @@ def run(module, monkeypatch, *argv):
 
 
 # ---- source_code.py ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Made by two processes at once, as on a machine where two runs start together."""
@@ -49,9 +48,6 @@ def test_shards_are_the_committed_ones(built):
     for name, expected in source_code.SHARDS.items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == expected
     assert any(all(sha in text for sha in source_code.SHARDS.values()) for text in printed)
-
-
-def test_the_folder_is_right(built):
     about, names = shards_py.read_folder(built[0])
     assert (about["vocab"], about["eot"]) == (257, 256) and about["files"].keys() == set(names)
     assert [fault for *_, fault in shards_py.check(built[0], about, names)] == [None] * 3
@@ -70,61 +66,48 @@ def test_there_is_enough_of_it(shards):
     assert len(val) >= 131_073  # what the evaluation reads, and one token more for the last target
 
 
-def test_no_document_stands_twice(shards):
+def test_no_document_stands_twice_and_no_validation_file_is_in_training(shards):
     first, second, val = map(documents, shards)
-    everything = first + second + val
-    assert len(set(everything)) == len(everything)
-
-
-def test_no_validation_file_is_in_training(shards):
-    first, second, _ = map(documents, shards)
-    train = set(first + second)
+    assert len({*first, *second, *val}) == len(first + second + val)
     files = source_code.read_files()
     val_files = source_code.held_out(files)
     assert 0.08 < len(val_files) / len(files) < 0.1
-    for path in val_files:
-        assert not train & set(source_code.documents(files[path]))
+    train = set(first + second)
+    assert not any(train & set(source_code.documents(files[path])) for path in val_files)
 
 
-def test_second_run_does_nothing(built, monkeypatch):
+def test_second_run_does_nothing_but_make_a_broken_shard_anew(built, monkeypatch):
     out, _ = built
     run(source_code, monkeypatch, "--out", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    monkeypatch.setattr(source_code, "build", lambda: pytest.fail("built again"))
-    monkeypatch.setattr(shards_py, "inspect", lambda *_: pytest.fail("read again"))
-    run(source_code, monkeypatch, "--out", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(source_code, "build", lambda: pytest.fail("built again"))
+        patch.setattr(shards_py, "inspect", lambda *_: pytest.fail("read again"))
+        run(source_code, monkeypatch, "--out", out)
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-
-
-def test_broken_shard_is_made_anew(built, monkeypatch):
-    path = built[0] / "source_val_000000.bin"
+    path = out / "source_val_000000.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
-    run(source_code, monkeypatch, "--out", built[0])
-    expected = source_code.SHARDS[path.name]
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    run(source_code, monkeypatch, "--out", out)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == source_code.SHARDS[path.name]
 
 
 REMEDY = "-m pip install --force-reinstall --no-deps optax==0.2.8 huggingface_hub==2.4.0"
 
 
-def test_other_text_is_refused_and_nothing_written(tmp_path, monkeypatch):
+def test_other_or_missing_text_is_refused_and_nothing_written(tmp_path, monkeypatch):
     changed = source_code.read_files() | {"optax/extra.py": b"def extra(): pass\n"}
-    monkeypatch.setattr(source_code, "read_files", lambda: changed)
-    with pytest.raises(SystemExit, match=REMEDY):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=REMEDY):
+        patch.setattr(source_code, "read_files", lambda: changed)
+        run(source_code, monkeypatch, "--out", tmp_path / "out")
+    monkeypatch.setattr(source_code.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(SystemExit, match=f"optax is missing: run .* {REMEDY}"):
         run(source_code, monkeypatch, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_code.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(SystemExit, match=f"optax is missing: run .* {REMEDY}"):
-        run(source_code, monkeypatch, "--out", tmp_path / "out")
-
-
 # ---- shards.py -----------------------------------------------------------------------------------
 def test_what_a_killed_process_left_is_deleted(tmp_path):
-    (tmp_path / ".part-dead").mkdir()
-    (tmp_path / ".part-dead" / "x.bin").touch()
+    (tmp_path / ".part-dead" / "full").mkdir(parents=True)
     with shards_py.workplace(tmp_path) as part:
         (part / "y.bin").touch()
         assert list(tmp_path.glob(".part-*")) == [part]
@@ -133,13 +116,8 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "a.bin"
-
-    def broken():
-        yield b"1"
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        shards_py.write(path, broken())
+        shards_py.write(path, (bytes(1 // i) for i in (1, 0)))
     assert list(path.parent.iterdir()) == []
     parts = [shards_py.header(3), np.arange(3, dtype="<u2")]
     raw = np.array([20240520, 1, 3] + [0] * 253, "<i4").tobytes() + b"\0\0\1\0\2\0"
@@ -147,11 +125,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
     found = dict(tokens=3, documents=1, largest_token=2, sha256=hashlib.sha256(raw).hexdigest())
     assert shards_py.inspect(path, 2).items() > found.items()
-
-    def replace(*_):
-        raise KeyboardInterrupt  # at the last moment: what was there before stays
-
-    monkeypatch.setattr(os, "replace", replace)
+    # At the last moment: what was there before stays.
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         shards_py.write(path, [b"other"])
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
