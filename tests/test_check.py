@@ -153,8 +153,8 @@ def test_as_a_process_it_needs_no_jax(data):
     os.truncate(data / "x_val_000000.bin", 3000)
     code = f"import sys, runpy; sys.modules['jax'] = None; sys.path[0] = {str(DATA)!r}\n"
     code += "runpy.run_path(sys.path[0] + '/check.py', run_name='__main__')"
-    command = [sys.executable, "-O", "-c", code, data]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command, pipes = [sys.executable, "-O", "-c", code, data], dict(capture_output=True, text=True)
+    done = subprocess.run(command, timeout=60, **pipes)
     assert done.returncode == 1
     assert re.fullmatch("check.py: .*x_val_000000.bin has 3000 bytes .*\n", done.stderr)
 

@@ -69,8 +69,7 @@ def test_there_is_enough_of_it(shards):
 def test_no_document_stands_twice_and_no_validation_file_is_in_training(shards):
     first, second, val = map(documents, shards)
     assert len({*first, *second, *val}) == len(first + second + val)
-    files = source_code.read_files()
-    val_files = source_code.held_out(files)
+    val_files = source_code.held_out(files := source_code.read_files())
     assert 0.08 < len(val_files) / len(files) < 0.1
     train = set(first + second)
     assert not any(train & set(source_code.documents(files[path])) for path in val_files)
@@ -125,8 +124,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
     found = dict(tokens=3, documents=1, largest_token=2, sha256=hashlib.sha256(raw).hexdigest())
     assert shards_py.inspect(path, 2).items() > found.items()
-    # At the last moment: what was there before stays.
-    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))  # at the last moment
     with pytest.raises(KeyboardInterrupt):
         shards_py.write(path, [b"other"])
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
