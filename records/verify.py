@@ -119,7 +119,6 @@ class Evidence:
     plan: dict[str, Any] | None
     arm: str | None  # its name in the plan
     source: str | None  # sha256 of train_gpt.py beside the logs
-    readme: str | None
     result: dict[str, Any] | None  # result.json
 
     @property
@@ -198,11 +197,10 @@ def collect(folder: Path) -> Evidence:
     arm = plan and plan.get("arm", folder.resolve().name)
     if plan and arm not in plan["arms"]:
         plan = arm = None
-    source, readme = folder / "train_gpt.py", folder / "README.md"
+    source = folder / "train_gpt.py"
     return Evidence(
         folder, found, unreadable, plan, arm,
         hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else None,
-        read_text(readme),
         read_result(folder / "result.json"),
     )  # fmt: skip
 
@@ -362,26 +360,6 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail("a run began before the plan was made")
 
 
-NOT_TIME = r"(?![^.\n|]{0,40}time)"
-CLAIMS = {  # what a text says about the runs; losses have three digits or more
-    "n": r"(?<!√)\bn ?[=:] ?(\d+)\b|\b(\d+) runs\b",
-    "mean": rf"\b(?:mean|average)\b{NOT_TIME}[^0-9\n]{{0,40}}?(\d\.\d{{3,}})",
-    "sd": rf"\b(?:sd|std|standard deviation)\b{NOT_TIME}[^0-9\n]{{0,20}}?(0?\.\d{{3,}})",
-    "p": r"\bp(?:-value)?\b(?:\([^)\n]{0,40}\))?[^0-9.%<>\n]{0,40}?(\d?\.\d+(?:e-\d+)?|\de-\d+)",
-    "seconds": r"\b(?:mean|average) (?:training |train )?time\b[^0-9\n]{0,20}?(\d+\.\d+)(?! ?ms)",
-    "tokens": r"\b(\d{1,3}(?:,\d{3})+|\d{6,}) tokens\b(?! a step)",
-}
-
-
-def agrees(claimed: str, value: float) -> bool:
-    """Whether a number is `value`, rounded or cut to the digits that it has."""
-    if isinstance(value, int):
-        return int(claimed.replace(",", "")) == value
-    mantissa, _, exponent = claimed.partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    return float(claimed) > 0 and -0.5001 * unit <= value - float(claimed) < 1.0001 * unit
-
-
 def numbers(e: Evidence, target: float | None) -> dict[str, Any]:
     """Of two complete runs or more, all that result.json says of them."""
     p = stats.below(e.losses, target).p if target is not None else None
@@ -403,24 +381,10 @@ def differing_facts(said: Any, truth: dict[str, Any]) -> Iterator[Finding]:
             yield fail(f"result.json says {key} = {plain(claim)}; it is {plain(value)}")
 
 
-def check_claims(e: Evidence, track: Track | None, target: float | None) -> Iterator[Finding]:
-    """README.md and result.json against the logs. README.md may tell of other runs, too: of the
-    numbers of a kind one must fit."""
-    if len(e.losses) < 2:
-        return
-    truth = numbers(e, target)
-    if e.result is not None:
-        yield from differing_facts(e.result, truth)
-    if not e.readme:
-        return
-    for kind, form in CLAIMS.items():
-        value = truth[kind]
-        if value is None or value != value:
-            continue
-        said = [next(filter(None, m.groups())) for m in re.finditer(form, e.readme, re.I)]
-        if said and not any(agrees(number, value) for number in said):
-            found = value if isinstance(value, int) else f"{value:.6g}"
-            yield fail(f"README.md says {kind} = {', '.join(dict.fromkeys(said))}; it is {found}")
+def check_result_file(e: Evidence, target: float | None) -> Iterator[Finding]:
+    """result.json against the logs."""
+    if e.result is not None and len(e.losses) > 1:
+        yield from differing_facts(e.result, numbers(e, target))
 
 
 CHECKS: dict[str, Callable[[Evidence, Track | None], Iterator[Finding]]] = {
@@ -581,10 +545,8 @@ def judge(
 ) -> tuple[bool, dict[str, list[Finding]]]:
     """Whether it holds, and what every check found."""
     found = {name: list(check(this, track)) for name, check in CHECKS.items()}
-    if this.readme or this.result is not None:
-        found["README.md, result.json say what the logs say"] = list(
-            check_claims(this, track, target)
-        )
+    if this.result is not None:
+        found["result.json says what the logs say"] = list(check_result_file(this, target))
     if base:
         for name, check in CHECKS.items():
             found[name] += [Finding(fails, f"baseline: {text}")

@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 import shards
 
+from tests.tools import write_shard
+
 DATA, SECOND = Path(check.__file__).parent, "x_train_000002.bin"
-
-
-def write_shard(path: Path, tokens, magic=20240520, version=1, count=1100) -> None:
-    header = np.array([magic, version, count] + [0] * 253, "<i4")
-    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
 def text(first: int = 0) -> np.ndarray:

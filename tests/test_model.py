@@ -131,15 +131,6 @@ def test_the_record_grows_through_14_windows():
     assert sorted(set(windows)) == [128 * k for k in range(1, 15)] and windows == sorted(windows)
 
 
-def test_tiny_has_every_technique_of_the_record():
-    c = train_gpt.PRESETS["tiny"]
-    windows = {c.window_at(step) for step in range(c.steps)}
-    assert len(windows) >= 2 and min(windows) < c.T
-    reach, tables, skips = zip(*c.layers, strict=True)
-    assert {"L", "S", "-"} <= set(reach) and set(tables) > {None} and set(skips) > {None}
-    assert max(windows) < c.T and "float8" in c.head_forward and "float8" in c.head_backward
-
-
 # ---- The document code against an explicit mask --------------------------------------------------
 
 

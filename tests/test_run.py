@@ -23,12 +23,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import train_gpt
+from tests.tools import SMALL, text, write_shard
 
 TRAIN = Path(train_gpt.__file__).resolve()
-MINI = ["tiny", "--plan", "Lv0 S<0"] + (
-    "--D 32 --H 2 --F 64 --T 32 --head_chunk 32 --window 16 --window_block 8 --val_T 64 "
-    "--val_tokens 1024 --steps 10 --val_every 5 --target 0 --compute float32 "
-    "--head_forward float32 --head_backward float32"
+MINI = ["tiny", "--plan", "Lv0 S<0", *SMALL] + (
+    "--steps 10 --val_every 5 --compute float32 --head_forward float32 --head_backward float32"
 ).split()
 VAL = r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 TRAINED = r"step:(\d+)/(\d+) train_loss:(\d+\.\d{4}) train_time:(\d+)ms"
@@ -40,11 +39,9 @@ REAL_COMPILE_STAGE = train_gpt.compile_stage
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """Three train shards of 6 steps each, and a val shard of 2."""
-    folder, n = tmp_path_factory.mktemp("data"), 1600
+    folder = tmp_path_factory.mktemp("data")
     for i, name in enumerate(["train_000001", "train_000002", "train_000003", "val_000000"]):
-        header, tokens = np.zeros(256, "<i4"), (np.arange(n) + i) % 16
-        header[:3], tokens[::50] = (20240520, 1, n), 256
-        (folder / f"x_{name}.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+        write_shard(folder / f"x_{name}.bin", text(1600, i))
     return folder
 
 

@@ -14,6 +14,8 @@ import runs
 import verify
 
 import train_gpt
+from tests.tools import SMALL, write_shard
+from tests.tools import text as tokens
 
 RUN_AB = Path(run_ab.__file__)
 FAKE = Path(__file__).with_name("fake_runs.py")
@@ -296,15 +298,12 @@ def test_a_patch_touches_one_file(script, tmp_path):
 
 def test_the_real_script(tmp_path):
     """With train_gpt.py itself, relative data and the compilation cache of its folder."""
-    import test_run
-
     data = RUN_AB.parents[1] / "data" / "test_run_ab"
     data.mkdir(exist_ok=True)
     try:
-        for i in 1, 2, 3:
-            test_run.write_shard(data / f"x_train_{i:06}.bin", 1100, i)
-        test_run.write_shard(data / "x_val_000000.bin", 1200, 4)
-        flags = [word for word in test_run.MINI if word not in ("--target", "0")]
+        for name in ("train_000001", "train_000002", "val_000000"):
+            write_shard(data / f"x_{name}.bin", tokens(1200))
+        flags = ["tiny", *SMALL[:-2], "--steps", "6"]
         out = tmp_path / "out"
         status, text, err = run(train_gpt.__file__, "-n", 2, "--out", out, "--", *flags,
                                 "--data", f"data/{data.name}")  # fmt: skip

@@ -146,16 +146,6 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
     assert not keywords & {"shell", "allow_pickle"}
 
 
-def test_commands_are_constants():
-    """subprocess.getoutput, here `ask`, gives its text to a shell."""
-    calls = [node for node in NODES if isinstance(node, ast.Call)]
-    asked = [call.args for call in calls if getattr(call.func, "id", None) == "ask"]
-    uses = [n for n in NODES if isinstance(n, ast.Attribute) and n.attr == "getoutput"]
-    assert len(asked) == 2 and len(uses) == 1
-    assert train_gpt.SOURCE.count("subprocess") == 2  # its import, and that use
-    assert all(isinstance(argument, ast.Constant) for (argument,) in asked)
-
-
 # ---- Techniques ----------------------------------------------------------------------------------
 def test_every_technique_is_told_in_the_readme():
     """`# [tag]` or a docstring that begins with it here, `[tag]` in a row of a table there."""

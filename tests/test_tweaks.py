@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.tools import make_mesh
+from tests.tools import SMALL, make_mesh, text, write_shard
 
 README = (Path(train_gpt.__file__).parent / "README.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-SMALL = (
-    "tiny --D 32 --H 2 --F 64 --T 32 --head_chunk 32 --window 16 --window_block 8 --val_T 64 "
-    "--val_tokens 1024 --steps 3 --val_every 3 --target 0 --seed 5"
-).split()
+FLAGS = ["tiny", *SMALL, *"--window 8 --steps 3 --val_every 3 --seed 5".split()]
 SWIGLU = """\
 -        mlp    = bank(F, D, every, (b, 0), (m * tall, m)),         # fc, and proj transposed
 +        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, m)),
@@ -52,15 +49,8 @@ def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
 def run(tmp_path, monkeypatch):
     """Trains the tweaked script for three steps on one device; its module, log and weights."""
 
-    def write_shard(path, first):
-        tokens = (np.arange(1100) + first) % 16
-        tokens[::50] = 256
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(tokens)
-        path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-
-    write_shard(tmp_path / "x_train_000001.bin", 1)
-    write_shard(tmp_path / "x_val_000000.bin", 2)
+    write_shard(tmp_path / "x_train_000001.bin", text(1100))
+    write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     jax.config.update("jax_disable_most_optimizations", True)
@@ -70,7 +60,7 @@ def run(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location("tweaked", tmp_path / "tweaked.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module.main([*SMALL, "--data", str(tmp_path)])
+        module.main([*FLAGS, "--data", str(tmp_path)])
         (log,) = Path("logs").glob("*.txt")
         facts = dict(re.findall(r"^(config|RESULT) (.*)$", log.read_text(), re.M))
         weights = dict(np.load(log.with_suffix(".npz")))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cached_fineweb10B
@@ -31,6 +30,8 @@ from fake_runs import (
 )
 
 import train_gpt
+from tests.tools import SMALL, write_shard
+from tests.tools import text as tokens
 
 RECORDS = Path(verify.__file__).parent
 
@@ -90,32 +91,12 @@ def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
     assert "not faster than the baseline" in text and "0.2644 for a mean below 3.28" in text
 
 
-@pytest.mark.parametrize("claim, found", [
-    ("These are the losses over 10 runs:\n- Mean: 2.9194\n- Std: 0.00069\n- P-value: 0.0001256\n",
-     ["README.md says n = 10; it is 22"]),
-    ("These are the losses over 22 runs:\n- Mean: 2.9194\n- Std: 0.00069\n- P-value: 0.0001256\n",
-     []),
-    ("n = 22, mean 2.9191, p = 0.0119", ["README.md says mean = 2.9191; it is 2.91935",
-                                         "README.md says p = 0.0119; it is 0.000125616"]),
-    ("n = 22; baseline: n = 5, mean 2.9250. Ours: mean 2.9194, sd 0.0007", []),
-    ("standard deviation 0.0009", ["README.md says sd = 0.0009; it is 0.000690648"]),
-    ("Nothing is claimed, by p < 0.05 or %.4f.", []),
-    ("It takes p < 0.01. Here p = 0.0000001.", ["README.md says p = 0.0000001; it is 0.000125616"]),
-    ("p = 0.0", ["README.md says p = 0.0; it is 0.000125616"]),
-    ("p(val_loss < 2.92) = **0.0001256**", []),
-    ("p = 1.26e-04, mean 2.91935, mean time: 1384.27", []),
-    ("p = 0.0001258", ["README.md says p = 0.0001258; it is 0.000125616"]),
-    ("p = 1.30e-04", ["README.md says p = 1.30e-04; it is 0.000125616"]),
-    ("Mean time: 1393.16", ["README.md says seconds = 1393.16; it is 1384.27"]),
-])  # fmt: skip
-def test_claims_of_pull_request_139(tmp_path, capsys, claim, found):
-    """22 values, of which its text says 'over 10 runs'."""
-    folder = write_upstream(
-        tmp_path / "pr139", [(loss, 1384256 + i) for i, loss in enumerate(MEDIUM)]
-    )
-    (folder / "README.md").write_text(claim)
-    status, text = judged(capsys, folder, "--target", "2.92")
-    assert (status, fails(text)) == (1 if found else 0, found)
+def test_pull_request_139(tmp_path):
+    """Its text says 'over 10 runs', mean 2.9194, deviation 0.00069, p = 0.0001256: they are 22."""
+    runs_of = [(loss, 1384256 + i) for i, loss in enumerate(MEDIUM)]
+    truth = verify.numbers(verify.collect(write_upstream(tmp_path / "pr139", runs_of)), 2.92)
+    assert truth["n"] == 22 and truth["p"] == pytest.approx(0.0001256, abs=5e-8)
+    assert (round(truth["mean"], 4), round(truth["sd"], 5)) == (2.9194, 0.00069)
 
 
 # ---- What holds ----------------------------------------------------------------------------------
@@ -157,13 +138,10 @@ def test_a_packed_log_is_the_same_log(tmp_path, capsys):
 
 def test_the_logs_of_a_real_run_are_read(tmp_path, monkeypatch):
     """Should the log change, the judge has to."""
-    import test_run
-
-    for i in 1, 2:
-        test_run.write_shard(tmp_path / f"x_train_00000{i}.bin", 1100, i)
-    test_run.write_shard(tmp_path / "x_val_000000.bin", 1200, 4)
+    for name in ("train_000001", "val_000000"):
+        write_shard(tmp_path / f"x_{name}.bin", tokens(1200))
     monkeypatch.chdir(tmp_path)
-    argv = [*test_run.MINI, "--steps", "2", "--val_every", "1", "--data", "."]
+    argv = ["tiny", *SMALL, "--steps", "2", "--val_every", "1", "--data", "."]
     train_gpt.main([*argv, "--seed", "7"])
     (path,) = Path("logs").glob("*.txt")
     run = runs.read(path)
@@ -229,11 +207,7 @@ FAULTS = {
     "stopped early": (lambda f: [again(f, i, config=dict(target=1.49)) for i in EVERY],
                       "could have stopped at 1.49"),
     "a shorter run": (lambda f: again(f, 1, steps=400), "validate at different steps"),
-    "one validation more": (lambda f: replaced(
-        f, "step:500/500", "step:499/500 val_loss:1.5000 train_time:89000ms step_avg:1.00ms\n"
-        "step:500/500"), "validate at different steps"),
     "another device": (lambda f: again(f, 1, devices=["gpu"]), "different devices"),
-    "more devices": (lambda f: again(f, 1, devices=["cpu", "cpu"]), "different devices"),
     "another jax": (lambda f: again(f, 1, versions={"jax": "0.10.2", "python": "3.12.1 (main)"}),
                     "different versions: jax"),
     "another driver": (lambda f: again(f, 1, driver="580"), "different driver"),
@@ -254,7 +228,6 @@ FAULTS = {
                          "validated on another text"),
     "another order": (lambda f: [again(f, i, data=SWAPPED) for i in EVERY],
                       "another stream of tokens"),
-    "no data": (lambda f: [again(f, i, data=[]) for i in EVERY], "validated on another text"),
     "a part of the validation text": (lambda f: [again(f, i, config=dict(val_tokens=8192))
                                                  for i in EVERY], "validated on 8192 tokens"),
     "one left out": (lambda f: next((f / "logs").iterdir()).unlink(), "planned 5 runs, found 4"),
@@ -270,13 +243,6 @@ FAULTS = {
     "planned source": (lambda f: write_plan(f, [100 + i for i in EVERY], source="#\n"),
                        "another source than planned"),
     "a broken log": (lambda f: (f / "logs" / "z.txt").write_text("hello"), "no log: z.txt"),
-    "too high": (lambda f: [again(f, i, loss=LOSSES[i] + 0.025) for i in EVERY],
-                 "for a mean below 1.49"),
-    "tokens in README": (lambda f: (f / "README.md").write_text("It takes 921,600 tokens."),
-                         "says tokens = 921,600; it is 1024000"),
-    "empty result.json": (lambda f: (f / "result.json").write_text("{}"), "says n = null"),
-    "TF32": (lambda f: [again(f, i, environment={"NVIDIA_TF32_OVERRIDE": "0"}) for i in EVERY],
-             "NVIDIA_TF32_OVERRIDE is set"),
     "renamed logs": (lambda f: [path.rename(path.with_name(f"r{i}.txt")) for i, path in
                                 enumerate(sorted((f / "logs").iterdir()))],
                      "does not say when its run began"),
@@ -285,21 +251,8 @@ FAULTS = {
     "finished, then thrown away": (lambda f: (
         (f / "unfinished").mkdir(), (f / "unfinished" / "x.txt").write_text(
             ours(100, 1.50).rpartition("RESULT")[0])), "had its final loss: it counts"),
-    "other training shards": (lambda f: [again(f, i, data=[OTHER[0], OTHER[0], SHARD])
-                                         for i in EVERY], "another stream of tokens"),
-    "no training shards": (lambda f: [again(f, i, data=[SHARD]) for i in EVERY],
-                           "another stream of tokens"),
-    "validation first": (lambda f: [again(f, i, data=[SHARD, *OTHER[:2]]) for i in EVERY],
-                         "validated on another text"),
     "a margin of luck": (lambda f: [again(f, i, loss=LOSSES[i] + 0.019) for i in EVERY],
                          "p = 0.0297 for a mean below 1.49; it takes p < 0.01"),
-    "targets between": (lambda f: [again(f, i, config=dict(target=0.5)) for i in EVERY],
-                        "could have stopped at 0.5"),
-    "one of two devices": (lambda f: [again(f, i, devices=["cpu", "TPU v5"]) for i in EVERY],
-                           "not the track's devices"),
-    "a broken log in place of one": (lambda f: sorted((f / "logs").iterdir())[0].write_text("x"),
-                                     "no log: "),
-    "README": (lambda f: (f / "README.md").write_text("mean 1.4500"), "says mean = 1.4500"),
     "result.json": (lambda f: (f / "result.json").write_text('{"n": 6, "mean": 1.4}'),
                     "result.json says n = 6; it is 5"),
 }  # fmt: skip
@@ -354,26 +307,18 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
     ("seed 101\n", "", "does not state seed"),
     ("seed 101\n", "seed 7\n", "its configuration has another seed"),
     ("seed 101\n", "seed [" + "[" * 100_000 + "\n", "is no JSON"),
-    ("seed 101\n", "seed true\n", "is no int"),
     ('argv ["tiny"', "argv [7", "argv and devices are no words"),
     ("step:250/500", "step:750/500", "out of order"),
     ("step:250/500 val_loss:2.1465", "step:250/500 val_loss:two", "val_loss:two is no number"),
     ("=" * 100, "=" * 99, "no line of 100 ="),
     ("driver", "\0driver", "zero bytes"),
     ('"train_time_ms": 90000.4', '"train_time_ms": NaN', "a number without bounds"),
-    ('"train_time_ms": 90000.4', '"train_time_ms": 1' + "0" * 400, "a number without bounds"),
-    ('"val_loss": 1.4655', '"val_loss": Infinity', "a number without bounds"),
-    ('"val_loss": 1.4655', '"val_loss": 1.4659', "another loss or time"),
-    ('"train_time_ms": 90000.4', '"train_time_ms": 90003.4', "another loss or time"),
-    ('"tokens": 1024000', '"tokens": 1' + "0" * 40, "does not count the tokens"),
     ('"seed": 101, "devices"', '"seed": "<!-- |", "devices"', "RESULT has seed '?!-- ?'"),
     ('val_loss:2.1465', 'val_loss:\x1b[2JPASS', "val_loss:??2JPASS is no number"),
     ('"steps": 500, "val_tokens"', '"steps": 501, "val_tokens"', "its configuration has others"),
     ("train_time:45000ms", "train_time:95000ms", "out of order"),
-    ("step:250/500", "step:0/500", "out of order"),
     ("step:500/500", "step:501/500", "it validates step 501 of 500"),
     ('versions {', 'vers {', "does not state versions"),
-    ('driver ""', 'driver "' + "x" * 2**20 + '"', "longer than 1 MiB"),
 ])  # fmt: skip
 def test_a_log_that_contradicts_itself_is_none(tmp_path, capsys, old, new, said):
     folder = write_ours(tmp_path / "good")
@@ -397,8 +342,6 @@ def test_a_log_that_contradicts_itself_is_none(tmp_path, capsys, old, new, said)
      "plan.json is broken"),
     (lambda f: (write_ours(f), write_plan(f, [1, 2], created="2026-11-21T12:59:00")),
      "plan.json is broken"),
-    (lambda f: (write_ours(f), (f / "README.md").write_text("x" * (2**20 + 1))),
-     "larger than 1 MiB"),
     (lambda f: write_ours(f, config=dict(preset="mine")), "look like those of no track"),
     (lambda f: write_ours(f, config=dict(preset="record"), devices=["NVIDIA H100 80GB HBM3"] * 2),
      "look like those of no track"),
@@ -516,16 +459,6 @@ def test_upstreams_nan(tmp_path, capsys):
     assert "run01.txt: not finite" in fails(judged(capsys, folder)[1])
 
 
-@pytest.mark.parametrize("make", [
-    lambda f: write_upstream(f, RECURSIVE, steps=1398), write_ours,
-])  # fmt: skip
-def test_its_own_report_as_readme_is_true(tmp_path, capsys, make):
-    folder = make(tmp_path / "x")
-    status, text = judged(capsys, folder)
-    (folder / "README.md").write_text(text)
-    assert (status, judged(capsys, folder)[0]) == (0, 0)
-
-
 def test_arms_of_one_plan_were_interleaved(tmp_path, capsys):
     """Whether they lie beside their plan, or each with a copy that names its arm."""
     source = SOURCE + "#\n"
@@ -540,17 +473,6 @@ def test_arms_of_one_plan_were_interleaved(tmp_path, capsys):
     assert status == 0 and "were not interleaved" not in text
     write_plan(base, [100 + i for i in EVERY], arms=arms, salt="1")
     assert "were not interleaved" in judged(capsys, this, base)[1]
-
-
-def test_a_long_readme_takes_no_long_time(tmp_path, capsys):
-    folder = write_ours(tmp_path / "x")
-    (folder / "README.md").write_text("mean p( sd n " * 40_000)
-    text = upstream(1.46, 80000) + "|  0  x" + " " * 100_000 + "\n"
-    (tmp_path / "a.txt").write_text(text)
-    began = time.perf_counter()
-    judged(capsys, folder)
-    runs.read(tmp_path / "a.txt")
-    assert time.perf_counter() - began < 10
 
 
 PATCH = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-print('not executed')\n+{}\n"

@@ -1,7 +1,8 @@
-"""What several tests need: a mesh of simulated devices, a miniature of `tiny`, weights for it."""
+"""What several tests need: a mesh of simulated devices, miniatures of `tiny`, weights, shards."""
 
 import dataclasses
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,24 @@ MINI = dataclasses.replace(
     window=48, window_block=8, attention="xla", steps=20, val_T=128, val_tokens=2048, seed=3,
 )  # fmt: skip
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
+
+
+SMALL = (  # flags for train_gpt.py: a run of seconds
+    "--D 32 --H 2 --F 64 --T 32 --head_chunk 32 --window 16 --window_block 8 --val_T 64 "
+    "--val_tokens 1024 --target 0"
+).split()
+
+
+def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+def text(length: int, first: int = 0) -> np.ndarray:
+    """Tokens that can be learned, of documents of 50."""
+    return np.where(np.arange(length) % 50, (np.arange(length) + first) % 16, 256)
 
 
 def make_mesh(devices: int) -> Mesh:
