@@ -4,7 +4,7 @@
 #   ./run.sh [record | tiny] [--field value ...]
 #   ./run.sh test [pytest argument ...]
 #
-# PYTHON=/path/to/python ./run.sh ... takes that Python and no other.
+# PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
 cd "$(dirname "$0")"
 
@@ -12,6 +12,8 @@ fail() {
   echo "run.sh: $*" >&2
   exit 1
 }
+
+[ -f requirements.txt ] || fail "call it in its own folder, not by a link"
 
 # Really run it: a pyenv shim may exist and refuse. Debian's Python may come without ensurepip.
 runs() {

@@ -1,8 +1,8 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
 Run     ./run.sh, or python train_gpt.py [record | tiny] [--field value ...]: see --help
-Dims    B sequence  T position  D model  H head  K head channel  F hidden  V row of a table
-        N token or matrix  G group of 8 matrices  R row  C column; x is the residual stream
+Dims    B sequence  T position  D model  E output  H head  K head channel  F hidden  V row of table
+        N token, matrix, microbatch  G group of 8 matrices  R row  C column; x residual stream
 Source  record 21 of modded-nanogpt; README.md says where we differ, and what was measured where
 """
 
@@ -21,11 +21,11 @@ import secrets
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +100,12 @@ class Config:
         return step % self.val_every == 0 or step == self.steps
 
     def for_validation(self) -> "Config":
-        """All of val_tokens, as many at once as in training; no FP8."""
+        """All of val_tokens; at once as many as in training, or one sequence; no FP8."""
         at_once = max(1, self.microbatch * self.T // self.val_T)
         steps = self.val_tokens // (GROUP * self.val_T)
-        head = dict(head_forward=self.compute, head_backward=self.compute)
-        rows = dict(T=self.val_T, batch=GROUP, microbatch=at_once, steps=steps)
-        return dataclasses.replace(self, **rows, **head)
+        new = dict(T=self.val_T, batch=GROUP, microbatch=at_once, steps=steps)
+        new |= dict(head_forward=self.compute, head_backward=self.compute)
+        return dataclasses.replace(self, **new)
 
 
 PRESETS = dict(record=Config(), tiny=Config(
@@ -123,7 +123,7 @@ class Param(NamedTuple):
     stored_shape: tuple[int, ...]  # of the float32 master copy; a bank's is [G, 8, R, C]
     spec: P  # sharding of the master copy and of its optimizer state
     init: Callable  # (key, stored shape) -> array
-    optimizer: str  # a rule of optimizer(): "adam" or "muon"
+    optimizer: str  # a rule of optimizer(): "muon" for banks, "adam"
     lr: Any  # learning rate; in a bank one for each matrix, [G, 8, 1, 1]
     layers: list[bool] = []  # whether a layer owns an equal part of it; []: no layer does
 
@@ -136,9 +136,7 @@ def param_table(c: Config) -> dict[str, Param]:
     mixes, skips = [i is not None for i in tables], [i is not None for i in skips]
     normal, n = jax.nn.initializers.normal(1.0), len({*tables} - {None})
     b, m, tall = 0.5 * (3 / D) ** 0.5, c.muon_lr, max(1, F / D) ** 0.5
-    scalars = lambda layers, start: Param(
-        (sum(layers),), (sum(layers),), P(), full(start), "adam", c.scalar_lr, layers
-    )
+    scalars = lambda on, x: Param((sum(on),), (sum(on),), P(), full(x), "adam", c.scalar_lr, on)
     # fmt: off
     return dict(
         embed  = Param((c.vocab, D), (V, D), P("fsdp"), normal, "adam", c.embed_lr),
@@ -172,7 +170,7 @@ def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
 
     def whole(shard: Array, spec: P) -> Any:
         if spec == P():
-            return lax.pcast(shard, "fsdp", to="varying")
+            return lax.pcast(shard, "fsdp", to="varying")  # whole already; its transpose is a psum
         if spec[0] is None:
             return [whole(part, P("fsdp")) for part in shard]
         return lax.all_gather(shard.astype(c.compute), "fsdp", tiled=True).astype(jnp.float32)
@@ -283,7 +281,7 @@ def positions(starts_BT: Array, c: Config) -> tuple[Array, Array, Array, Array]:
     speed = (1 / 1024) ** jnp.linspace(0, 1, c.D // c.H // 4)
     angle = jnp.arange(starts_BT.shape[1])[:, None, None] * speed
     # [document-mask] Four channels whose product is 256 * (document of k - document of q): 0 within
-    # one, to an earlier one below any score; no kernel needs a mask. Exact for < 4,096 documents.
+    # one, to earlier ones a score lower by 30.7 or more: enough for K <= 128. Exact for < 4,096.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     high, low, one = document // 16, document % 16, jnp.ones_like(document)
     code_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1)
@@ -325,7 +323,6 @@ def head_loss_forward(x_ND: Array, w_VD: Array, targets_N: Array, c: Config) -> 
     them where nobody asks)."""
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once, for all chunks: a float8 product wants the summed axis last
-    tokens = c.batch * c.T
 
     def one_chunk(dw, chunk):
         x, targets = chunk
@@ -333,12 +330,12 @@ def head_loss_forward(x_ND: Array, w_VD: Array, targets_N: Array, c: Config) -> 
         z = matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute, None)
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
         picked = jnp.take_along_axis(z, targets[:, None], axis=1, mode="promise_in_bounds")
-        loss = (jnp.log(total) - softcap(picked)).sum() / tokens
+        loss = (jnp.log(total) - softcap(picked)).sum() / (c.batch * c.T)
         # Without the barrier XLA keeps exp in float32 from the sum to its second use here.
         z, total = lax.optimization_barrier((z, total))
         # Of -log softmax(s)[target]: dL/ds = softmax(s) - hit; ds/dz = s (30 - s) / (30 * 7.5).
         s, hit = softcap(z), lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
-        dz = (jnp.exp(s) / total - hit) * s * (30 - s) / (30 * 7.5 * tokens)
+        dz = (jnp.exp(s) / total - hit) * s * (30 - s) / (30 * 7.5 * c.batch * c.T)
         g8 = quantize(dz, c.g_scale, c.head_backward)
         dx = matmul(g8, w8_DV, (1, 1), c.g_scale * c.w_scale, c.compute, "highest")
         return dw + matmul(g8, x8, (0, 0), c.g_scale * c.x_scale, "float32", "highest"), (loss, dx)
@@ -414,7 +411,7 @@ def orthogonalize(G_NRC: Array, dtype: str) -> Array:
 
 def scale_by_muon(c: Config) -> optax.GradientTransformation:
     """Nesterov momentum, then orthogonalization, of arrays of whole matrices [..., R, C]."""
-    decay_at = optax.linear_schedule(0.85, 0.95, c.momentum_steps)
+    decay_at = optax.linear_schedule(0.85, 0.95, max(1, c.momentum_steps))
 
     def update(grads, state, params=None):
         count, momentum = state
@@ -429,8 +426,10 @@ def scale_by_muon(c: Config) -> optax.GradientTransformation:
 
 
 def optimizer(c: Config) -> optax.GradientTransformation:
-    """Each row of the table by its own rule and at its own rate, under one schedule."""
+    """Each row by its own rule (by element, or on whole matrices) and rate, under one schedule."""
     rows = param_table(c)
+    if parts := [k for k, r in rows.items() if r.optimizer == "muon" and len(r.stored_shape) < 4]:
+        refuse(f"param_table: {parts} are no banks, and muon needs whole matrices on a device")
     rules = dict(adam=optax.scale_by_adam(0.8, 0.95, eps=1e-10), muon=scale_by_muon(c))
     schedule = optax.linear_schedule(1.0, 0.1, c.cooldown * c.steps, (1 - c.cooldown) * c.steps)
 
@@ -457,8 +456,7 @@ class State(NamedTuple):
 def initial_state(seed: Array, c: Config) -> State:
     key, params = jax.random.key(seed), {}
     for name, row in param_table(c).items():  # by name: one row less does not re-seed the others
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        params[name] = row.init(own, row.stored_shape)
+        params[name] = row.init(jax.random.fold_in(key, crc32(name.encode())), row.stored_shape)
     embed = jnp.array(params["embed"], c.compute)  # a copy even in float32: both are donated
     return State(params, optimizer(c).init(params), embed)
 
@@ -523,7 +521,7 @@ def refuse(message: str) -> None:
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [preset] [--field value ...]: the fields of Config are the flags."""
+    """train_gpt.py [record | tiny] [--field value ...]: the fields of Config are the flags."""
     if {"-h", "--help"} & {*argv}:
         sys.exit(print(parse_config.__doc__, inspect.getsource(Config), sep="\n\n"))
     preset, *argv = argv if argv and argv[0][:1] != "-" else ["record", *argv]
@@ -537,9 +535,9 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
     c = dataclasses.replace(c, **vars(cli.parse_args(argv)))
     if bad := [word for word in c.plan.split() or [""] if not re.fullmatch(PLAN_WORD, word)]:
         refuse(f"--plan: {bad[0]!r} is no layer; write one word a layer, like L, Sv0, S<3 or -")
-    if c.val_tokens % (GROUP * c.val_T):
+    if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
         refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
-    return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed == -1 else c
+    return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed < 0 else c
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
@@ -548,8 +546,8 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     if preset == "record" and devices[0].platform == "cpu":
         lacks = "JAX sees only a CPU, the record needs GPUs: ./run.sh installs it with CUDA"
         print(f"warning: {lacks}; without GPUs: ./run.sh tiny", file=sys.stderr)
-    if GROUP % len(devices):
-        refuse(f"8 does not divide among {len(devices)} devices: as CUDA_VISIBLE_DEVICES=0,1,2,3")
+    if GROUP % (n := len(devices)) or c.batch % n:
+        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8")
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
@@ -573,9 +571,10 @@ def steps_in(shard: np.ndarray, c: Config) -> int:
 
 
 def find_data(c: Config) -> list[np.memmap]:
-    """The shards that the run reads, validation last. ./run.sh has asked data/check.py for more."""
-    folder, shards = Path(c.data).absolute(), []
-    for split, each in ("train", c), ("val", c.for_validation()):
+    """The shards that the run reads, validation last. ./run.sh checks more, by data/check.py."""
+    folder, shards, unit = Path(c.data).absolute(), [], GROUP * c.val_T
+    kinds = dict(train=(c, "steps", 1), val=(c.for_validation(), "val_tokens", unit))
+    for split, (each, flag, unit) in kinds.items():
         paths, found = sorted(folder.glob(f"[!.]*_{split}_*.bin")), 0
         for path in paths if split == "train" else paths[:1]:
             if found < each.steps:
@@ -583,7 +582,7 @@ def find_data(c: Config) -> list[np.memmap]:
                 found += steps_in(shards[-1], each)
         if found < each.steps:
             refuse(f"{folder}: {split} shards hold {found} of {each.steps} steps; get more "
-                   "(data/README.md), or lower --steps or --val_tokens")  # fmt: skip
+                   f"(data/README.md), or add --{flag} {found * unit} to what you ran")  # fmt: skip
     return shards
 
 

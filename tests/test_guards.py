@@ -70,6 +70,7 @@ def refusal(capsys):
     ("tiny --plan L<1v0", "'L<1v0' is no layer"),
     ("tiny --plan=-v0", "'-v0' is no layer"),  # values where nothing attends
     ("tiny --plan LS", "'LS' is no layer"),
+    ("tiny --val_tokens 0", "--val_tokens 0 is no multiple of 8 sequences of --val_T 1024"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is no multiple of 8 .* --val_T 1024"),
     ("tiny --val_T 768", "--val_tokens 65536 is no multiple of 8 sequences of --val_T 768"),
 ])  # fmt: skip
@@ -142,7 +143,7 @@ def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
 def test_devices_must_divide_the_groups(refusal, data, monkeypatch, count):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
     message = refusal(MINI, "--data", data)
-    assert f"8 does not divide among {count} devices: as CUDA_VISIBLE_DEVICES=0,1,2,3" in message
+    assert f"{count} devices do not divide --batch 8 or 8 matrices: use 1, 2, 4 or 8" in message
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"
@@ -194,7 +195,7 @@ def test_broken_shards_are_refused(refusal, data, name, fault):
     ("none", "--steps 9", "train shards hold 8 of 9 steps"),
     ("none", "--batch 40", "train shards hold 0 of 6 steps"),
     ("*_val_*", "", "val shards hold 0 of 2 steps"),
-    ("none", "--val_tokens 1536", "val shards hold 2 of 3 steps"),
+    ("none", "--val_tokens 1536", "val shards hold 2 of 3 steps; .* --val_tokens 1024 to"),
 ])  # fmt: skip
 def test_too_few_tokens_are_refused(refusal, data, gone, flags, says):
     write_shard(data / "x_val_000001.bin", TEXT)  # a second is no part of the rules' text
@@ -203,7 +204,7 @@ def test_too_few_tokens_are_refused(refusal, data, gone, flags, says):
     for name in ("._x_train_000001.bin", "x_train_000003.bin.part", "x_val.bin"):
         (data / name).write_bytes(b"?")  # nothing that counts
     message = refusal(f"{MINI} {flags}", "--data", data)
-    assert f"{data}: {says}; get more (data/README.md), or lower" in message
+    assert re.search(f"{data}: {says}", message)
 
 
 def test_the_shards_that_the_schedule_needs_are_read_in_order(data):

@@ -197,3 +197,13 @@ def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
         np.testing.assert_array_equal(array, before[name])
     drawn = [np.asarray(after[name]).ravel()[:100] for name in ("embed", "attn", "mlp")]
     assert len({tuple(np.sign(numbers)) for numbers in drawn}) == 3  # and no two share their draw
+
+
+def test_muon_is_refused_for_a_row_that_is_split_within_its_matrices(monkeypatch, capsys):
+    """Eight devices would orthogonalize eight parts, and train something else in silence."""
+    rows = train_gpt.param_table(MINI)
+    rows["head"] = rows["head"]._replace(optimizer="muon")
+    monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
+    with pytest.raises(SystemExit):
+        train_gpt.optimizer(MINI)
+    assert "['head'] are no banks" in capsys.readouterr().err
