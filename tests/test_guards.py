@@ -139,11 +139,11 @@ def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
     assert out.startswith("record on 1 x cpu, head in float8_e4m3fn") and '"steps": 1,' in out
 
 
-@pytest.mark.parametrize("count", [3, 6])
-def test_devices_must_divide_the_groups(refusal, data, monkeypatch, count):
+@pytest.mark.parametrize("count, batch", [(3, 24), (6, 24), (8, 12)])
+def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count, batch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
-    message = refusal(MINI, "--data", data)
-    assert f"{count} devices do not divide --batch 8 or 8 matrices: use 1, 2, 4 or 8" in message
+    message = refusal(MINI, "--data", data, "--batch", batch)
+    assert f"{count} devices do not divide --batch {batch} or 8 matrices: use 1, 2, 4" in message
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"
