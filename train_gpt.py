@@ -37,9 +37,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 SOURCE = Path(__file__).read_bytes().decode()  # now: the file may be edited while a run goes on
 GROUP = 8  # matrices in a group of a bank, and sequences in a validation step
 PLAN_WORD = r"([LS]|-(?!v))(?:v(\d+))?(?:<(\d+))?"
-GPU_OPTIONS = dict(  # of the compiler; they overrule XLA_FLAGS
-    xla_gpu_enable_triton_gemm=False,  # cuBLAS adds the residual stream and reads weights in place
-    xla_gpu_reduce_scatter_combine_threshold_bytes=0,  # each gradient leaves while others are made
+OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
+    # cuBLAS adds the residual stream and reads weights in place; each gradient leaves when made.
+    gpu=dict(xla_gpu_enable_triton_gemm=False, xla_gpu_reduce_scatter_combine_threshold_bytes=0),
+    # YNN's kernels are slower than those that they replace, until jax 0.11.
+    cpu=dict(xla_cpu_experimental_ynn_fusion_type="") if jax.__version_info__ < (0, 11) else {},
 )
 
 
@@ -102,9 +104,8 @@ class Config:
     def for_validation(self) -> "Config":
         """All of val_tokens; at once as many as in training, or one sequence; no FP8."""
         at_once = max(1, self.microbatch * self.T // self.val_T)
-        steps = self.val_tokens // (GROUP * self.val_T)
-        new = dict(T=self.val_T, batch=GROUP, microbatch=at_once, steps=steps)
-        new |= dict(head_forward=self.compute, head_backward=self.compute)
+        new = dict(T=self.val_T, batch=GROUP, steps=self.val_tokens // (GROUP * self.val_T))
+        new |= dict(microbatch=at_once, head_forward=self.compute, head_backward=self.compute)
         return dataclasses.replace(self, **new)
 
 
@@ -259,7 +260,7 @@ def mlp(x: Array, w: NamedTuple) -> Array:
     fc, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
     # [relu2] So et al. 2021, arXiv:2109.08668.
     hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output")))
-    return jnp.einsum("BTF,FD->BTD", hidden, proj)
+    return project(hidden, proj)
 
 
 def inverse_rms(x: Array) -> Array:
@@ -395,6 +396,9 @@ head_loss = by_hand(head_loss_forward, lambda c, kept, g: (
     (kept[0] * g).astype(kept[0].dtype), kept[1] * g, None), static=(3,))  # fmt: skip
 norm_linear = by_hand(norm_linear_forward, norm_linear_backward, static=(2,))
 norm_rotate = by_hand(norm_rotate_forward, norm_rotate_backward)
+# JAX's own dw of y = x w is dy^T x, transposed: XLA makes one product of that, a slow one on CPUs.
+project = by_hand(lambda x, w: (jnp.einsum("BTF,FD->BTD", x, w), (x, w)), lambda kept, dy: (
+    jnp.einsum("BTD,FD->BTF", dy, kept[1]), jnp.einsum("BTF,BTD->FD", kept[0], dy)))  # fmt: skip
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
@@ -511,7 +515,7 @@ def compile_stage(kind: str, window: int, c: Config, mesh: Mesh) -> jax.stages.C
     program = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, data), out_specs=outs)
     tokens = jax.ShapeDtypeStruct((c.batch, c.T + 1), "int32", sharding=NamedSharding(mesh, data))
     program = jax.jit(program, donate_argnums=0 if train else ()).lower(arg, tokens)
-    return program.compile(GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None)
+    return program.compile(OPTIONS.get(mesh.devices.flat[0].platform))
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -661,9 +665,6 @@ class Clock:
         self.steps, self.tell, self.pending = steps, tell, collections.deque()
         self.seconds, self.started = 0.0, time.perf_counter()
 
-    def start(self) -> None:
-        self.started = time.perf_counter()
-
     def stop(self, state: Any) -> None:
         while len(self.pending) > 2:
             time.sleep(0.01)
@@ -750,7 +751,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tupl
                 sys.exit(3)
             if val_loss <= c.target or step == c.steps:
                 break
-            clock.start()
+            clock.started = time.perf_counter()
         state, loss = programs["train", c.window_at(step)](state, next(batches))
         clock.show((step + 1, loss))
     memory = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat]

@@ -34,6 +34,8 @@ elif argv == ["-m", "ensurepip"]:
     sys.exit({ensurepip})
 elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
     sys.exit("no network")
+elif argv[0] == "train_gpt.py":
+    print("pages", os.environ.get("GLIBC_TUNABLES"))
 """
 
 
@@ -114,6 +116,17 @@ def test_first_run_without_gpu_installs_and_runs_tiny_and_the_second_only_runs(m
     assert (machine.done.returncode, machine.done.stderr) == (0, "")
     assert all(s in machine.done.stdout for s in ("Installing", 'no NVIDIA GPU: running "tiny"'))
     assert machine.run() == everything[2:] and "Installing" not in machine.done.stdout
+
+
+def test_without_gpu_memory_comes_in_huge_pages_unless_the_user_says_otherwise(machine):
+    machine.python(12)
+    machine.run()
+    assert "pages glibc.malloc.hugetlb=1" in machine.done.stdout
+    machine.run(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
+    assert "pages glibc.malloc.hugetlb=0" in machine.done.stdout
+    machine.driver("580.1")
+    machine.run()
+    assert "pages None" in machine.done.stdout
 
 
 def test_a_failed_or_changed_install_is_repeated(machine):
