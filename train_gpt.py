@@ -110,9 +110,9 @@ class Config:
 
 
 PRESETS = dict(record=Config(), tiny=Config(
-    plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, val_T=1024,
-    microbatch=8, head_chunk=256, window=192, window_block=64, steps=500, cooldown=0.7,
-    muon_lr=0.02, embed_lr=0.3, data="data/source_code", val_tokens=65536, target=1.49,
+    plan="Lv0 S L S<2 -<1 Lv0<0", D=128, H=2, F=512, vocab=257, eot=256, T=256, microbatch=8,
+    val_T=1024, head_chunk=256, window=192, window_block=64, steps=500, cooldown=0.7, val_every=50,
+    muon_lr=0.02, embed_lr=0.3, data="data/source_code", val_tokens=65536, target=1.37,
 ))  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 It needs no download: pip has already installed the text. A token is a byte of UTF-8 (0..255) or
 EOT (256), which begins every document; a document is one function, one method, or what stands
-between them. Some whole files are held out for validation. The shards have llm.c's format, as
-FineWeb's have, and must come out bit for bit as in SHARDS below.
+between them; its first 2,048 bytes count. Some whole files are held out for validation. The shards
+have llm.c's format, as FineWeb's have, and must come out bit for bit as in SHARDS below.
 
     python data/source_code.py [--out DIR]
 """
@@ -25,11 +25,12 @@ PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of require
 SOURCE = " ".join(map("==".join, PACKAGES.items()))
 REMEDY = f"run {sys.executable} -m pip install --force-reinstall --no-deps {SOURCE}"
 SHARDS = {  # name: sha256
-    "source_train_000001.bin": "799fdc6b6b565b8b6fdab42da2f94d0fa65d703b2f9ed85be7d590ff1383aafa",
-    "source_train_000002.bin": "f83ec25b395b239c43c6c4840677aed865ba320e59881c9d627016438960bc16",
-    "source_val_000000.bin": "f7a55403e5071ae33147658cfd0981ec725adf2345e6147015784bcafc053046",
+    "source_train_000001.bin": "1a9b61a147d894ec0ee7289c1f88f6725355af3218985db9b4dc21d7e345a063",
+    "source_train_000002.bin": "74c2d9b68d4d17bda99679cbd11744f046adc966967cfb7edb80433a0a708c75",
+    "source_val_000000.bin": "eb0c3850de1d7907726f5284d57b12f871789a36f2f8255625e055ee5e205534",
 }
 EOT = 256
+MAX_BYTES = 2048  # of a document: else one list of names is 17 steps of tiny in a row
 FIRST_SHARD_TOKENS = 600_000  # the rest is in the second: tiny crosses from one to the next
 
 # A file may be held out if few of its lines stand in other files too. This keeps twins such as
@@ -89,7 +90,8 @@ def definitions(text: bytes) -> list[ast.stmt]:
 
 
 def documents(text: bytes) -> list[bytes]:
-    """Cuts a file before and after every definition; comments right above go with it."""
+    """Cuts a file before and after every definition; comments right above go with it. Of a piece
+    MAX_BYTES are kept, as modded-nanogpt keeps 2,048 tokens since its record 29."""
     lines = text.splitlines(keepends=True)  # of bytes: at newlines only, as ast counts them
     cuts = {0, len(lines)}
     for node in definitions(text):
@@ -99,7 +101,7 @@ def documents(text: bytes) -> list[bytes]:
         cuts |= {start, node.end_lineno}
     cuts = sorted(cuts)
     pieces = [b"".join(lines[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-    return [piece.strip(b"\n") + b"\n" for piece in pieces if piece.strip()]
+    return [(piece.strip(b"\n") + b"\n")[:MAX_BYTES] for piece in pieces if piece.strip()]
 
 
 def build() -> dict[str, list[bytes]]:
