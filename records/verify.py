@@ -74,7 +74,7 @@ TRACKS = {
     "8xh100": Track(**FINEWEB, devices="NVIDIA H100 80GB HBM3", count=8),
     "1xgpu": Track(**FINEWEB, devices="NVIDIA .*", count=1),
     "tiny-2k": Track(
-        **TINY, target=1.37, z_rule=0.031,
+        **TINY, target=1.37, z_rule=0.027,
         val="eb0c3850de1d7907726f5284d57b12f871789a36f2f8255625e055ee5e205534",
         train=(
             "1a9b61a147d894ec0ee7289c1f88f6725355af3218985db9b4dc21d7e345a063",
