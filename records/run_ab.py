@@ -152,7 +152,8 @@ def interpreter() -> str:
 def run(python: str, arm: Path, words: list[str], lock: int) -> int:
     """One training; its exit status. Ctrl-C is passed on, and then waited for."""
     env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
-    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env  # as run.sh does
+    if words[0] == "tiny":  # as run.sh does where there is no GPU
+        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
     # In a session of its own a terminal's Ctrl-C reaches it once, through here; and it holds the
     # lock, so that nobody starts a second one beside it should this process die.
     child = subprocess.Popen([python, "train_gpt.py", *words], cwd=arm, env=env, pass_fds=[lock],

@@ -230,6 +230,15 @@ def test_norm_linear_has_the_gradients_of_its_formula(project_by, dtype, toleran
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
+    x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
+    x, w, dy = (a.astype(dtype) for a in (x, x[0].T @ x[1], dy[..., :64]))
+    ours = gradients(train_gpt.project, (x, w), dy)
+    x, w, dy = (a.astype("float32") for a in (x, w, dy))
+    close(ours, gradients(lambda x, w: x @ w, (x, w), dy), tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_norm_rotate_has_the_gradients_of_its_formula(dtype, tolerance):
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True

@@ -318,5 +318,6 @@ def test_the_real_script(tmp_path):
     assert "planned" not in text.partition("as many runs as planned")[2].splitlines()[0]
     first = runs.read(found.runs[0].path)
     assert first.environment["JAX_COMPILATION_CACHE_DIR"] == "../cache"
+    assert first.environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert (out / "cache").is_dir()
     assert str(tmp_path) not in found.runs[0].path.read_text()  # no path of this machine

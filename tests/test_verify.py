@@ -560,6 +560,12 @@ def test_the_tracks_are_what_the_presets_and_data_are():
         assert [track.val] == [sha for name, sha in known.items() if "_val_" in name]
 
 
+def test_a_text_of_no_track_is_judged_by_the_track_of_today(tmp_path):
+    e = verify.collect(write_ours(tmp_path / "x", data=[SHARD | dict(sha256="0" * 64)]))
+    assert verify.infer_track(e) == "tiny-2k"
+    assert verify.infer_track(verify.collect(write_ours(tmp_path / "y"))) == "tiny"
+
+
 def test_the_variables_that_steer_are_those_that_a_log_states():
     assert f"({verify.STEERS.pattern})" in train_gpt.SOURCE
 

@@ -1,15 +1,18 @@
 """nanoGPT on the text of `tiny`: its own model and optimizer, on the tokens that train_gpt.py sees.
 
     python compare.py train NANOGPT [--rate R] [--steps N] [--seed S] > LOG
-    python compare.py speed NANOGPT --jax PYTHON [--rounds N] > LOG
+    python compare.py speed NANOGPT --jax PYTHON --steps 60 [--rounds N] > LOG
 
 NANOGPT is a clone of github.com/karpathy/nanoGPT: model.py is imported, nothing else; it needs
-torch. `speed` runs train_gpt.py by PYTHON and nanoGPT by this one, by turns. Both need the shards
-that data/source_code.py makes. Six layers of width 128, two heads and sequences of 256, eight a
-step, as in `tiny`; AdamW, warm-up and cosine as its train_shakespeare_char.py sets them.
+torch. `speed` runs train_gpt.py by PYTHON and nanoGPT by this one, by turns, both with memory in
+huge pages as in run.sh. Both need the shards that data/source_code.py makes. Six layers of width
+128, two heads and sequences of 256, eight a step, as in `tiny`; AdamW, clipping and cosine are as
+its train_shakespeare_char.py sets them, the warm-up is 5 % of the steps. Eager, in bfloat16 by
+autocast, which is faster here than its own float32.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -25,6 +28,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 SHARDS = ROOT / "data/source_code"
 B, T, VAL_TOKENS, CONTEXT = 8, 256, 65536, 192
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def tokens_of(name: str) -> np.ndarray:
@@ -56,6 +60,8 @@ def train(args: argparse.Namespace) -> None:
     bf16 = torch.autocast("cpu", dtype=torch.bfloat16)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16 by autocast, "
           f"seed {args.seed}, rate {args.rate}, {args.steps} steps")  # fmt: skip
+    for file in (*sorted(SHARDS.glob("*.bin")), args.nanogpt / "model.py"):
+        print(f"{file.name} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}")
 
     def losses(tokens: np.ndarray) -> torch.Tensor:
         """Of all tokens of [sequences, T + 1], nats."""
@@ -76,7 +82,7 @@ def train(args: argparse.Namespace) -> None:
         decay = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warmup) / (args.steps - warmup))
         for group in optimizer.param_groups:
             group["lr"] = args.rate * min(1.0, (step + 1) / (warmup + 1)) * decay
-        batch = torch.from_numpy(batch)
+        batch, done = torch.from_numpy(batch), step + 1
         with bf16:
             _, loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         loss.backward()
@@ -85,12 +91,12 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss.item()
         seconds += time.perf_counter() - began
-        done = step + 1
         if done == args.steps or (done % 50 == 0 and not args.no_val):
             text = f"step:{done}/{args.steps} val_loss:{losses(views[::T].copy()).mean():.4f} "
             ms = 1e3 * seconds
             print(f"{text}train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms", flush=True)
-    model.eval()
+    if done < args.steps:
+        sys.exit(f"compare.py: the text ends after {done} steps")
     wide = losses(views[:: T - CONTEXT].copy())
     last = torch.cat((wide[0, :CONTEXT], wide[:, CONTEXT:].reshape(-1)))
     result = dict(rate=args.rate, steps=args.steps, tokens=args.steps * B * T, seed=args.seed,
@@ -101,16 +107,16 @@ def train(args: argparse.Namespace) -> None:
 
 def speed(args: argparse.Namespace) -> None:
     """Mean time of a step in runs by turns: ours with windows that grow as in a full run."""
-    steps = ["--steps", "60"]
+    steps = ["--steps", str(args.steps)]
     here = [sys.executable, str(Path(__file__).resolve()), "train", str(args.nanogpt), *steps]
     ours = [args.jax, "train_gpt.py", "tiny", *steps, "--save", "0", "--seed", "1"]
     ours += ["--val_every", "1000"]
     arms = {"nanogpt": [*here, "--no_val"], "jnanogpt": ours}
-    env, times = dict(os.environ), {name: [] for name in arms}
-    print(f"GLIBC_TUNABLES={env.get('GLIBC_TUNABLES')}")
+    env, times = os.environ | HUGE_PAGES, {name: [] for name in arms}
+    print(f"{args.steps} steps, {HUGE_PAGES}")
     for i in range(args.rounds):
         for name, command in arms.items():
-            out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+            out = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
             out.check_returncode()
             times[name].append(float(re.findall(r"step_avg:([\d.]+)ms", out.stdout)[-1]))
             print(f"round {i + 1} {name} {times[name][-1]:.1f} ms a step", flush=True)
