@@ -268,10 +268,10 @@ def test_every_run_draws_a_seed_and_logs_it(run):
 
 # ---- Compiling -----------------------------------------------------------------------------------
 def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypatch):
-    events, start = [], train_gpt.Clock.start
+    events, stop = [], train_gpt.Clock.stop
     listen = lambda name, *_, **__: events.append(name)
     note = lambda name: lambda result, *_: events.append(name) or result
-    monkeypatch.setattr(train_gpt.Clock, "start", lambda self: listen("go") or start(self))
+    monkeypatch.setattr(train_gpt.Clock, "stop", lambda *args: listen("go") or stop(*args))
     wrap(monkeypatch, "compile_stage", lambda run, kind, window, *_: lambda *args: (
         events.append((kind, window)) or run(*args)))  # fmt: skip
     wrap(monkeypatch, "prepare", note("prepared"))
