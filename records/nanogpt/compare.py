@@ -137,5 +137,6 @@ if __name__ == "__main__":
     cli.add_argument("--jax", help="a Python with the packages of requirements.txt")
     cli.add_argument("--rounds", type=int, default=8)
     chosen = cli.parse_args()
-    print(Path(__file__).read_text() + "=" * 100) if chosen.what == "train" else None
+    if chosen.what == "train":
+        print(Path(__file__).read_text() + "=" * 100)
     dict(train=train, speed=speed)[chosen.what](chosen)
