@@ -17,6 +17,7 @@ import sys
 import time
 import unicodedata
 
+import gpt2_prefixes
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -114,6 +115,15 @@ def as_jsonl(documents):
 
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+def test_the_prefixes_that_lie_in_the_repository_are_those_of_gpt2(gpt2):
+    made = gpt2_prefixes.prefixes(gpt2._mergeable_ranks)
+    assert made.tobytes() == (HERE.parent / "data" / "gpt2_prefixes.bin").read_bytes()
+    text = lambda number: gpt2.decode_single_token_bytes(number)
+    for number in (262, 50255, 11248):
+        assert text(number).startswith(text(made[number])) and made[number] != number
+    assert made[50256] == made[0] == -1 and len(made) == 50257
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
