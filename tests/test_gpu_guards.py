@@ -39,13 +39,13 @@ def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
 def code(change=lambda high, low: (high, low), a=4096, b=256):
     """positions, with codes of change(high, low), weighted by a and b."""
 
-    def wrong(starts, c):
-        *angles, code_k = positions(starts, c)
-        one, _, high, low = jnp.moveaxis(code_k.astype(jnp.int32), -1, 0)
+    def wrong(starts, c, stage):
+        pos = positions(starts, c, stage)
+        one, _, high, low = jnp.moveaxis(pos.code_k.astype(jnp.int32), -1, 0)
         high, low = change(high, low)
-        code_q = jnp.stack((-a * high, -b * low, a * one, b * one), axis=-1)
-        code_k = jnp.stack((one, one, high, low), axis=-1)
-        return *angles[:2], code_q.astype(c.compute), code_k.astype(c.compute)
+        code_q = jnp.stack((-a * high, -b * low, a * one, b * one), axis=-1).astype(c.compute)
+        code_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
+        return SimpleNamespace(angles=pos.angles, code_q=code_q, code_k=code_k, scale=pos.scale)
 
     return wrong
 
@@ -129,5 +129,5 @@ def test_lack_of_memory_is_told_and_no_other(monkeypatch, tmp_path, capsys, doin
         assert str(error) == "INTERNAL: no luck\nmore" and "OUT OF MEMORY" not in log[-1]
     else:
         assert error.code == 2 and log[-1] == f"OUT OF MEMORY while {doing}: {message}"
-        says = rf"train_gpt\.py: not enough memory on 1 x cpu while {doing}: half of --T.*\n"
+        says = rf"train_gpt\.py: not enough memory on 1 x cpu while {doing}: twice --batch.*\n"
         assert re.fullmatch(says, capsys.readouterr().err)

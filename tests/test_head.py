@@ -11,8 +11,8 @@ import pytest
 import train_gpt
 from tests.tools import FLOAT32, MINI
 
-N, D, V, T = 64, 32, 128, 16  # four sequences of 16 tokens
-FP8 = dataclasses.replace(MINI, D=D, T=T, batch=1, head_chunk=16, g_scale=2.0**19)
+N, D, V, SHARES = 64, 32, 128, np.float32([1.0, 0.5, 0.25])
+FP8 = dataclasses.replace(MINI, D=D, head_chunk=16, g_scale=2.0**15)
 F32 = dataclasses.replace(FP8, **FLOAT32)
 
 
@@ -20,26 +20,30 @@ def operands(dtype: str, seed: int = 0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(N, D))
     x /= np.sqrt(np.mean(x**2, axis=-1, keepdims=True))  # as it leaves the last norm
-    w = 0.3 * rng.normal(size=(V, D))
-    return jnp.asarray(x, dtype), jnp.asarray(w, "float32"), rng.integers(0, V, N).astype(np.int32)
+    w, targets = 0.3 * rng.normal(size=(V, D)), rng.integers(0, V, (N, 3)).astype(np.int32)
+    targets[:9, 1], targets[5:20, 2] = -1, -1  # none there
+    targets[20:25, 1] = targets[20:25, 0]  # one token may be two targets
+    return jnp.asarray(x, dtype), jnp.asarray(w, "float32"), targets, SHARES
 
 
-def reference(x, w, targets):
-    """Loss, dx and dw in float64: 30 sigmoid(z / 7.5), cross-entropy over the tokens of a batch."""
+def reference(x, w, targets, shares):
+    """Loss, dx and dw in float64: 23 sigmoid((z + 5) / 7.5), cross-entropy to each target."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
-    s = 1 / (1 + np.exp(-(x @ w.T) / 7.5))
-    p = np.exp(30 * s)
+    s = 1 / (1 + np.exp(-(x @ w.T + 5) / 7.5))
+    p = np.exp(23 * s)
     p /= p.sum(axis=1, keepdims=True)
-    picked = np.arange(len(x)), targets
-    loss = -np.log(p[picked]).sum() / T
-    p[picked] -= 1
-    dz = p * 30 / 7.5 * s * (1 - s) / T
+    loss, ds = 0.0, np.zeros_like(p)
+    for n, k in zip(*np.nonzero(targets >= 0), strict=True):
+        loss -= shares[k] * np.log(p[n, targets[n, k]])
+        ds[n] += shares[k] * p[n]
+        ds[n, targets[n, k]] -= shares[k]
+    dz = ds * 23 / 7.5 * s * (1 - s)
     return loss, dz @ w, dz.T @ x
 
 
-def ours(x, w, targets, c):
+def ours(x, w, targets, shares, c):
     function = jax.value_and_grad(train_gpt.head_loss, argnums=(0, 1))
-    loss, (dx, dw) = jax.jit(function, static_argnums=3)(x, w, targets, c)
+    loss, (dx, dw) = jax.jit(function, static_argnums=4)(x, w, targets, shares, c)
     assert dx.dtype == x.dtype and dw.dtype == jnp.float32
     return float(loss), np.asarray(dx, np.float64), np.asarray(dw, np.float64)
 
@@ -49,46 +53,50 @@ def relative(a, b):
 
 
 def test_float32_head_is_the_formula():
-    x, w, targets = operands("float32")
-    for got, expected in zip(ours(x, w, targets, F32), reference(x, w, targets), strict=True):
+    given = operands("float32")
+    for got, expected in zip(ours(*given, F32), reference(*given), strict=True):
         assert relative(got, expected) < 1e-5
 
 
 def test_fp8_head_is_the_formula_to_the_precision_of_its_formats():
     """e4m3 keeps 3 bits of a mantissa and e5m2 two: errors of 2^-4 and 2^-3 an entry, at most,
     average out; the value in bfloat16 keeps 8."""
-    x, w, targets = operands("bfloat16")
-    loss, dx, dw = ours(x, w, targets, FP8)
-    exact = reference(x, w, targets)
+    given = operands("bfloat16")
+    loss, dx, dw = ours(*given, FP8)
+    exact = reference(*given)
     assert loss == pytest.approx(exact[0], rel=2e-3)
     assert 1e-3 < relative(dx, exact[1]) < 0.07
     assert 1e-3 < relative(dw, exact[2]) < 0.07
 
 
 def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
-    x, w, targets = operands("float32")
+    x, w, *rest = operands("float32")
     to8 = lambda a, s: (np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / s
     x, w = to8(x, FP8.x_scale), to8(w.clip(-0.8, 0.8), FP8.w_scale)
     c = dataclasses.replace(FP8, compute="float32")
-    assert ours(x, w, targets, c)[0] == pytest.approx(reference(x, w, targets)[0], rel=1e-6)
+    assert ours(x, w, *rest, c)[0] == pytest.approx(reference(x, w, *rest)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("c", [F32, FP8], ids=["float32", "fp8"])
 @pytest.mark.parametrize("chunk", [4, 32, 64])
 def test_chunks_change_nothing(c, chunk):
-    x, w, targets = operands(c.compute)
-    one, other = (
-        ours(x, w, targets, c),
-        ours(x, w, targets, dataclasses.replace(c, head_chunk=chunk)),
-    )
+    given = operands(c.compute)
+    one, other = ours(*given, c), ours(*given, dataclasses.replace(c, head_chunk=chunk))
     for a, b in zip(one, other, strict=True):
         assert relative(a, b) < 1e-6
 
 
+def test_the_gradient_of_a_share_of_the_loss_is_that_share():
+    *given, shares = operands("float32")
+    thrice = jax.grad(lambda x, w: 3 * train_gpt.head_loss(x, w, given[2], shares, F32), (0, 1))
+    for a, b in zip(thrice(*given[:2]), ours(*given, shares, F32)[1:], strict=True):
+        assert relative(np.asarray(a), 3 * b) < 1e-6
+
+
 def test_numbers_beyond_fp8_are_clipped():
     """A cast alone would make e4m3 NaN above 464 and e5m2 infinite."""
-    x, w, targets = operands("bfloat16")
-    loss, dx, dw = ours(1e4 * x, 1e4 * w, targets, dataclasses.replace(FP8, g_scale=2.0**40))
+    x, w, *rest = operands("bfloat16")
+    loss, dx, dw = ours(1e4 * x, 1e4 * w, *rest, dataclasses.replace(FP8, g_scale=2.0**40))
     assert np.isfinite([loss, np.abs(dx).max(), np.abs(dw).max()]).all()
     for dtype in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"):
         ends = np.asarray(train_gpt.quantize(jnp.array([-3e38, 3e38]), 2.0, dtype), np.float64)
@@ -98,19 +106,23 @@ def test_numbers_beyond_fp8_are_clipped():
 
 def test_scales_cancel():
     """Powers of two: in a format wide enough for all of them they change no bit."""
-    x, w, targets = operands("float32")
+    given = operands("float32")
     scaled = dataclasses.replace(F32, x_scale=1.0, w_scale=4.0, g_scale=0.5)
-    for a, b in zip(ours(x, w, targets, F32), ours(x, w, targets, scaled), strict=True):
+    for a, b in zip(ours(*given, F32), ours(*given, scaled), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("c", [train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]])
+def test_the_gradient_of_the_logits_fits_its_format(c):
+    """It is at most 23 / 7.5 / 4 of the shares of a token's targets, which is the cap's slope."""
+    largest = 23 / 7.5 / 4 * max(sum(max(ends) for ends in row.shares) for row in c.rows) / c.batch
+    assert largest * c.g_scale < float(jnp.finfo(c.head_backward).max)
 
 
 def test_validation_computes_no_gradient():
     """The compiler drops what nobody asks for: no product but that of the logits is left."""
-    x, w, targets = operands("bfloat16")
-    loss = jax.jit(train_gpt.head_loss, static_argnums=3)
-    text = loss.lower(x, w, targets, F32).compile().as_text()
-    both = jax.jit(jax.grad(train_gpt.head_loss, argnums=(0, 1)), static_argnums=3)
-    products = [
-        t.count(" dot(") for t in (text, both.lower(x, w, targets, F32).compile().as_text())
-    ]
+    given, products = operands("bfloat16"), []
+    for function in train_gpt.head_loss, jax.grad(train_gpt.head_loss, argnums=(0, 1)):
+        program = jax.jit(function, static_argnums=4).lower(*given, F32).compile()
+        products.append(program.as_text().count(" dot("))
     assert products[0] < products[1], products

@@ -1,205 +1,362 @@
-"""Which token may see which: causality, documents, windows; float32 where no test says else."""
+"""Which token may see which: causality, documents, windows; what layers add to plain attention; the
+gradients that are written by hand. float32 where no test says else."""
 
 import dataclasses
+import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import train_gpt
-from tests.tools import MINI, MINI32, sequences, whole_weights
+from tests.tools import MINI, MINI32, sequences, unoptimized, whole_weights
 
-
-@pytest.fixture
-def activations(monkeypatch):
-    """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens."""
-    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, c: x)
-    weights = whole_weights(MINI32)
-    function = jax.jit(lambda tokens: train_gpt.loss_fn(weights, tokens, MINI32, window=48))
-    return lambda tokens: np.asarray(function(tokens)).reshape(8, -1, MINI32.D)
+T = 64
+RECORD = train_gpt.PRESETS["record"]
+# Every mark and every kind of source, in as few layers.
+SMALL = dataclasses.replace(MINI32, plan="Spxbv0 -<0 Lkgnxdmv1@0")
 
 
 def changed(before, after):
     return np.abs(after - before).max(axis=-1) > 1e-5
 
 
-def test_no_token_sees_a_later_one(activations):
-    tokens = sequences(MINI32, MINI32.T, documents=1)
-    before = activations(tokens)
+# ---- The whole model -----------------------------------------------------------------------------
+@functools.cache
+def activations(c: train_gpt.Config):
+    """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens. In documents of
+    their own: without what crosses their borders, as upstream's does."""
+    weights = whole_weights(c)
+    if "k" not in c.plan:
+        weights |= dict(bigram=0 * weights["bigram"], smear_lambda=jnp.zeros(1))
+
+    def final(tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "head_loss", lambda x, *_: x)
+            return train_gpt.loss_fn(weights, tokens, {1: 1.0}, c, 1)
+
+    with unoptimized():
+        program = jax.jit(final).lower(sequences(c, T)).compile()
+    return lambda tokens: np.asarray(program(tokens)).reshape(8, T, c.D)
+
+
+def test_no_token_sees_a_later_one():
+    tokens = sequences(SMALL, T, documents=1)
+    before = activations(SMALL)(tokens)
     for t in (1, 17, 40, 63):
         other = tokens.copy()
-        other[:, t] = (other[:, t] + 1) % (MINI32.vocab - 1)
-        other[tokens[:, t] == MINI32.eot, t] = MINI32.eot
-        moved = changed(before, activations(other))
+        other[:, t] = (other[:, t] + 1) % (SMALL.vocab - 1)
+        other[tokens[:, t] == SMALL.eot, t] = SMALL.eot
+        moved = changed(before, activations(SMALL)(other))
         assert not moved[:, :t].any()
-        assert moved[:, t][tokens[:, t] != MINI32.eot].all()
+        assert moved[:, t][tokens[:, t] != SMALL.eot].all()
 
 
-def test_no_token_sees_another_document(activations):
-    tokens = sequences(MINI32, MINI32.T, documents=1)
+def test_no_token_sees_another_document():
+    c = dataclasses.replace(SMALL, plan=SMALL.plan.replace("k", ""))
+    tokens = sequences(c, T, documents=1)
     starts = [0, 9, 10, 32, 50]
-    tokens[:, :-1][tokens[:, :-1] == MINI32.eot] = 0
-    tokens[:, starts] = MINI32.eot
-    before = activations(tokens)
-    document = np.cumsum(tokens[0, :-1] == MINI32.eot)
+    tokens[:, :-1][tokens[:, :-1] == c.eot] = 0
+    tokens[:, starts] = c.eot
+    before = activations(c)(tokens)
+    document = np.cumsum(tokens[0, :-1] == c.eot)
     for t in (3, 20, 33, 51):
         other = tokens.copy()
-        other[:, t] = (other[:, t] + 1) % (MINI32.vocab - 1)
-        moved = changed(before, activations(other))
+        other[:, t] = (other[:, t] + 1) % (c.vocab - 1)
+        moved = changed(before, activations(c)(other))
         assert not moved[:, document != document[t]].any()
         assert moved[:, t].all()
         if (document == document[t])[t + 1]:
             assert moved[:, t + 1].any()  # its own document does see it
 
 
-def test_every_layer_counts(activations):
-    tokens, weights = sequences(MINI32, MINI32.T), whole_weights(MINI32)
-    loss = jax.jit(lambda w: train_gpt.loss_fn(w, tokens, MINI32, window=48))
-    before = np.asarray(loss(weights))
-    for bank in ("attn", "mlp"):
-        for i, matrix in enumerate(weights[bank]):
-            other = [*weights[bank][:i], 0 * matrix, *weights[bank][i + 1 :]]
-            assert np.abs(np.asarray(loss(weights | {bank: other})) - before).max() > 1e-4
+def test_every_weight_counts():
+    """Of a bank every matrix, of the rest each that a layer owns."""
+    tokens = jnp.asarray(sequences(SMALL, T))
+    loss = lambda w: train_gpt.loss_fn(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
+    with unoptimized():
+        grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
+    for name, row in train_gpt.param_table(SMALL).items():
+        parts = grads[name] if row.layers or row.optimizer == "muon" else [grads[name]]
+        for i, g in enumerate(parts):
+            assert np.linalg.norm(g) > 1e-4, (name, i)
 
 
-STAGES = sorted({MINI32.window_at(step) for step in range(MINI32.steps + 1)})
-
-
-@pytest.mark.parametrize(
-    "window", sorted({w for w in STAGES} | {max(8, w // 8 // 2 * 8) for w in STAGES})
-)
-def test_window_of_a_layer_by_its_jacobian(window):
-    """Query q depends on key k exactly where q - window < k <= q, for every window in use."""
-    c, T = MINI32, 64
-    w, pos = train_gpt.deal(whole_weights(c), c)[0], train_gpt.positions(jnp.zeros((1, T), bool), c)
-    x = jax.random.normal(jax.random.key(1), (1, T, c.D))
-    sums = lambda x: train_gpt.attention(x, None, w, window, pos, c)[0].sum(axis=-1)
-    reaches = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
-    q, k = np.indices((T, T))
-    np.testing.assert_array_equal(reaches, (k <= q) & (k > q - window))
-
-
-def windows_used(c: train_gpt.Config, window: int, monkeypatch) -> list[int]:
-    used = []
-    attend = train_gpt.attention
-
-    def spy(x, ve, w, window, pos, c):
-        used.append(window)
-        return attend(x, ve, w, window, pos, c)
-
-    monkeypatch.setattr(train_gpt, "attention", spy)
-    jax.eval_shape(
-        lambda w: train_gpt.loss_fn(w, jnp.zeros((1, c.T + 1), jnp.int32), c, window),
-        jax.eval_shape(lambda: whole_weights(c)),
-    )
-    return used
-
-
-def test_every_attention_is_asked_for_causality_and_a_window_at_once(monkeypatch):
-    """On a CPU the window alone is causal too; cuDNN would read it as open to the right."""
-    asked = []
-    real = jax.nn.dot_product_attention
-
-    def spy(q, k, v, **options):
-        asked.append(options)
-        return real(q, k, v, **(options | {"implementation": "xla"}))
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
-    c = dataclasses.replace(MINI32, attention="cudnn")
-    train_gpt.loss_fn(whole_weights(c), sequences(c, c.T), c, window=16)
-    options = dict(scale=0.12, is_causal=True, implementation="cudnn")
-    assert asked == [options | {"local_window_size": (w - 1, 0)} for w in (16, 8, 16, 8)]
-
-
-@pytest.mark.parametrize("step", range(0, 1771, 118))
-def test_windows_of_the_record_at_each_stage(step, monkeypatch):
-    """ladder: long max(1, ceil(13.5 s / 1770)) blocks of 128 in layers 0, 4, 11; short half of it,
-    no attention in layer 7; validation at the window of its step."""
-    record = dataclasses.replace(train_gpt.Config(), attention="xla")
-    blocks = max(1, int(np.ceil(13.5 * step / 1770)))
-    long, short = 128 * blocks, 128 * max(1, blocks // 2)
-    assert record.window_at(step) == long
-    small = dataclasses.replace(record, D=96, F=8, T=128, head_chunk=128, vocab=127, eot=126)
-    expected = [long if layer in (0, 4, 11) else short for layer in range(12) if layer != 7]
-    assert windows_used(small, record.window_at(step), monkeypatch) == expected
-
-
-def test_the_record_grows_through_14_windows():
-    c = train_gpt.Config()
-    windows = [c.window_at(step) for step in range(c.steps + 1)]
-    assert sorted(set(windows)) == [128 * k for k in range(1, 15)] and windows == sorted(windows)
-
-
-# ---- The document code against an explicit mask --------------------------------------------------
-
-
-def layouts(T: int, window: int) -> dict[str, list[int]]:
-    return {
-        "one document": [0],
-        "starts in the middle of one": [5],
-        "many": list(range(0, T, 3)),
-        "every token one": list(range(T)),
-        "boundary at the window's edge": [0, window, 2 * window],
-        "one past the window's edge": [0, window + 1],
-    }
-
-
-def positions(first, x_BTHK):
-    c = dataclasses.replace(MINI, D=x_BTHK.shape[-1], H=1, compute=x_BTHK.dtype.name)
-    return train_gpt.positions(first, c)
-
-
-def by_code(q, k, v, first, window):
-    cos, sin, code_q, code_k = positions(first, q)
-    q, k = train_gpt.rotate(q, cos, sin, code_q), train_gpt.rotate(k, cos, sin, code_k)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=0.12, is_causal=True, local_window_size=(window - 1, 0)
-    )
-
-
-def by_mask(q, k, v, first, window):
-    cos, sin, code_q, _ = positions(first, q)
-    q, k = (train_gpt.rotate(x, cos, sin, jnp.zeros_like(code_q)) for x in (q, k))
-    document, (i, j) = np.cumsum(first, axis=1), np.indices((q.shape[1],) * 2)
-    mask = (j <= i) & (i - j < window) & (document[:, :, None] == document[:, None, :])
-    return jax.nn.dot_product_attention(q, k, v, scale=0.12, mask=mask[:, None])
-
-
-def forward_and_backward(attend, q, k, v, first, window, cotangent):
-    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, first, window), q, k, v)
-    return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
-
-
-@pytest.mark.parametrize("layout", layouts(64, 16))
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
-def test_document_code_is_an_exact_mask(layout, dtype, tolerance):
-    T, window = 64, 16
-    first = np.zeros((1, T), bool)
-    first[:, layouts(T, window)[layout]] = True
-    q, k, v, cotangent = jax.random.normal(jax.random.key(2), (4, 1, T, 2, 32)).astype(dtype)
-    code = forward_and_backward(by_code, q, k, v, first, window, cotangent)
-    mask = forward_and_backward(by_mask, q, k, v, first, window, cotangent)
-    for got, expected in zip(code, mask, strict=True):
-        norm = max(np.linalg.norm(expected), 1e-3)  # dq, dk of one-token documents are zero
-        assert np.linalg.norm(got - expected) / norm < tolerance
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_4095_documents_are_still_apart(dtype):
-    """In a document of one token each token can only see itself: attention returns v."""
-    T = 4095
-    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, T, 1, 16)).astype(dtype)
-    out = jax.jit(lambda q, k, v: by_code(q, k, v, jnp.ones((1, T), bool), T))(q, k, v)
-    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(v, np.float32))
+def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
+    c = dataclasses.replace(MINI32, plan="-")
+    tokens, table = sequences(c, T), np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
+    monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
+    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, c: (targets, shares))
+    weights, shares = whole_weights(c), {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
+    targets, shares = jax.jit(lambda t: train_gpt.loss_fn(weights, t, shares, c, 0))(tokens)
+    np.testing.assert_array_equal(shares, [0.125, 1, 0.5, 0.25])
+    later = np.pad(tokens, ((0, 0), (0, 2)), constant_values=-1)
+    expected = [table[tokens[:, 1:]], tokens[:, 1:], later[:, 2:-1], later[:, 3:]]
+    np.testing.assert_array_equal(targets.reshape(8, T, 4), np.stack(expected, axis=-1))
 
 
 def test_model_starts_at_the_loss_of_a_uniform_guess():
     """A zero head gives every one of the V columns, padding included, the same probability."""
-    c = dataclasses.replace(MINI, vocab=200, eot=199)
+    c = dataclasses.replace(MINI, plan="-", vocab=200, eot=199)
     weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
-    loss = train_gpt.loss_fn(weights, sequences(c, c.T), c, window=16)
-    assert float(loss) == pytest.approx(np.log(256), abs=1e-6)
+    loss = jax.jit(lambda t: train_gpt.loss_fn(weights, t, {1: 1.0, 2: 0.5}, c, 0))(sequences(c, T))
+    count = 8 * (T + 0.5 * (T - 1))  # the last token's second target is in no sequence
+    assert float(loss) == pytest.approx(count * np.log(256), rel=1e-6)
+
+
+# ---- Windows -------------------------------------------------------------------------------------
+def one_layer(marks: str, window: int = 16, **changes) -> tuple:
+    """Configuration of a model of one layer, its weights, and what that reads."""
+    c = dataclasses.replace(MINI32, plan=f"S{marks}", stages=f"1 512 {window} {window} 0 1 0,1")
+    c = dataclasses.replace(c, **changes)
+    (w,) = train_gpt.deal(whole_weights(c), c)
+    pos = train_gpt.positions(jnp.zeros((1, T), bool), c, 0)
+    return c, w, SimpleNamespace(pos=pos, stage=c.rows[0])
+
+
+@pytest.mark.parametrize("window", [3, 16, 40])
+@pytest.mark.parametrize("marks, reach", [
+    ("", lambda window: window),
+    ("k", lambda window: window + 1),  # half of the farthest key is that of the token before
+    ("p", lambda window: (window + 1) // 2),  # two rows a token
+], ids=["plain", "key offset", "paired"])  # fmt: skip
+def test_window_of_a_layer_by_its_jacobian(marks, reach, window):
+    c, w, seen = one_layer(marks, window)
+    x = jax.random.normal(jax.random.key(1), (1, T, c.D))
+    sums = lambda x: train_gpt.attention(x, [], c.layers[0], w, seen, c)[0].sum(axis=-1)
+    depends = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
+    q, k = np.indices((T, T))
+    np.testing.assert_array_equal(depends, (k <= q) & (q - k <= reach(window)))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypatch, stage):
+    """On a CPU the window alone is causal too; cuDNN would read it as open to the right."""
+    asked = []
+    spy = lambda q, k, v, **options: asked.append((q.shape, options)) or q
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    c = dataclasses.replace(MINI32, attention="cudnn")
+    tokens = jnp.asarray(sequences(c, T))
+    jax.eval_shape(lambda w: train_gpt.loss_fn(w, tokens, {1: 1.0}, c, stage), whole_weights(c))
+    _, scale = train_gpt.rotation(c, stage)
+    options = dict(scale=scale, is_causal=True, implementation="cudnn")
+    layers = [layer for layer in c.layers if layer.window != "-"]
+    assert len(asked) == len(layers) == 5
+    for (shape, given), layer in zip(asked, layers, strict=True):
+        window = getattr(c.rows[stage], layer.window)
+        assert given == options | {"local_window_size": (window, 0)}
+        assert shape == ((8, 2 * T, 1, 16) if "p" in layer.marks else (8, T, 2, 16))
+
+
+# ---- The document code against an explicit mask --------------------------------------------------
+WINDOW = 16
+LAYOUTS = [
+    [0],  # one document
+    [5],  # a start in the middle of one
+    range(0, T, 3),
+    range(T),  # every token one
+    [0, WINDOW, 2 * WINDOW],  # a boundary at the window's edge
+    [0, WINDOW + 1],  # and one past it
+]
+
+
+def attend(q, k, v, first, window, paired: bool, by_code: bool):
+    B, T, H, K = q.shape
+    c = dataclasses.replace(MINI, D=H * K, H=H, compute=q.dtype.name)
+    pos, rows = train_gpt.positions(jnp.asarray(first), c, 0), 2 if paired else 1
+    codes = [code if by_code else jnp.zeros_like(code) for code in (pos.code_q, pos.code_k)]
+    q, k = (train_gpt.norm_rotate(x, *pos.angles[paired], code, False)
+            for x, code in zip((q, k), codes, strict=True))  # fmt: skip
+    q, k, v = (x.reshape(B, rows * T, H // rows, K) for x in (q, k, v))
+    if by_code:
+        return train_gpt.attend(q, k, v, window, pos.scale, c)
+    document = np.repeat(np.cumsum(first, axis=1), rows, axis=1)
+    i, j = np.indices((rows * T,) * 2)
+    mask = (j <= i) & (i - j <= window) & (document[:, :, None] == document[:, None, :])
+    return jax.nn.dot_product_attention(q, k, v, scale=pos.scale, mask=mask[:, None])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
+def test_document_code_is_an_exact_mask(paired, dtype, tolerance):
+    first = np.zeros((len(LAYOUTS), T), bool)
+    for row, starts in zip(first, LAYOUTS, strict=True):
+        row[[*starts]] = True
+    *qkv, dy = jax.random.normal(jax.random.key(2), (4, len(LAYOUTS), T, 2, 32)).astype(dtype)
+    found = []
+    for by_code in True, False:
+        run = lambda q, k, v, by_code=by_code: attend(q, k, v, first, WINDOW, paired, by_code)
+        y, pull = jax.vjp(jax.jit(run), *qkv)
+        found.append([np.asarray(x, np.float32) for x in (y, *pull(dy.reshape(y.shape)))])
+    for got, expected in zip(*found, strict=True):
+        for a, b in zip(got, expected, strict=True):  # dq, dk of one-token documents are zero
+            assert np.linalg.norm(a - b) < tolerance * max(np.linalg.norm(b), 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4095_documents_are_still_apart(dtype):
+    """In a document of one token each token can only see itself: attention returns v, but for 1e-11
+    of its neighbour."""
+    n = 4095
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 1, 16)).astype(dtype)
+    alone = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, n), bool), n, False, True))
+    got, v = (np.asarray(x, np.float32) for x in (alone(q, k, v), v))
+    np.testing.assert_allclose(got, v, rtol=1e-6, atol=1e-9)
+
+
+# ---- Beside plain attention ----------------------------------------------------------------------
+def softmax(scores, mask):
+    e = np.where(mask, np.exp(scores), 0)
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def test_paired_heads_are_those_of_the_ladder():
+    """3.3: [T, 3, 2 K], positions 2t in the first half and 2t + 1 in the second, then as
+    [2T, 3, K]; and back, before the output matrix."""
+    c, w, seen = one_layer("p", window=9, D=96, H=6)
+    x = jax.random.normal(jax.random.key(5), (1, T, 96))
+    got = train_gpt.attention(x, [], c.layers[0], w, seen, c)[0]
+    x, K, (w_v, w_o) = np.asarray(x[0], np.float64), 16, np.asarray(w.vo, np.float64)
+    u = x / np.sqrt((x**2).mean(axis=-1, keepdims=True))
+    speed = (1 / 1024) ** np.linspace(0, 1, K // 4)
+
+    def turned(w_heads, code):
+        heads = (u @ np.concatenate(w_heads).T).reshape(T, 6, K)
+        heads /= np.sqrt((heads**2).mean(axis=-1, keepdims=True))
+        wide = heads.reshape(T, 3, 2, K)
+        for half in 0, 1:
+            angle = (2 * np.arange(T)[:, None, None] + half) * speed
+            a, b = wide[:, :, half, : K // 4].copy(), wide[:, :, half, K // 4 : K // 2].copy()
+            wide[:, :, half, : K // 4] = a * np.cos(angle) + b * np.sin(angle)
+            wide[:, :, half, K // 4 : K // 2] = b * np.cos(angle) - a * np.sin(angle)
+        wide[..., -4:] = code  # no document starts: of q it is 0
+        return wide.reshape(2 * T, 3, K)
+
+    matrices = np.asarray(w.qk, np.float64)
+    q, k = turned(matrices[:3], 0.0), turned(matrices[3:], 1.0)
+    lambda_v, lambda_o = np.asarray(w.vo_lambdas, np.float64)
+    v = (lambda_v * u @ w_v.T).reshape(2 * T, 3, K)
+    i, j = np.indices((2 * T, 2 * T))
+    scores = 0.1 * np.einsum("ihk,jhk->hij", q, k)
+    attends = softmax(scores, (j <= i) & (i - j <= 9))
+    y = np.einsum("hij,jhk->ihk", attends, v).reshape(T, 96)
+    np.testing.assert_allclose(got, lambda_o * y @ w_o.T, atol=2e-5 * np.abs(y).max() * 10)
+
+
+@pytest.mark.parametrize("length, window", [(64, 16), (64, 12), (48, 47), (30, 64), (37, 5)])
+def test_compose_is_its_formula(length, window):
+    """In float64 and T x T: softmax of each head over the window, mixed by source, read from v,
+    dealt by target."""
+    c = dataclasses.replace(MINI32, dc_window=window)
+    key = iter(jax.random.split(jax.random.key(6), 6))
+    q, k, v, dy = (jax.random.normal(next(key), (2, length, 3, 8)) for _ in range(4))
+    source, target = (jax.random.normal(next(key), (2, length, 3)) for _ in range(2))
+    i, j = np.indices((length, length))
+    mask = (j <= i) & (i - j < window)
+
+    def plain(q, k, v, source, target):
+        scores = jnp.where(mask, 0.3 * jnp.einsum("bihk,bjhk->bhij", q, k), -jnp.inf)
+        source /= jnp.sqrt((source**2).mean(axis=-1, keepdims=True) + 1e-6)
+        mixed = jnp.einsum("bhij,bih->bij", jax.nn.softmax(scores), source)
+        return target[..., None] * jnp.einsum("bij,bjhk->bihk", mixed, v)
+
+    given = q, k, v, source, target
+    ours = gradients(lambda *given: train_gpt.compose(*given, 0.3, c), given, dy)
+    close(ours, gradients(plain, given, dy), 1e-5)
+
+
+def test_xsa_takes_out_of_a_head_what_lies_along_its_own_v():
+    c, w, seen = one_layer("x")
+    x = jax.random.normal(jax.random.key(7), (1, T, c.D))
+    w = w._replace(vo=[w.vo[0], jnp.eye(c.D)], vo_lambdas=jnp.ones(2))
+
+    def heads(gate):
+        here = w._replace(gate_xsa=jnp.full((1, T, c.H), gate))
+        return train_gpt.attention(x, [], c.layers[0], here, seen, c).reshape(T, c.H, -1)
+
+    v = (train_gpt.norm(x) @ w.vo[0].T).reshape(T, c.H, -1)
+    along = lambda y: np.asarray((y * v).sum(axis=-1) / (v * v).sum(axis=-1))
+    assert np.abs(along(heads(20.0))).max() < 1e-5 < 0.1 < np.abs(along(heads(0.0))).max()
+    half = heads(np.arctanh(0.5))
+    np.testing.assert_allclose(half, (heads(0.0) + heads(20.0)) / 2, atol=1e-5)
+
+
+def test_rows_of_pairs_are_those_of_upstream():
+    """In int32, which wraps; and before the hash of element 1, element 0 is overwritten."""
+    tokens = np.random.default_rng(0).integers(0, RECORD.vocab, (2, 50)).astype(np.int32)
+    rows, number = train_gpt.hash_pairs(jnp.asarray(tokens), RECORD)
+    with np.errstate(over="ignore"):
+        last = tokens[:, :-1].copy()
+        np.testing.assert_array_equal(number[:, 1:], (tokens[:, 1:] ^ last) % 8192)
+        last[:, 0] = 377279
+        mixed = (np.int32(36313) * tokens[:, 1:]) ^ (np.int32(27191) * last)
+    np.testing.assert_array_equal(rows[:, 1:], mixed % 377279)
+    assert (rows[:, 0] == 377279).all() and not number[:, 0].any()
+
+
+def test_signs_are_balanced_and_differ():
+    signs = np.asarray(train_gpt.signs(jnp.arange(8192)[None], RECORD)[0], np.float32)
+    assert signs.shape == (8192, 768) and set(np.unique(signs)) == {-1, 1}
+    few = np.r_[:300, 4000:4100, 8100:8192]
+    products = signs[few] @ signs[few].T - 768 * np.eye(len(few))
+    assert np.abs(products).max() < 6 * 768**0.5  # of two rows; 120,000 pairs of random ones
+    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of a channel
+    assert np.abs(signs.mean(axis=1)).max() < 6 / 768**0.5  # of a row
+    neighbours = (signs[:, 1:] * signs[:, :-1]).mean()
+    assert abs(neighbours) < 5 / signs.size**0.5
+
+
+def test_rotation_is_that_of_the_record():
+    """Ladder 3.5: slow pairs slow down as windows grow, and not for the last validation."""
+    speeds, scales = zip(*(train_gpt.rotation(RECORD, stage) for stage in range(5)), strict=True)
+    np.testing.assert_allclose(scales, [0.1, 0.116946, 0.127518, 0.131778, 0.131778], rtol=1e-5)
+    last = [speed[-1] for speed in speeds]
+    np.testing.assert_allclose(last, [9.77e-4, 4.19e-4, 2.66e-4, 2.25e-4, 2.25e-4], rtol=3e-3)
+    for speed in speeds:
+        np.testing.assert_allclose(speed[:3], (1 / 1024) ** (np.arange(3) / 31), rtol=1e-6)
+    assert len(speeds[0]) == 32
+
+
+# ---- Small things --------------------------------------------------------------------------------
+def test_a_net_says_its_rows_by_their_names():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.float32(rng.normal(size=shape))
+    rows = dict(gate_a=draw(2, 9), mudd=draw(1, 9), gate_none=[], gate_b=draw(3, 9))
+    hidden = draw(2, 5, 8)
+    said = train_gpt.say(hidden, rows, "gate_", 0.3)
+    assert [*said] == ["gate_a", "gate_b"]
+    for name, got in said.items():
+        expected = 0.3 * (np.asarray(hidden) @ rows[name][:, :-1].T + rows[name][:, -1])
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert train_gpt.say(hidden, rows, "other_", 0.3) == {}
+
+
+def test_each_array_has_a_weight_of_its_own():
+    weights, arrays = jnp.float32([[[2.0, 3.0]]]), [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
+    got = train_gpt.weighted_sum(*train_gpt.each(weights, arrays))
+    np.testing.assert_array_equal(got, np.full((1, 1, 4), 32.0))
+
+
+def test_layers_are_dealt_what_they_own():
+    """The record: 6 matrices of q and k and two of v and o to a layer with attention, in order."""
+    small = dataclasses.replace(RECORD, D=12, F=8, E=2, vocab=100, bigrams=128)
+    rows = train_gpt.param_table(small)
+    weights = {name: [*range(row.shape[0])] for name, row in rows.items() if row.layers}
+    dealt, at = train_gpt.deal(weights, small), 0
+    for i, (layer, w) in enumerate(zip(small.layers, dealt, strict=True)):
+        attends = layer.window != "-"
+        assert w.mlp == [2 * i, 2 * i + 1]
+        assert w.qk == [*range(6 * at, 6 * at + 6)] * attends
+        assert w.vo == [2 * at, 2 * at + 1] * attends
+        at += attends
+    assert [w.gate_heads for w in dealt] == [
+        0 if i == 3 else 1 if i == 10 else [] for i in range(11)
+    ]
+    with pytest.raises(ValueError, match="2 of mlp are left"):
+        train_gpt.deal(weights | dict(mlp=[*range(24)]), small)
 
 
 # ---- Gradients written by hand -------------------------------------------------------------------
@@ -208,7 +365,7 @@ def plain_norm(x):
 
 
 def gradients(function, arguments, cotangent):
-    out, pull = jax.vjp(function, *arguments)
+    out, pull = jax.vjp(jax.jit(function), *arguments)
     return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
 
 
@@ -217,33 +374,87 @@ def close(got, expected, tolerance):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
 
+BOTH = pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+
+
+def of_dtype(dtype: str, **changes) -> train_gpt.Config:
+    formats = dict.fromkeys(("compute", "mlp_forward"), dtype)
+    return dataclasses.replace(MINI, **formats | changes)
+
+
 @pytest.mark.parametrize("project_by", ["input", "output"])
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+@BOTH
 def test_norm_linear_has_the_gradients_of_its_formula(project_by, dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
     x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
     w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
     x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
-    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, project_by), (x, w), dy)
+    c = of_dtype(dtype)
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, project_by, dtype, c), (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+@BOTH
 def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
-    x, w, dy = (a.astype(dtype) for a in (x, x[0].T @ x[1], dy[..., :64]))
-    ours = gradients(train_gpt.project, (x, w), dy)
+    x, w, dy = (a.astype(dtype) for a in (x, x[0].T @ x[1] / 8, dy[..., :64]))
+    ours = gradients(lambda x, w: train_gpt.project(x, w, of_dtype(dtype)), (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: x @ w, (x, w), dy), tolerance)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_norm_rotate_has_the_gradients_of_its_formula(dtype, tolerance):
+@pytest.mark.parametrize("offset", [False, True])
+@BOTH
+def test_norm_rotate_has_the_gradients_of_its_formula(offset, dtype, tolerance):
+    """Of a key with offset, the still channels are those of the token before, also across
+    documents; the first token's are its own."""
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True
     x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 3, 32)).astype(dtype)
-    cos, sin, code, _ = positions(first, x)
-    ours = gradients(lambda x: train_gpt.norm_rotate(x, cos, sin, code), (x,), dy)
-    formula = lambda x: train_gpt.rotate(plain_norm(x), cos, sin, code.astype("float32"))
-    close(ours, gradients(formula, (x.astype("float32"),), dy.astype("float32")), tolerance)
+    pos = train_gpt.positions(jnp.asarray(first), of_dtype(dtype, D=96, H=3), 0)
+    cos, sin = pos.angles[False]
+
+    def formula(x):
+        a, b, still = jnp.split(plain_norm(x), [8, 16], axis=-1)
+        if offset:
+            still = still[:, np.maximum(np.arange(40) - 1, 0)]
+        code = jnp.broadcast_to(pos.code_k.astype("float32"), (1, 40, 3, 4))
+        parts = (a * cos + b * sin, b * cos - a * sin, still[..., :-4], code)
+        return jnp.concatenate(parts, axis=-1)
+
+    ours = lambda x: train_gpt.norm_rotate(x, cos, sin, pos.code_k, offset)
+    expected = gradients(formula, (x.astype("float32"),), dy.astype("float32"))
+    close(gradients(ours, (x,), dy), expected, tolerance)
+
+
+def test_gelu_is_exact_and_so_is_its_gradient():
+    x, dy = jnp.linspace(-6, 6, 101), jnp.linspace(1, 2, 101)
+    exact = lambda x: jax.nn.gelu(x, approximate=False)
+    for a, b in zip(gradients(train_gpt.gelu, (x,), dy), gradients(exact, (x,), dy), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_fp8_is_of_the_mlp_forward_alone():
+    """On numbers that fp8 holds it is exact; else it is off by its precision, and the gradient is
+    that of the formats without it."""
+    x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
+    w, e4m3 = x[0].T @ x[1] / 80, "float8_e4m3fn"
+    c = of_dtype("float32", mlp_forward=e4m3)
+    to8 = lambda a, s: (
+        jnp.asarray((np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn), "float32") / s
+    )
+    x8, w8 = to8(x, c.x_scale), to8(w, c.w_scale)
+    product = train_gpt.product(x8, w8, e4m3, c)
+    np.testing.assert_allclose(product, x8 @ w8.T, rtol=1e-5, atol=1e-5)
+    assert product.dtype == jnp.float32
+    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, "input", dtype, c)
+    project = lambda dtype: (
+        lambda x, w: train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
+    )
+    for function in linear, project:
+        (y, *in_fp8), (exact, *plain) = (
+            gradients(function(d), (x, w), dy) for d in (e4m3, "float32")
+        )
+        assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.06
+        close(in_fp8, plain, 1e-6)

@@ -10,8 +10,9 @@ import tokenize_text
 
 import train_gpt
 
-FLAGS = "--D 32 --H 2 --F 64 --T 64 --head_chunk 64 --window 64 --window_block 64 --val_T 64"
-FLAGS += " --val_tokens 1024 --steps 30 --val_every 30 --target 0 --seed 1 --plan"
+FLAGS = "--D 32 --H 2 --F 64 --E 8 --bigrams 512 --head_chunk 64 --dc_window 12 --val_T 64"
+FLAGS += " --val_tokens 1024 --steps 30 --val_every 30 --target 0 --seed 1"
+PLAN = "--plan", "Lv0 S", "--stages", "30 512 64 64 0 1 0,1"
 
 
 def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
@@ -29,7 +30,7 @@ def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
     check.main()
     assert "check.py" not in capsys.readouterr().err
     train_gpt.main(
-        ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split(), "Lv0 S"]
+        ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split(), *PLAN]
     )
     (log,) = Path("logs").glob("*.txt")
     losses = re.findall(r"^step:\d+/30 val_loss:(\S+)", log.read_text(), re.M)

@@ -303,7 +303,7 @@ def test_the_real_script(tmp_path):
     try:
         for name in ("train_000001", "train_000002", "val_000000"):
             write_shard(data / f"x_{name}.bin", tokens(1200))
-        flags = ["tiny", *SMALL[:-2], "--steps", "6"]
+        flags = ["tiny", *SMALL[:-2], "--stages", "6 256 8 16 0 1 0,1", "--steps", "6"]
         out = tmp_path / "out"
         status, text, err = run(train_gpt.__file__, "-n", 2, "--out", out, "--", *flags,
                                 "--data", f"data/{data.name}")  # fmt: skip

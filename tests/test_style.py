@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -27,15 +29,16 @@ def sections() -> dict[str, int]:
 
 
 def test_the_file_is_short_and_most_of_it_is_machine_learning():
-    assert len(LINES) <= 800 and max(map(len, LINES)) <= 100
+    assert len(LINES) <= 1150 and max(map(len, LINES)) <= 100
     sizes = sections()
     rest = {"Command line", "Data", "Log", "Run"}
     assert list(sizes) == [
         *("Config", "Parameters", "Model", "Head", "Gradients by hand", "Optimizer", "Step"),
         *("Command line", "Data", "Log", "Run"),
     ]
-    assert sum(sizes[name] for name in rest) <= 330
-    assert LINES.index(next(line for line in LINES if line.startswith("def loss_fn"))) < 250
+    around = sum(sizes[name] for name in rest)
+    assert around <= 460 and sum(sizes.values()) - around >= 0.6 * len(LINES)
+    assert LINES.index(next(line for line in LINES if line.startswith("def loss_fn"))) < 330
 
 
 def test_every_function_is_short():
@@ -46,13 +49,15 @@ def test_every_function_is_short():
 
 def test_the_model_reads_from_the_top_down():
     defined = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef)]
-    order = ["loss_fn", "block", "attention", "attend", "mlp", "norm", "positions", "rotate"]
+    order = ["loss_fn", "look_up", "block", "mixed_block", "attention", "attend", "compose", "mlp",
+             "say", "weighted_sum", "norm", "hash_pairs", "signs", "positions",
+             "rotation"]  # fmt: skip
     assert [name for name in defined if name in order] == order
 
 
 def test_the_check_of_attention_stays_small():
     (check,) = [n for n in TREE.body if getattr(n, "name", None) == "check_attention"]
-    assert check.end_lineno - check.lineno + 1 <= 25
+    assert check.end_lineno - check.lineno + 1 <= 30
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -65,8 +70,9 @@ def test_no_field_is_a_switch():
 
 @pytest.mark.parametrize("name", [field.name for field in FIELDS])
 def test_every_field_is_read_somewhere_and_has_a_comment(name):
-    (line,) = [line for line in LINES if line.startswith(f"    {name}: ")]
-    assert re.search(r"  # .{10}", line)
+    (at,) = [i for i, line in enumerate(LINES) if line.startswith(f"    {name}: ")]
+    before, line, after = LINES[at - 1 : at + 2]
+    assert re.search(r"  # .{10}", line) or before[:6] == "    # " or after[:6] == "    # "
     reads = [node for node in NODES if isinstance(node, ast.Attribute) and node.attr == name]
     assert [node for node in reads if getattr(node.value, "id", None) in ("c", "self")]
 
@@ -95,7 +101,8 @@ def test_top_level_statements_only_define():
         calls = [] if "lambda" in value else [n for n in body if isinstance(n, ast.Call)]
         called = {ast.unparse(call.func) for call in calls}
         reads_itself = value == "Path(__file__).read_bytes().decode()"
-        assert reads_itself or called <= {"dict", "Config", "by_hand"}, value
+        makes = {"dict", "Config", "by_hand", "collections.namedtuple"}
+        assert reads_itself or called <= makes, value
 
 
 AUDIT = """
@@ -148,9 +155,12 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
 
 # ---- Techniques ----------------------------------------------------------------------------------
 def test_every_technique_is_told_in_the_readme():
-    """`# [tag]` or a docstring that begins with it here, `[tag]` in a row of a table there."""
-    tags = re.findall(r'(?:# |""")\[([a-z0-9-]+)\]', train_gpt.SOURCE)
+    """`[tag]` in a comment or a docstring here, `[tag]` in a row of a table there."""
+    tokens = tokenize.generate_tokens(io.StringIO(train_gpt.SOURCE).readline)
+    texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts += [ast.get_docstring(node) or "" for node in NODES if isinstance(node, kinds)]
+    tags = set(re.findall(r"\[([a-z][a-z0-9-]+)\]", "\n".join(texts)))
     table = re.findall(r"^\|.*$", (TRAIN.parent / "README.md").read_text(encoding="utf-8"), re.M)
     told = re.findall(r"`\[([a-z0-9-]+)\]`", "\n".join(table))
-    assert len(tags) == len(set(tags)) > 5
-    assert sorted(set(told)) == sorted(tags)
+    assert len(tags) > 5 and sorted(set(told)) == sorted(tags)

@@ -1,5 +1,6 @@
 """The promise "copy one file and tweak it": the README's diffs, and others, applied and run."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -11,27 +12,32 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.tools import SMALL, make_mesh, text, write_shard
+from tests.tools import FLOAT32, SMALL, make_mesh, text, write_shard
 
 README = (Path(train_gpt.__file__).parent / "README.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-FLAGS = ["tiny", *SMALL, *"--window 8 --steps 3 --val_every 3 --seed 5".split()]
+FLAGS = ["tiny", *SMALL, "--stages", "2 256 8 8 0 1 0,1", "--steps", "2", "--seed", "5"]
+FLAGS += [word for name in FLOAT32.items() for word in ("--{} {}".format(*name)).split()]
+PLAN = "--plan", "Lv0 -"  # of all but the one that changes it: they compile sooner
+ONE = "--steps", "1"  # the second is of another program, where Adam works
 SWIGLU = """\
--        mlp    = bank(F, D, every, (b, 0), (m * tall, m)),         # fc, and proj transposed
-+        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, m)),
+-        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
++        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, 2 * m * tall), 1.2 * m),
 @@
 -    fc, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
 +    fc, gate, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
 @@
--    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output")))
-+    hidden = jax.nn.silu(norm_linear(x, gate, "output")) * norm_linear(x, fc, "output")
+-    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output", c.mlp_forward, c)))
++    hidden = jax.nn.silu(norm_linear(x, gate, "output", c.mlp_forward, c))
++    hidden *= norm_linear(x, fc, "output", c.mlp_forward, c)
 """
 NO_MLP_IN_ONE = """\
--        mlp    = bank(F, D, every, (b, 0), (m * tall, m)),         # fc, and proj transposed
-+        mlp    = bank(F, D, attends, (b, 0), (m * tall, m)),
+-        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
++        mlp    = bank(F, D, attends, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),
 @@
--    return x + mlp(x, w)
-+    return x + mlp(x, w) if window else x
++    if layer.window == "-":
++        return x
+     return weighted_sum((w.mlp_lambdas[0], x), (w.mlp_lambdas[1], mlp(x, w, c)))
 """
 
 
@@ -47,20 +53,19 @@ def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Trains the tweaked script for three steps on one device; its module, log and weights."""
-
+    """Trains the tweaked script for two steps on one device; its module, log and weights."""
     write_shard(tmp_path / "x_train_000001.bin", text(1100))
     write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     jax.config.update("jax_disable_most_optimizations", True)
 
-    def start(source: str):
+    def start(source: str, *flags: str):
         (tmp_path / "tweaked.py").write_text(source)
         spec = importlib.util.spec_from_file_location("tweaked", tmp_path / "tweaked.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module.main([*FLAGS, "--data", str(tmp_path)])
+        module.main([*FLAGS, *flags, "--data", str(tmp_path)])
         (log,) = Path("logs").glob("*.txt")
         facts = dict(re.findall(r"^(config|RESULT) (.*)$", log.read_text(), re.M))
         weights = dict(np.load(log.with_suffix(".npz")))
@@ -73,41 +78,39 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_four_tweaks_of_the_readme_run(run):
-    _, before, plain, _ = run(train_gpt.SOURCE)
-    changes, losses = [], {plain["val_loss"]}
-    for diff in DIFFS:
-        module, config, result, weights = run(apply(diff))
-        changes.append({name for name, value in config.items() if value != before[name]})
+    changes, losses, flags = [], set(), [(*PLAN, *ONE), ONE, PLAN, PLAN]
+    for diff, argv in zip(DIFFS, flags, strict=True):
+        module, config, result, weights = run(apply(diff), *argv)
+        same = dataclasses.asdict(train_gpt.parse_config([*FLAGS, *argv])[1])
+        same |= dict(preset="tiny", attention="xla", data=config["data"])
+        changes.append({name for name, value in config.items() if value != same[name]})
         assert math.isfinite(result["val_loss"])
         losses.add(result["val_loss"])
-        if "mlp_lambdas" in diff:
-            assert weights["mlp_lambdas"].shape == (6,) and np.all(weights["mlp_lambdas"] != 1)
+        if "mlp_gains" in diff:
+            assert weights["mlp_gains"].shape == (2, 32) and np.all(weights["mlp_gains"] != 1)
     assert changes == [{"muon_lr"}, {"plan"}, set(), set()]
-    assert len(losses) == 5  # each of them made another run
+    assert len(losses) == 4  # each of them made another run
     state = module.state_shapes(module.PRESETS["tiny"], make_mesh(8)).optimizer
     assert "ScaleByLionState" in str(state)
 
 
-@pytest.mark.parametrize("diff, matrices", [(SWIGLU, 18), (NO_MLP_IN_ONE, 10)])
+@pytest.mark.parametrize("diff, matrices", [(SWIGLU, 6), (NO_MLP_IN_ONE, 2)])
 def test_matrices_a_layer_may_have_more_of_or_none(run, diff, matrices):
-    _, _, result, weights = run(apply(diff))
+    _, _, result, weights = run(apply(diff), *PLAN)
     assert math.isfinite(result["val_loss"]) and weights["mlp"].shape == (matrices, 64, 32)
     assert all(np.any(matrix) for matrix in weights["mlp"])  # every one was trained
 
 
-@pytest.mark.parametrize("diff", [
-    "-        mlp    = bank(F, D, every, (b, 0),\n+        mlp    = bank(F, D, attends, (b, 0),\n",
-    "-    fc, proj = (\n+    fc, gate, proj = (\n",
-    "-    return x + mlp(x, w)\n+    return x + mlp(x, w._replace(mlp=w.attn))\n",
+@pytest.mark.parametrize("old, new", [
+    ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(F, D, attends, (b, 0), ("),
+    ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(D, F, every, (b, 0), ("),
+    ("    fc, proj = (", "    fc, gate, proj = ("),
 ])  # fmt: skip
-def test_rows_and_layers_that_do_not_match_fail_before_they_train(run, diff):
+def test_rows_and_layers_that_do_not_match_fail_before_they_train(run, old, new):
     """What was written in one of the two places only."""
-    source = train_gpt.SOURCE
-    for old, new in re.findall(r"-(.*)\n\+(.*)\n", diff):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
+    assert train_gpt.SOURCE.count(old) == 1
     with pytest.raises((ValueError, TypeError)):
-        run(source)
+        run(train_gpt.SOURCE.replace(old, new), *PLAN)
 
 
 def test_what_cannot_be_dealt_evenly_is_said():

@@ -1,7 +1,10 @@
 """What several tests need: a mesh of simulated devices, miniatures of `tiny`, weights, shards."""
 
+import contextlib
 import dataclasses
+import functools
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,16 +14,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import train_gpt
 
-FLOAT32 = dict(compute="float32", head_forward="float32", head_backward="float32")
+FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
+FLOAT32 = dict.fromkeys(FORMATS, "float32")
 MINI = dataclasses.replace(
-    train_gpt.PRESETS["tiny"], plan="Lv0 S L<1 -<0 Sv0", D=32, H=2, F=64, T=64, head_chunk=32,
-    window=48, window_block=8, attention="xla", steps=20, val_T=128, val_tokens=2048, seed=3,
+    train_gpt.PRESETS["tiny"], plan="Spxv0 Lkxgb Snpbv1 -<1 Sxb@2 Lkgdmv2@2", D=32, H=2, F=64, E=8,
+    bigrams=512, head_chunk=32, dc_window=12, attention="xla", val_T=128, val_tokens=2048, seed=3,
+    stages="10 512 8 16 0 1 0,1,.5:0 / 10 512 16 48 0 1.5 0,1 / 0 512 16 64 0 1 0,1", steps=20,
+    flat=8, fallen=18, momentum_steps=5, momentum_fall=4, untie=13,
 )  # fmt: skip
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 
 SMALL = (  # flags for train_gpt.py: a run of seconds
-    "--D 32 --H 2 --F 64 --T 32 --head_chunk 32 --window 16 --window_block 8 --val_T 64 "
+    "--D 32 --H 2 --F 64 --E 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
     "--val_tokens 1024 --target 0"
 ).split()
 
@@ -41,10 +47,10 @@ def make_mesh(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
-def sequences(c: train_gpt.Config, T: int, seed: int = 0, documents: int = 4) -> np.ndarray:
-    """(8, T + 1) random tokens in which documents start at random places."""
+def sequences(c, T: int, seed: int = 0, documents: int = 4, count: int = 8) -> np.ndarray:
+    """(count, T + 1) random tokens in which documents start at random places."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, c.vocab - 1, (8, T + 1)).astype(np.int32)
+    tokens = rng.integers(0, c.vocab - 1, (count, T + 1)).astype(np.int32)
     tokens[tokens == c.eot] = 0
     for row in tokens:
         row[rng.choice(T, documents, replace=False)] = c.eot
@@ -55,31 +61,49 @@ def place_on(mesh: Mesh, tokens: np.ndarray) -> jax.Array:
     return jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("fsdp")))
 
 
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Programs that are compiled within compile in half the time and compute the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
+
+
 def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
     """Weights as `gather` returns them, all of them random, so that no path can hide."""
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
     weights = {}
     for name, row in train_gpt.param_table(c).items():
-        scale = {"embed": 1.0, "values": 1.0, "head": 0.3}.get(name, row.shape[-1] ** -0.5)
-        shape = row.shape if row.optimizer == "muon" else row.stored_shape
-        w = scale * jax.random.normal(next(keys), shape, jnp.float32)
-        if row.spec == PartitionSpec():
-            w = 0.5 + 0.1 * w  # the scalars
-        weights[name] = list(w) if len(shape) == 3 else w
+        if row.optimizer == "muon":
+            matrices = jnp.asarray(c.D**-0.5 * noise(name, row.shape, seed))
+            weights[name] = [*matrices]
+        elif row.spec == PartitionSpec("fsdp"):
+            weights[name] = jnp.asarray(0.3 * noise(name, row.stored_shape, seed))
+        else:  # around their first values: some of these are there to keep the stream in bounds
+            first = np.asarray(row.init(jax.random.key(seed), row.shape))
+            weights[name] = jnp.asarray(first + 0.2 * noise(name, row.shape, seed))
     return weights
 
 
+@functools.cache
+def random_params(c: train_gpt.Config) -> dict[str, np.ndarray]:
+    """Stored parameters of which none is zero: no gradient is 0 but for rounding, of which Adam
+    would make full steps."""
+    params = train_gpt.initial_state(np.uint32(c.seed), c).params
+    params = {name: np.asarray(p) + 0.05 * noise(name, p.shape) for name, p in params.items()}
+    return params | dict(embed=params["head"])
+
+
 def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
-    """A state in which no weight is zero. From the real one the first gradients of the scalars are
-    zero but for rounding (x is a multiple of x0, and the last norm forgets the multiple), and Adam
-    makes full steps of the sign of that noise."""
-    state = train_gpt.make_state(c, mesh)
-    noise = {k: np.random.default_rng(zlib.crc32(k.encode())) for k in state.params}
-    params = {
-        k: jax.device_put(
-            np.asarray(p) + 0.05 * noise[k].normal(size=p.shape).astype("f4"), p.sharding
-        )
-        for k, p in state.params.items()
-    }
-    embed = jax.device_put(np.asarray(params["embed"].astype(c.compute)), state.embed.sharding)
-    return state._replace(params=params, embed=embed)
+    """A state with these parameters; the tables are theirs, and embed is head."""
+    state, params = train_gpt.make_state(c, mesh), random_params(c)
+    put = lambda name, like: jax.device_put(params[name].astype(like.dtype), like.sharding)
+    return state._replace(
+        params={name: put(name, like) for name, like in state.params.items()},
+        tables={name: put(name, like) for name, like in state.tables.items()},
+    )
