@@ -13,6 +13,7 @@ import datetime
 import hashlib
 import json
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -322,13 +323,32 @@ def check_text(e: Evidence, track: Track | None) -> Iterator[Finding]:
     if not shas[:-1] or shas[:-1] != list(track.train[: len(shas) - 1]):
         yield fail("trained on another stream of tokens than the track's")
     for other in e.ended:
-        known = [other.config.get(key) for key in ("batch", "T")]
-        known[0] = other.config.get("sequences", known[0])  # its name in logs of November 2026
-        if not all(type(n) is int for n in known):
+        tokens = scheduled_tokens(other.config, other.steps)
+        if tokens is None:
             yield note("tokens: as RESULT states them; its configuration does not tell")
-        elif other.tokens != math.prod(known) * other.steps:
-            yield fail(f"{plain(other.name)} counts {other.tokens:,} tokens, which is not steps x "
-                       "batch x T")  # fmt: skip
+        elif other.tokens != tokens:
+            yield fail(f"{plain(other.name)} counts {other.tokens:,} tokens, its schedule "
+                       f"{tokens:,}")  # fmt: skip
+
+
+def scheduled_tokens(config: dict[str, Any], steps: int) -> int | None:
+    """Of a whole run, as its configuration has them; None: it does not tell."""
+    try:
+        # "sequences" is its name in logs of November 2026.
+        batch = operator.index(config.get("sequences", config.get("batch")))
+        if "stages" not in config:
+            return batch * operator.index(config["T"]) * steps
+        rows = [[int(n) for n in row.split()[:2]] for row in config["stages"].split("/")]
+        rows, at, end, tokens = [row for row in rows if row[0]], 0, 0, 0
+        written = sum(n for n, _ in rows)
+        for i, (n, each) in enumerate(rows, 1):  # in proportion and never none, as Config.ends
+            at, start = at + n, end
+            share = round(at * steps / written)
+            end = i + max(start - i + 1, min(max(share - i, 0), steps - len(rows)))
+            tokens += (end - start) * (each // batch * batch)
+        return tokens
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def hashes(run: Run) -> list[Any]:

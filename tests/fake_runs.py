@@ -41,7 +41,7 @@ def ours(
     *,
     ms: float = 90000.4,
     steps: int = 500,
-    began: int = 0,
+    tokens: int = 0,
     source: str = SOURCE,
     **facts,
 ) -> str:
@@ -63,7 +63,7 @@ def ours(
     lines[-2:-2] = [f"step:{at}/{steps} train_loss:{5 - at / 10:.4f} train_time:{at * 180}ms"
                     for at in (10, 20)]  # fmt: skip
     result = dict(reason="end of schedule", val_loss=loss, target=config["target"], steps=steps,
-                  tokens=steps * 2048, seed=seed, devices=len(stated["devices"]),
+                  tokens=tokens or steps * 2048, seed=seed, devices=len(stated["devices"]),
                   train_time_ms=ms, mfu=None, peak_memory_bytes=1, weights="x.npz")  # fmt: skip
     return source + BORDER + "\n".join([*lines, f"RESULT {json.dumps(result)}", ""])
 

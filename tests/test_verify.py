@@ -138,10 +138,12 @@ def test_a_packed_log_is_the_same_log(tmp_path, capsys):
 
 def test_the_logs_of_a_real_run_are_read(tmp_path, monkeypatch):
     """Should the log change, the judge has to."""
-    for name in ("train_000001", "val_000000"):
-        write_shard(tmp_path / f"x_{name}.bin", tokens(1200))
+    for name, length in ("train_000001", 6000), ("val_000000", 1200):
+        write_shard(tmp_path / f"x_{name}.bin", tokens(length))
     monkeypatch.chdir(tmp_path)
-    argv = ["tiny", *SMALL, "--steps", "2", "--val_every", "1", "--data", "."]
+    stages = "1 512 16 48 0 1 0,1 / 9 1024 16 48 0 1 0,1"
+    argv = ["tiny", *SMALL, "--plan", "S", "--stages", stages]
+    argv += ["--steps", "2", "--val_every", "1", "--data", "."]
     train_gpt.main([*argv, "--seed", "7"])
     (path,) = Path("logs").glob("*.txt")
     run = runs.read(path)
@@ -149,7 +151,8 @@ def test_the_logs_of_a_real_run_are_read(tmp_path, monkeypatch):
     assert (run.ended, run.ours, run.seed, run.packed) == ("end of schedule", True, 7, False)
     assert run.source == hashlib.sha256(Path(train_gpt.__file__).read_bytes()).hexdigest()
     assert [v.step for v in run.validations] == [0, 1, 2]
-    assert (run.loss, run.tokens) == (result["val_loss"], 2 * 8 * 32)
+    assert (run.loss, run.tokens) == (result["val_loss"], 512 + 1024)
+    assert verify.scheduled_tokens(run.config, 2) == run.tokens
     assert run.seconds == pytest.approx(result["train_time_ms"] / 1000)
     assert run.argv == argv and "seed" not in run.config and run.config["target"] == 0
     assert [shard["file"] for shard in run.data][-1] == "x_val_000000.bin"
@@ -247,7 +250,7 @@ FAULTS = {
                                 enumerate(sorted((f / "logs").iterdir()))],
                      "does not say when its run began"),
     "counted tokens": (lambda f: [replaced(f, '"tokens": 1024000', '"tokens": 600', which=i)
-                                  for i in EVERY], "not steps x batch x T"),
+                                  for i in EVERY], "counts 600 tokens, its schedule 1,024,000"),
     "finished, then thrown away": (lambda f: (
         (f / "unfinished").mkdir(), (f / "unfinished" / "x.txt").write_text(
             ours(100, 1.50).rpartition("RESULT")[0])), "had its final loss: it counts"),
@@ -267,6 +270,25 @@ def test_what_is_no_evidence_fails(tmp_path, capsys, fault):
     status, text = judged(capsys, folder)
     assert status == 1 and text.startswith("## FAIL")
     assert any(said in found for found in fails(text)), fails(text)
+
+
+@pytest.mark.parametrize("stages, steps, tokens", [
+    ("100 4096 8 16 / 200 8192 8 16 / 200 16384 8 16 / 0 512 8 16", 500,
+     100 * 4096 + 200 * 8192 + 200 * 16384),
+    ("100 4096 8 16 / 200 8192 8 16 / 200 16384 8 16 / 0 512 8 16", 251,  # 50.2, 150.6
+     50 * 4096 + 101 * 8192 + 100 * 16384),
+    ("1 4096 8 16 / 498 8192 8 16 / 1 16384 8 16", 50, 4096 + 48 * 8192 + 16384),  # never none
+], ids=["as written", "other steps", "a stage of less than a step"])  # fmt: skip
+def test_tokens_of_a_schedule_in_stages(tmp_path, capsys, stages, steps, tokens):
+    for name, counted in ("right", tokens), ("wrong", tokens + 4096):
+        facts = dict(steps=steps, config=dict(stages=stages, T=None), tokens=counted)
+        found = fails(judged(capsys, write_ours(tmp_path / name, **facts))[1])
+        counts = [text for text in found if "tokens" in text]
+        if name == "right":
+            assert counts == []
+        else:
+            assert len(counts) == 5
+            assert f"counts {counted:,} tokens, its schedule {tokens:,}" in counts[0]
 
 
 def test_the_same_losses_five_times_prove_nothing(tmp_path, capsys):
