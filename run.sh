@@ -84,7 +84,7 @@ if [ "${1:-}" = test ]; then
   install tests tests/requirements.txt
   .venv/bin/python -m ruff check .
   .venv/bin/python -m ruff format --check .
-  exec .venv/bin/python -m pytest -q "$@"
+  exec .venv/bin/python -m pytest -q -n 2 --dist loadfile "$@"
 fi
 
 case ${1:--} in
