@@ -12,7 +12,7 @@ import train_gpt
 from tests.tools import FLOAT32, MINI
 
 N, D, V, SHARES = 64, 32, 128, np.float32([1.0, 0.5, 0.25])
-FP8 = dataclasses.replace(MINI, D=D, head_chunk=16, g_scale=2.0**15)
+FP8 = dataclasses.replace(MINI, D=D, head_chunk=16, g_scale=2.0**12)
 F32 = dataclasses.replace(FP8, **FLOAT32)
 
 
@@ -116,7 +116,7 @@ def test_scales_cancel():
 def test_the_gradient_of_the_logits_fits_its_format(c):
     """It is at most 23 / 7.5 / 4 of the shares of a token's targets, which is the cap's slope."""
     largest = 23 / 7.5 / 4 * max(sum(max(ends) for ends in row.shares) for row in c.rows) / c.batch
-    assert largest * c.g_scale < float(jnp.finfo(c.head_backward).max)
+    assert largest * c.g_scale * c.batch < float(jnp.finfo(c.head_backward).max)
 
 
 def test_validation_computes_no_gradient():
