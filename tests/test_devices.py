@@ -113,6 +113,16 @@ def test_the_first_state_is_the_same():
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
+@pytest.mark.parametrize("kind", train_gpt.KINDS)
+def test_a_step_takes_the_memory_of_the_state_before_it(kind):
+    """All of it: also the gradients that an even step overwrites without reading them."""
+    mesh = make_mesh(8)
+    state = make_random_state(MINI32, mesh)
+    after, _ = program(kind, train_gpt.KINDS.index(kind), 8)(state, place_on(mesh, batch(0)))
+    left = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if not x.is_deleted()]
+    assert not [path for path in left if jax.tree_util.keystr(path).startswith(".held")]
+
+
 # ---- What comes out ------------------------------------------------------------------------------
 @functools.cache
 def by_hand() -> tuple[float, dict, float]:

@@ -69,6 +69,14 @@ def test_fp8_head_is_the_formula_to_the_precision_of_its_formats():
     assert 1e-3 < relative(dw, exact[2]) < 0.07
 
 
+def test_the_gradients_are_as_fine_in_a_larger_batch():
+    """So many more sequences, so much smaller shares: and no less of their tail is left."""
+    (x, w, targets, shares), n = operands("bfloat16"), 2**20
+    more = ours(x, w, targets, shares / n, dataclasses.replace(FP8, batch=n * FP8.batch))
+    for a, b in zip(ours(x, w, targets, shares, FP8), more, strict=True):
+        np.testing.assert_array_equal(a, n * np.asarray(b))
+
+
 def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
     x, w, *rest = operands("float32")
     to8 = lambda a, s: (np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / s

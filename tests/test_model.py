@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import P
 
 import train_gpt
-from tests.tools import MINI, MINI32, sequences, unoptimized, whole_weights
+from tests.tools import MINI, MINI32, make_mesh, sequences, unoptimized, whole_weights
 
 T = 64
 RECORD = train_gpt.PRESETS["record"]
@@ -458,3 +459,21 @@ def test_fp8_is_of_the_mlp_forward_alone():
         )
         assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.06
         close(in_fp8, plain, 1e-6)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(E=0), dict(plan="S L", E=0), dict(plan="Sxb Lkgb Snp -<1 Lkgdm@2"), dict(plan="Sv0 Lbv0"),
+])  # fmt: skip
+def test_what_a_plan_leaves_out_may_be_missing(changes):
+    """Nets without hidden layers, no nets but the first, no value tables, one that layers share."""
+    c, mesh = dataclasses.replace(MINI, **changes), make_mesh(1)
+    state, rows = train_gpt.state_shapes(c, mesh), train_gpt.param_table(c)
+    specs = jax.tree.map(lambda x: x.sharding.spec, state)
+    step = jax.shard_map(
+        lambda state, tokens: train_gpt.train_step(state, tokens[:, None], c, 0, True),
+        mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=(specs, P()),
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((c.batch, c.rows[0].T + 1), "int32")
+    assert jax.eval_shape(step, state, tokens)[1].shape == ()
+    saved = train_gpt.unpad({k: np.zeros(row.stored_shape) for k, row in rows.items()}, c)
+    assert {k: p.shape for k, p in saved.items()} == {k: row.shape for k, row in rows.items()}

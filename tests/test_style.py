@@ -57,7 +57,7 @@ def test_the_model_reads_from_the_top_down():
 
 def test_the_check_of_attention_stays_small():
     (check,) = [n for n in TREE.body if getattr(n, "name", None) == "check_attention"]
-    assert check.end_lineno - check.lineno + 1 <= 30
+    assert check.end_lineno - check.lineno + 1 <= 25
 
 
 # ---- Config --------------------------------------------------------------------------------------
