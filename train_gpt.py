@@ -41,7 +41,7 @@ KINDS = "even", "odd"  # of training steps: Adam waits for the odd ones
 Layer = collections.namedtuple("Layer", "window marks table reads skip")  # a word of Config.plan
 Stage = collections.namedtuple("Stage", "steps T S L document rate shares")  # a row of its stages
 GROUP = 8  # matrices in a group of a bank, and sequences in a validation step
-PLAN_WORD = r"([LS]|-(?=n?(?:<|$)))([pkxgdbnm]*)(?:v(\d+))?(?:@(\d+))?(?:<(\d+))?"
+PLAN_WORD = r"([LS]|-(?=n?(?:<|$)))([pkqxgdbnm]*)(?:v(\d+))?(?:@(\d+))?(?:<(\d+))?"
 OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
     # cuBLAS adds the residual stream and reads weights in place; each gradient leaves when made;
     # and no rounding is left out, which would keep the residual stream in float32.
@@ -60,10 +60,10 @@ OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
 class Config:
     # fmt: off
     plan: str = "Sp Sxbv0 Spbv1 Lkxgb Snxb Spb -<3 Sxb Sbv2@7 Spbv3@7 Lkgdmv4@7"
-    # A word a layer. L long or S short window, - no attention; p pairs heads, k offsets keys, x may
-    # take out of y what lies along v, g gates heads, d composes heads, b adds token pairs, n renews
-    # the gates from here on, m mixes earlier streams. vN mixes value table N into v, @N attends to
-    # the output of layer N instead of the stream, <N adds that to the stream.
+    # A word a layer. L long or S short window, - no attention; p pairs heads, k offsets keys, q has
+    # them begin as queries, x may take out of y what lies along v, g gates heads, d composes heads,
+    # b adds token pairs, n renews the gates from here on, m mixes earlier streams. vN mixes value
+    # table N into v, @N attends to layer N's output instead of the stream, <N adds it to that.
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # MLP hidden width
@@ -161,10 +161,10 @@ class Config:
 
 
 PRESETS = dict(record=Config(), tiny=Config(
-    plan="Sxbv0 Lkxgb Snpb -<1 Sbv1@2 Lkgdmv2@2", D=128, H=2, F=512, vocab=257, eot=256,
-    bigrams=16384, stages="320 2048 64 192 0 1 0,1", steps=320, microbatch=8, head_chunk=256,
-    dc_window=56, flat=128, fallen=320, untie=213, val_T=1024, val_every=40, val_tokens=65536,
-    prefixes="", data="data/source_code", target=1.38,
+    plan="Sbv0 Lkqb Spb -<1 Sbv1@2 Lkqv2@2", D=128, H=2, F=512, E=0, vocab=257, eot=256,
+    bigrams=16384, stages="332 1024 64 192 0 1 0,1", steps=332, batch=4, microbatch=4,
+    head_chunk=256, dc_window=56, adam_lr=0.012, flat=133, fallen=332, untie=221, val_T=1024,
+    val_tokens=65536, val_every=83, prefixes="", data="data/source_code", target=1.38,
 ))  # fmt: skip
 
 
@@ -257,16 +257,14 @@ def said(c: Config, lr: float, first: list[float], layers: list[bool] = ()) -> P
     these numbers, in each of the layers. Biases do not decay."""
     shape = (sum(layers), len(first), c.E + 1)[0 if layers else 1 :]
     init = lambda key, shape: jnp.zeros(shape).at[..., -1].set(np.float32(first) / np.float32(0.1))
-    return small(
-        shape, init, lr, decay=0.005 * lr * np.append(np.ones(c.E, "f4"), 0), layers=layers
-    )
+    decay = 0.005 * lr * np.append(np.ones(c.E, "f4"), 0)
+    return small(shape, init, lr, decay=decay, layers=layers)
 
 
 def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     """[fsdp] Whole weights by all-gather, a table or a group of matrices at a time, kept for the
     backward pass; the transpose reduce-scatters each gradient to its owner. Sent in c.compute, and
     float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
-
     send = lambda shard: lax.all_gather(shard.astype(c.compute), "fsdp", tiled=True)
     weights = {}
     for name, row in param_table(c).items():
@@ -674,9 +672,7 @@ def schedule(c: Config) -> dict[str, np.ndarray]:
     """Every number that moves during the run, a row for each step."""
     steps, lengths = np.arange(c.steps), np.array([row.steps for row in c.rows])
     stage, begun = np.array([c.stage_at(step) for step in steps]), np.cumsum(lengths) - lengths
-    now = np.interp(
-        steps, [0, *c.ends], [*begun, sum(lengths)]
-    )  # in steps of the stages as written
+    now = np.interp(steps, [0, *c.ends], [*begun, sum(lengths)])  # in the stages' own steps
     fall = np.clip((now - c.flat) / (c.fallen - c.flat), 0, 1)
     late = np.clip((now - (sum(lengths) - c.momentum_fall)) / c.momentum_fall, 0, 1)
     return dict(
@@ -747,6 +743,12 @@ def initial_state(seed: Array, c: Config) -> State:
     for name, row in rows.items():  # by name: one row less does not re-seed the others
         params[name] = row.init(jax.random.fold_in(key, crc32(name.encode())), row.stored_shape)
     params["embed"] = params["head"]  # [tie] With one gradient, too, one table. Records 51, 53.
+    # [key-start] Marked keys begin as queries, so that from the first step on a token finds its
+    # like, and where keys are offset what came after them. Our own.
+    half, marks = c.H // 2, [layer.marks for layer in c.layers if layer.window != "-"]
+    q = np.array([n * c.H + i for n, m in enumerate(marks) if "q" in m for i in range(half)], int)
+    flat = params["qk"].reshape(-1, *params["qk"].shape[2:])
+    params["qk"] = flat.at[q + half].set(flat[q]).reshape(params["qk"].shape)
     held = {k: jnp.zeros_like(p) for k, p in params.items() if rows[k].optimizer != "muon"}
     tables = {k: jnp.array(p, c.compute) for k, p in params.items() if rows[k].spec == P("fsdp")}
     return State(jnp.int32(0), params, optimizer(c).init(params), held, tables)
@@ -857,9 +859,7 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
     if bad := [row for row in c.stages.split("/") if not re.fullmatch(form, row)]:
         refuse(f"--stages: {bad[0]!r} is no stage; --help says what one is")
     if bad := [T for T in (c.val_T, *(row.T for row in c.rows)) if T % c.head_chunk]:
-        refuse(
-            f"--head_chunk {c.head_chunk} does not divide sequences of {bad} tokens; see --batch"
-        )
+        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad} tokens: --batch")
     if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
         refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
     return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed < 0 else c
@@ -867,7 +867,7 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of this machine, and the configuration in formats that they can run."""
-    devices = jax.devices()
+    devices = jax.devices()[: c.batch]  # a sequence each, at least
     if preset == "record" and devices[0].platform == "cpu":
         lacks = "JAX sees only a CPU, the record needs GPUs: ./run.sh installs it with CUDA"
         print(f"warning: {lacks}; without GPUs: ./run.sh tiny", file=sys.stderr)

@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
 def test_there_is_enough_of_it(shards):
     first, second, val = shards
-    used = 500 * 8 * 256  # by tiny: it crosses to the second shard, and no epoch ends
+    used = 500 * 8 * 256  # by a record: it crosses to the second shard, and no epoch ends
     assert len(first) + 8 * 256 < used < len(first) + len(second) - 8 * 256
     assert len(val) >= 131_073  # what the evaluation reads, and one token more for the last target
 

@@ -150,6 +150,12 @@ def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count,
     assert f"{count} devices do not divide --batch {batch} or 8 matrices: use 1, 2, 4" in message
 
 
+def test_no_more_devices_than_sequences(monkeypatch):
+    """Eight GPUs run `tiny`, whose batch is 4, on four."""
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * 8)
+    assert len(train_gpt.fit_devices("tiny", train_gpt.PRESETS["tiny"])[0]) == 4
+
+
 BEST = "float8_e4m3fn", "float8_e5m2"
 
 

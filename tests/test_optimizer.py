@@ -281,6 +281,14 @@ def test_initial_weights_are_the_spec():
     assert set(params) == drawn | {*first, *said, *(f"values{i}" for i in range(5))}
 
 
+def test_marked_keys_begin_as_queries_and_no_others_do():
+    c = dataclasses.replace(MINI, plan="S Lkq - Spq@0 L", H=4)
+    weights = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)
+    qk = [layer.qk for layer in train_gpt.deal(weights, c)]  # of each layer 4 matrices of 2 heads'
+    same = [i for i, w in enumerate(qk) if w and np.array_equal(w[:2], w[2:])]
+    assert same == [1, 3] and len(np.unique(np.abs(weights["qk"][:, 0, 0]))) == 16 - 2 * 2
+
+
 def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
     before, table = train_gpt.initial_state(np.uint32(1), MINI).params, train_gpt.param_table
     less = lambda c: {name: row for name, row in table(c).items() if name != "values0"}

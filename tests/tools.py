@@ -17,8 +17,9 @@ import train_gpt
 FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
 MINI = dataclasses.replace(
-    train_gpt.PRESETS["tiny"], plan="Spxv0 Lkxgb Snpbv1 -<1 Sxb@2 Lkgdmv2@2", D=32, H=2, F=64, E=8,
-    bigrams=512, head_chunk=32, dc_window=12, attention="xla", val_T=128, val_tokens=2048, seed=3,
+    train_gpt.PRESETS["tiny"], plan="Spxv0 Lkqxgb Snpbv1 -<1 Sxb@2 Lkgdmv2@2", D=32, H=2, F=64, E=8,
+    bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32, dc_window=12,
+    attention="xla", val_T=128, val_tokens=2048, seed=3,
     stages="10 512 8 16 0 1 0,1,.5:0 / 10 512 16 48 0 1.5 0,1 / 0 512 16 64 0 1 0,1", steps=20,
     flat=8, fallen=18, momentum_steps=5, momentum_fall=4, untie=13,
 )  # fmt: skip
@@ -27,7 +28,7 @@ MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 SMALL = (  # flags for train_gpt.py: a run of seconds
     "--D 32 --H 2 --F 64 --E 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
-    "--val_tokens 1024 --target 0"
+    "--val_tokens 1024 --batch 8 --target 0"
 ).split()
 
 
