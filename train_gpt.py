@@ -162,9 +162,9 @@ class Config:
 
 PRESETS = dict(record=Config(), tiny=Config(
     plan="Sbv0 Lkqb Spb -<1 Sbv1@2 Lkqv2@2", D=128, H=2, F=512, E=0, vocab=257, eot=256,
-    bigrams=16384, stages="332 1024 64 192 0 1 0,1", steps=332, batch=4, microbatch=4,
-    head_chunk=256, dc_window=56, adam_lr=0.012, flat=133, fallen=332, untie=221, val_T=1024,
-    val_tokens=65536, val_every=83, prefixes="", data="data/source_code", target=1.38,
+    bigrams=16384, stages="368 1024 64 192 0 1 0,1", steps=368, batch=4, microbatch=4,
+    head_chunk=256, dc_window=56, adam_lr=0.012, flat=147, fallen=368, untie=245, val_T=1024,
+    val_tokens=65536, val_every=92, prefixes="", data="data/source_code", target=1.38,
 ))  # fmt: skip
 
 
