@@ -88,8 +88,7 @@ class Config:
     mlp_forward: str = "bfloat16"          # format of the MLP's products in training, forward
     head_forward: str = "float8_e4m3fn"    # format of the head's operands
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
-    # What a tensor is multiplied by before its cast to FP8, and divided by after the product, so
-    # that it fills the format's range; powers of two lose nothing. [fp8-head] says what is cast.
+    # Factors of a tensor before its cast to FP8, divided out after the product: see [fp8-head].
     x_scale: float = 4.0        # of what was normalised: a channel is about 1, below D**.5
     w_scale: float = 256.0      # of a weight: some hundredths, below 1.7
     g_scale: float = 512.0      # of the logits' gradient, times batch: below 2
@@ -257,8 +256,9 @@ def said(c: Config, lr: float, first: list[float], layers: list[bool] = ()) -> P
     these numbers, in each of the layers. Biases do not decay."""
     shape = (sum(layers), len(first), c.E + 1)[0 if layers else 1 :]
     init = lambda key, shape: jnp.zeros(shape).at[..., -1].set(np.float32(first) / np.float32(0.1))
-    decay = 0.005 * lr * np.append(np.ones(c.E, "f4"), 0)
-    return small(shape, init, lr, decay=decay, layers=layers)
+    return small(
+        shape, init, lr, decay=0.005 * lr * np.append(np.ones(c.E, "f4"), 0), layers=layers
+    )
 
 
 def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:

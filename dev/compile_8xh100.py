@@ -19,11 +19,13 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import io
 import math
 import os
 import re
 import sys
 import time
+import tokenize
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -42,11 +44,31 @@ import train_gpt  # noqa: E402
 
 RECORD = ROOT / "records/h100_compile.md"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
-DIGEST = hashlib.sha256(train_gpt.SOURCE.encode()).hexdigest()
 GEMM_FLOPS, MEMORY, LINKS = 600e12, 2.6e12, 350e9  # assumed of an H100; FP8 GEMMs twice as fast
 
 
 # ---- What train_gpt.py's programs must be --------------------------------------------------------
+def program_code(source: str, record: train_gpt.Config) -> str:
+    """What the record's programs are made of: the file up to its command line, without comments,
+    docstrings and layout. Left out are the presets and their grammar, of which the record's layers
+    and stages are added instead, and the first weights, of which programs know the shapes."""
+    source = source.split("# ---- Command line")[0]
+    for unseen in r"^PRESETS = .*?^\)\)", r"^PLAN_WORD = .*?$", r"^def initial_state.*?(?=^\S)":
+        source, found = re.subn(unseen, "", source, flags=re.M | re.S)
+        assert found == 1, unseen
+    words, begins = [], True
+    for kind, word, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
+        if kind not in (tokenize.COMMENT, tokenize.NL) and not (begins and kind == tokenize.STRING):
+            words.append({tokenize.INDENT: ">", tokenize.DEDENT: "<"}.get(kind, word))
+        begins = kind in (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE) or (
+            begins and kind in (tokenize.COMMENT, tokenize.NL)
+        )
+    return "".join(words) + repr((record.layers, record.rows))
+
+
+DIGEST = hashlib.sha256(
+    program_code(train_gpt.SOURCE, train_gpt.PRESETS["record"]).encode()
+).hexdigest()
 SETTINGS = (  # gigabytes of one GPU's memory, the flags for it, and whether they are enough
     (80, {}, True), (40, {}, True),
     (40, dict(batch=16, head_forward="bfloat16", head_backward="bfloat16"), True),  # no FP8
@@ -584,7 +606,7 @@ def report(results: list[Result], memory: str) -> str:
         "# The record preset, compiled for H100s on a machine without a GPU",
         "Not run. Traffic, sent and ideal bytes, and how they are counted: see the head of "
         "`dev/compile_8xh100.py`. `python dev/compile_8xh100.py --write` renews this file.",
-        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- train_gpt.py sha256 {DIGEST}",
+        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- sha256 of their code {DIGEST}",
         "## Programs", program_table(results),
         "## Memory of one GPU, without the workspaces of cuDNN and cuBLAS",
         "State is what lives between steps; training and validation are the temporaries of their "

@@ -1,10 +1,13 @@
 """compile_8xh100.py: its record is of this train_gpt.py, and it counts what was counted by hand."""
 
+import dataclasses
 import subprocess
 import sys
 
 import compile_8xh100 as h100
 import pytest
+
+import train_gpt
 
 
 def program(entry: str, *bodies: str, head: str = "", aliases: str = "") -> h100.Program:
@@ -23,6 +26,36 @@ def total(p: h100.Program) -> int:
 
 def test_the_record_is_of_this_train_gpt():
     assert h100.DIGEST in h100.RECORD.read_text(), "python dev/compile_8xh100.py --write renews it"
+
+
+@pytest.mark.parametrize("old, new, other", [
+    ("D=128, H=2", "D=256, H=2", False),  # of `tiny`
+    ("# [softcap] Logits", "# [softcap] The logits", False),
+    ("Clip first: a", "First clip: a", False),
+    ("now = np.interp(steps,", "now = np.interp(\n        steps,", False),
+    ("jnp.int32(0), params, optimizer(c)", "jnp.int32(1), params, optimizer(c)", False),
+    ("print(text, flush=True)", "print(text)", False),  # of the log
+    ("23 * jax.nn.sigmoid(", "24 * jax.nn.sigmoid(", True),
+    ("        Y = X * lax.rsqrt", "        X = Y = X * lax.rsqrt", True),
+    ("    if odd:  # XLA may", "    if True:  # XLA may", True),
+    ("g_scale: float = 512.0", "g_scale: float = 256.0", True),
+    ("xla_allow_excess_precision=False", "xla_allow_excess_precision=True", True),
+])  # fmt: skip
+def test_it_is_to_be_renewed_when_the_code_of_its_programs_changes(old, new, other):
+    assert train_gpt.SOURCE.count(old) == 1
+    record = train_gpt.PRESETS["record"]
+    code = h100.program_code(train_gpt.SOURCE, record)
+    assert (h100.program_code(train_gpt.SOURCE.replace(old, new), record) != code) == other
+
+
+def test_other_layers_or_indents_are_another_program():
+    record = train_gpt.PRESETS["record"]
+    less = dataclasses.replace(record, plan=record.plan.replace("Snxb", "Sxb"))
+    codes = [h100.program_code(train_gpt.SOURCE, c) for c in (record, less)]
+    line = "    return weighted_sum(*each(w.mudd_mlp"
+    assert train_gpt.SOURCE.count(f"\n{line}") == 1
+    moved = train_gpt.SOURCE.replace(f"\n{line}", f"\n    if True:\n    {line}")
+    assert len({*codes, h100.program_code(moved, record)}) == 3
 
 
 def test_the_program_compiles_for_h100s_or_the_script_says_what_is_missing():
