@@ -94,7 +94,7 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None, key:
         x, style = c.x[unit], "-" if i < 10 else "--"
         axes.plot(x, c.mean, style, color=colors[i % 10], label=c.name, linewidth=1.4, marker=".",
                   markersize=4)  # fmt: skip
-        if c.train:  # a batch's loss jumps, so it is drawn thin and without a band
+        if c.train and len(curves) < 3:  # a batch's loss jumps: thin, without a band, of few
             axes.plot(c.train.x[unit], c.train.mean, color=colors[i % 10], linewidth=0.5, alpha=0.6,
                       label=c.train.name if i == 0 else None)  # fmt: skip
         low, high = ([m + sign * s for m, s in zip(c.mean, c.sd, strict=True)] for sign in (-1, 1))
