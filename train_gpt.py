@@ -519,8 +519,7 @@ def positions(starts_BT: Array, c: Config, stage: int) -> SimpleNamespace:
 
 def rotation(c: Config, stage: int) -> tuple[np.ndarray, float]:
     """[half-rope] Speeds of the channel pairs that rotate; half of the channels do not. Record 17.
-    [yarn] Where windows grow, slow pairs slow down, and the scale of scores grows. Peng et al.
-    2023, arXiv:2309.00071; record 31."""
+    [yarn] Where windows grow, slow pairs slow down and scores grow; arXiv:2309.00071, record 31."""
     speed, scale = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4), 0.1
     for a, b in itertools.pairwise(row.L for row in c.rows[: stage + 1] if row.steps):
         stays = np.clip((a * speed / (2 * np.pi) - 1) / 31, 0, 1)
@@ -745,10 +744,11 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]  # [tie] With one gradient, too, one table. Records 51, 53.
     # [key-start] Marked keys begin as queries, so that from the first step on a token finds its
     # like, and where keys are offset what came after them. Our own.
-    half, marks = c.H // 2, [layer.marks for layer in c.layers if layer.window != "-"]
-    q = np.array([n * c.H + i for n, m in enumerate(marks) if "q" in m for i in range(half)], int)
-    flat = params["qk"].reshape(-1, *params["qk"].shape[2:])
-    params["qk"] = flat.at[q + half].set(flat[q]).reshape(params["qk"].shape)
+    marked = np.flatnonzero(["q" in layer.marks for layer in c.layers if layer.window != "-"])
+    matrices, N = params["qk"].reshape(-1, *params["qk"].shape[2:]), rows["qk"].shape[0]
+    owned = matrices[:N].reshape(-1, 2, c.D, c.D)  # each layer's queries, then its keys
+    owned = owned.at[marked, 1].set(owned[marked, 0]).reshape(N, *matrices.shape[1:])
+    params["qk"] = matrices.at[:N].set(owned).reshape(params["qk"].shape)
     held = {k: jnp.zeros_like(p) for k, p in params.items() if rows[k].optimizer != "muon"}
     tables = {k: jnp.array(p, c.compute) for k, p in params.items() if rows[k].spec == P("fsdp")}
     return State(jnp.int32(0), params, optimizer(c).init(params), held, tables)
