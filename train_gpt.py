@@ -88,7 +88,7 @@ class Config:
     mlp_forward: str = "bfloat16"          # format of the MLP's products in training, forward
     head_forward: str = "float8_e4m3fn"    # format of the head's operands
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
-    # Factors of a tensor before its cast to FP8, divided out after the product: see [fp8-head].
+    # Powers of two before a cast to FP8, divided out after it, that fill its range: see [fp8-head].
     x_scale: float = 4.0        # of what was normalised: a channel is about 1, below D**.5
     w_scale: float = 256.0      # of a weight: some hundredths, below 1.7
     g_scale: float = 512.0      # of the logits' gradient, times batch: below 2
@@ -859,7 +859,7 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
     if bad := [row for row in c.stages.split("/") if not re.fullmatch(form, row)]:
         refuse(f"--stages: {bad[0]!r} is no stage; --help says what one is")
     if bad := [T for T in (c.val_T, *(row.T for row in c.rows)) if T % c.head_chunk]:
-        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad} tokens: --batch")
+        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad}; see --batch")
     if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
         refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
     return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed < 0 else c

@@ -50,8 +50,8 @@ GEMM_FLOPS, MEMORY, LINKS = 600e12, 2.6e12, 350e9  # assumed of an H100; FP8 GEM
 # ---- What train_gpt.py's programs must be --------------------------------------------------------
 def program_code(source: str, record: train_gpt.Config) -> str:
     """What the record's programs are made of: the file up to its command line, without comments,
-    docstrings and layout. Left out are the presets and their grammar, of which the record's layers
-    and stages are added instead, and the first weights, of which programs know the shapes."""
+    docstrings and layout. Left out are the presets and their grammar, for which the record and
+    its layers are added, and the first weights, of which programs know only the shapes."""
     source = source.split("# ---- Command line")[0]
     for unseen in r"^PRESETS = .*?^\)\)", r"^PLAN_WORD = .*?$", r"^def initial_state.*?(?=^\S)":
         source, found = re.subn(unseen, "", source, flags=re.M | re.S)
@@ -63,7 +63,7 @@ def program_code(source: str, record: train_gpt.Config) -> str:
         begins = kind in (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE) or (
             begins and kind in (tokenize.COMMENT, tokenize.NL)
         )
-    return "".join(words) + repr((record.layers, record.rows))
+    return "".join(words) + repr((record, record.layers))
 
 
 DIGEST = hashlib.sha256(
@@ -606,7 +606,7 @@ def report(results: list[Result], memory: str) -> str:
         "# The record preset, compiled for H100s on a machine without a GPU",
         "Not run. Traffic, sent and ideal bytes, and how they are counted: see the head of "
         "`dev/compile_8xh100.py`. `python dev/compile_8xh100.py --write` renews this file.",
-        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- sha256 of their code {DIGEST}",
+        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- sha256 of the code {DIGEST}",
         "## Programs", program_table(results),
         "## Memory of one GPU, without the workspaces of cuDNN and cuBLAS",
         "State is what lives between steps; training and validation are the temporaries of their "

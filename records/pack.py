@@ -256,14 +256,17 @@ def history(track: str) -> str:
 
 
 def comparison(folder: Path) -> str:
-    """The arms of a comparison, the most useful first."""
+    """The arms of a comparison, the most useful first; every seed is shown, by its difference."""
     result = json.loads((folder / "result.json").read_text())
     (first, base), *others = result["arms"].items()
-    lines = [row("arm", "final loss", "difference", "p"), row("---", "---", "---", "---"),
-             row(f"({first})", f"{base['mean']:.4f} ± {base['sd']:.4f}", "", "")]  # fmt: skip
+    lines = [row("arm", "final loss", "difference", "of each seed", "p"), row(*5 * ["---"]),
+             row(f"({first})", f"{base['mean']:.4f} ± {base['sd']:.4f}", "", "", "")]  # fmt: skip
+    baseline = verify.collect(folder / first)
     for name, arm in sorted(others, key=lambda entry: -entry[1]["difference"]):
+        pairs = zip(*verify.by_seed(verify.collect(folder / name), baseline), strict=True)
         lines.append(row(name.replace("_", " "), f"{arm['mean']:.4f} ± {arm['sd']:.4f}",
                          f"{arm['difference']:+.4f} ± {arm['difference_sd']:.4f}",
+                         " ".join(f"{a - b:+.3f}" for a, b in pairs),
                          verify.p_value(arm["p"])))  # fmt: skip
     return "\n".join(lines)
 

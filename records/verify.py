@@ -463,7 +463,7 @@ def interleaved(this: Evidence, base: Evidence) -> bool:
 def by_seed(this: Evidence, base: Evidence) -> tuple[list[float], list[float]]:
     """Losses of the seeds that both have run, in the same order."""
     a, b = ({run.seed: run.loss for run in e.ended if run.seed is not None} for e in (this, base))
-    common = [seed for seed in a if seed in b]
+    common = sorted({*a} & {*b})
     return [a[seed] for seed in common], [b[seed] for seed in common]
 
 

@@ -48,14 +48,15 @@ def test_it_is_to_be_renewed_when_the_code_of_its_programs_changes(old, new, oth
     assert (h100.program_code(train_gpt.SOURCE.replace(old, new), record) != code) == other
 
 
-def test_other_layers_or_indents_are_another_program():
+def test_another_record_or_indent_is_another_program():
     record = train_gpt.PRESETS["record"]
     less = dataclasses.replace(record, plan=record.plan.replace("Snxb", "Sxb"))
-    codes = [h100.program_code(train_gpt.SOURCE, c) for c in (record, less)]
+    more = dataclasses.replace(record, batch=16)
+    codes = [h100.program_code(train_gpt.SOURCE, c) for c in (record, less, more)]
     line = "    return weighted_sum(*each(w.mudd_mlp"
     assert train_gpt.SOURCE.count(f"\n{line}") == 1
     moved = train_gpt.SOURCE.replace(f"\n{line}", f"\n    if True:\n    {line}")
-    assert len({*codes, h100.program_code(moved, record)}) == 3
+    assert len({*codes, h100.program_code(moved, record)}) == 4
 
 
 def test_the_program_compiles_for_h100s_or_the_script_says_what_is_missing():
