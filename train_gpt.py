@@ -744,11 +744,11 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]  # [tie] With one gradient, too, one table. Records 51, 53.
     # [key-start] Marked keys begin as queries, so that from the first step on a token finds its
     # like, and where keys are offset what came after them. Our own.
-    marked = np.flatnonzero(["q" in layer.marks for layer in c.layers if layer.window != "-"])
-    matrices, N = params["qk"].reshape(-1, *params["qk"].shape[2:]), rows["qk"].shape[0]
-    owned = matrices[:N].reshape(-1, 2, c.D, c.D)  # each layer's queries, then its keys
-    owned = owned.at[marked, 1].set(owned[marked, 0]).reshape(N, *matrices.shape[1:])
-    params["qk"] = matrices.at[:N].set(owned).reshape(params["qk"].shape)
+    if any(marked := ["q" in layer.marks for layer in c.layers if layer.window != "-"]):
+        matrices, N = params["qk"].reshape(-1, *params["qk"].shape[2:]), rows["qk"].shape[0]
+        owned, at = matrices[:N].reshape(-1, 2, c.D, c.D), np.flatnonzero(marked)  # queries, keys
+        owned = owned.at[at, 1].set(owned[at, 0]).reshape(N, *matrices.shape[1:])
+        params["qk"] = matrices.at[:N].set(owned).reshape(params["qk"].shape)
     held = {k: jnp.zeros_like(p) for k, p in params.items() if rows[k].optimizer != "muon"}
     tables = {k: jnp.array(p, c.compute) for k, p in params.items() if rows[k].spec == P("fsdp")}
     return State(jnp.int32(0), params, optimizer(c).init(params), held, tables)
