@@ -44,9 +44,11 @@ GROUP = 8  # matrices in a group of a bank, and sequences in a validation step
 PLAN_WORD = r"([LS]|-(?=n?(?:<|$)))([pkqxgdbnm]*)(?:v(\d+))?(?:@(\d+))?(?:<(\d+))?"
 OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
     # cuBLAS adds the residual stream and reads weights in place; each gradient leaves when made;
-    # and no rounding is left out, which would keep the residual stream in float32.
+    # and no rounding is left out, which would keep the residual stream in float32. Products in
+    # fusions with slices would not be tuned.
     gpu=dict(
         xla_gpu_enable_triton_gemm=False,
+        xla_gpu_enable_dynamic_slice_fusion=False,
         xla_gpu_reduce_scatter_combine_threshold_bytes=0,
         xla_allow_excess_precision=False,
     ),
@@ -82,7 +84,7 @@ class Config:
     steps: int = 1285           # of the run; other than those of the stages, they stretch them
     batch: int = 8              # sequences in a step, on all devices together
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
-    head_chunk: int = 8192      # tokens whose logits exist at once (memory); divides T and val_T
+    head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that composed heads see, tokens
     compute: str = "bfloat16"              # format of activations and gathered weights
     mlp_forward: str = "bfloat16"          # format of the MLP's products in training, forward
@@ -90,7 +92,7 @@ class Config:
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
     # Powers of two before a cast to FP8, divided out after it, that fill its range: see [fp8-head].
     x_scale: float = 4.0        # of what was normalised: a channel is about 1, below D**.5
-    w_scale: float = 256.0      # of a weight: some hundredths, below 1.7
+    w_scale: float = 256.0      # of a weight, times its lambda: some hundredths, below 1.7
     g_scale: float = 512.0      # of the logits' gradient, times batch: below 2
     attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; xla off NVIDIA GPUs
     # The next five count steps as the stages do: in a shorter run, they come sooner.
@@ -266,8 +268,8 @@ def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     backward pass; the transpose reduce-scatters each gradient to its owner. Sent in c.compute, and
     float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
     send = lambda shard: lax.all_gather(shard.astype(c.compute), "fsdp", tiled=True)
-    weights = {}
-    for name, row in param_table(c).items():
+    weights, rows = {}, param_table(c)
+    for name, row in ((name, rows[name]) for name in params):
         if row.spec == P():  # whole already; the transpose is a psum
             weights[name] = lax.pcast(params[name], "fsdp", to="varying")
         elif row.spec == P("fsdp"):
@@ -302,32 +304,39 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
 def loss_fn(weights: dict, tokens_BT: Array, shares: dict, c: Config, stage: int) -> Array:
     """Sum over this microbatch of the losses to several targets, nats, each times its share: 1 is
     the next token, 2 the one after it .., 0 the longest prefix of the next token. weights as from
-    gather; tokens_BT has one token more than the model reads."""
+    gather and read_pairs; tokens_BT has one token more than the model reads."""
     inputs = tokens_BT[:, :-1]
     x0, pairs, values = look_up(weights, inputs, c)
-    # [gates] Small nets, by which each token sets the gates of the layers after it. Their hidden
-    # layers are here, the outputs are each gate's own: say(). Records 81 and 85.
+    # [gates] Small nets, by which each token sets the gates of the layers after it, until the next
+    # one. Hidden layers are here, the outputs are the gates' own: say(). Records 81 and 85.
     net = lambda x, w: gelu(jnp.einsum("BTD,ED->BTE", x, w.astype(x.dtype)))
-    gate_nets, mudd_nets = iter(weights["gate_in"]), iter(weights["mudd_in"])
-    gates, scale = net(x0, next(gate_nets)), weights["gate_scale"]
-    says = say(gates, weights, "gate_start", scale)
-    x = start = weighted_sum((1.0, x0), (says["gate_start"], pairs))
+    rows_of = lambda w, kind: {k: row for k, row in w._asdict().items() if k.startswith(kind)}
+    gate_nets, mudd_nets, own = iter(weights["gate_in"]), iter(weights["mudd_in"]), deal(weights, c)
+    gated = [dict(gate_start=weights["gate_start"]), *(rows_of(w, "gate_") for w in own)]
+    new = [n for n, layer in enumerate(c.layers, 1) if "n" in layer.marks]
+
+    def gates(x, n):  # one product for all of them
+        until = min([i for i in new if i > n], default=len(gated))
+        rows = {(i, k): row for i in range(n, until) for k, row in gated[i].items()}
+        return say(net(x, next(gate_nets)), rows, weights["gate_scale"])
+
+    says = gates(x0, 0)
+    x = start = weighted_sum((1.0, x0), (says[0, "gate_start"], pairs))
     # What a layer may read beside the residual stream x; all but pos and stage are (B, T, D).
     seen = SimpleNamespace(x0=x0, pairs=pairs, values=values, start=start, outputs=[],
         pos=positions(inputs == c.eot, c, stage), stage=c.rows[stage])  # fmt: skip
-    for layer, w in zip(c.layers, deal(weights, c), strict=True):
-        if "n" in layer.marks:
-            gates = net(x, next(gate_nets))
-        w = w._replace(**say(gates, w._asdict(), "gate_", scale))
+    for n, (layer, w) in enumerate(zip(c.layers, own, strict=True), 1):
+        says = gates(x, n) if n in new else says
+        w = w._replace(**{k: gate for (i, k), gate in says.items() if i == n})
         if "m" in layer.marks:
-            says = say(net(x, next(mudd_nets)), w._asdict(), "mudd_", 0.1)
-            entry, w = x, w._replace(**says)
+            entry, w = x, w._replace(**say(net(x, next(mudd_nets)), rows_of(w, "mudd_"), 0.1))
         x = block(x, layer, w, seen, c)
         seen.outputs.append(x)
     if "m" in c.plan:  # the head, too, reads what earlier layers made
         reads, skip = ([seen.outputs[i] for i in c.again(why)] for why in ("reads", "skip"))
-        says, again = say(net(x, next(mudd_nets)), weights, "mudd_head", 0.1), [entry, *values[:1]]
-        x = weighted_sum((1.0, x), *each(says["mudd_head"], [start, *reads, *again, *skip]))
+        says = say(net(x, next(mudd_nets)), dict(mudd_head=weights["mudd_head"]), 0.1)
+        again = [start, *reads, entry, *values[:1], *skip]
+        x = weighted_sum((1.0, x), *each(says["mudd_head"], again))
     # [mtp] Early in training later tokens are targets as well; arXiv:2404.19737, record 53.
     # [prefix] And so is the longest token that the next token begins with; record 88.
     later = jnp.pad(tokens_BT, ((0, 0), (0, max(shares))), constant_values=-1)
@@ -338,18 +347,27 @@ def loss_fn(weights: dict, tokens_BT: Array, shares: dict, c: Config, stage: int
     return head_loss(norm(x).reshape(-1, c.D), weights["head"], targets_NK, shares_K, c)
 
 
+def read(table: Array, rows: Array) -> Array:
+    return table.at[rows].get(mode="promise_in_bounds")
+
+
+def read_pairs(weights: dict, tokens_BT: Array, c: Config) -> dict:
+    """[bigram] Instead of the table of hashed token pairs the rows (B, T, D) that the model reads:
+    few have a gradient. Records 62 and 71."""
+    return weights | dict(bigram=read(weights["bigram"], hash_pairs(tokens_BT[:, :-1], c)[0]))
+
+
 def look_up(weights: dict[str, Any], tokens_BT: Array, c: Config) -> tuple:
     """Of each token: its normalised embedding, that of its pair, its row of each value table."""
-    read = lambda table, rows: table.at[rows].get(mode="promise_in_bounds").astype(c.compute)
     names = sorted(name for name in weights if name.startswith("values"))
-    embed, *values = (read(weights[name], tokens_BT) for name in ("embed", *names))
+    rows = (read(weights[name], tokens_BT) for name in ("embed", *names))
+    embed, *values, pairs = (x.astype(c.compute) for x in (*rows, weights["bigram"]))
     # [smear] An embedding may take in some of the one before it. modded-nanogpt record 34.
     gate = jax.nn.sigmoid(embed[..., :12].astype(jnp.float32) @ weights["smear_gate"])
     last = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
     x0 = norm(weighted_sum((1.0, embed), (weights["smear_lambda"] * gate[..., None], last)))
-    # [bigram] A table of hashed token pairs, with signs that tell some apart. Records 62 and 83.
-    rows, sign_rows = hash_pairs(tokens_BT, c)
-    return x0, read(weights["bigram"], rows) * signs(sign_rows, c), values
+    # Signs tell apart pairs of one row. Record 83.
+    return x0, pairs * signs(hash_pairs(tokens_BT, c)[1], c), values
 
 
 def block(x: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config) -> Array:
@@ -369,12 +387,12 @@ def block(x: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Confi
         gate = 2 * jax.nn.sigmoid(looks.astype(jnp.float32) @ w.value_gates.T)
         extra = [(jnp.repeat(gate, c.D // c.H, axis=-1), values)]
     if layer.window != "-":
-        y = attention(source, extra, layer, w, seen, c)
+        y = attention(source, extra, layer, w, seen, c, w.attn_lambdas[1])
         # [x0] Each layer may fade the residual stream and read the embeddings again. Record 9.
         pairs = [(w.gate_bigram, seen.pairs)] if "b" in layer.marks else []
-        kept = (w.attn_lambdas[0], x), (w.attn_lambdas[1], y), (w.gate_x0, seen.x0)
+        kept = (w.attn_lambdas[0], x), (1.0, y), (w.gate_x0, seen.x0)
         x = weighted_sum(*kept, *pairs)
-    return weighted_sum((w.mlp_lambdas[0], x), (w.mlp_lambdas[1], mlp(x, w, c)))
+    return weighted_sum((w.mlp_lambdas[0], x), (1.0, mlp(x, w, c, w.mlp_lambdas[1])))
 
 
 def mixed_block(
@@ -394,11 +412,11 @@ def mixed_block(
 
 
 def attention(
-    x: Array, extra: list, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config
+    x: Array, extra: list, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config, scale=1.0
 ) -> Array:
-    """extra are the terms that v is given beside its product with x."""
+    """extra are the terms that v is given beside its product with x; scale is of the output."""
     (B, T, D), pos, (w_v, w_o) = x.shape, seen.pos, w.vo
-    # The lambdas of v and y scale weights, D x D: fewer bytes than T x D, for gradients as well.
+    # Lambdas scale weights, D x D: fewer bytes than T x D, for gradients as well.
     w_qkv = jnp.concatenate((*w.qk, w.vo_lambdas[0] * w_v)).astype(x.dtype)
     qkv = norm_linear(x, w_qkv, "input", c.compute, c)
     q, k, v = (part.reshape(B, T, c.H, D // c.H) for part in jnp.split(qkv, 3, axis=-1))
@@ -422,7 +440,8 @@ def attention(
         y = weighted_sum((1.0, y), (-share[..., None], v))
     if "g" in layer.marks:
         y = weighted_sum((w.gate_heads[..., None], y))  # [head-gate] Records 28 and 85.
-    return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), (w.vo_lambdas[1] * w_o).astype(x.dtype))
+    w_o = (scale * w.vo_lambdas[1] * w_o).astype(x.dtype)
+    return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_o)
 
 
 def attend(q: Array, k: Array, v: Array, window: int, scale: float, c: Config) -> Array:
@@ -442,8 +461,7 @@ def compose(q: Array, k: Array, v: Array, source: Array, target: Array, scale: f
     two = lambda x: jnp.concatenate((jnp.roll(x, 1, axis=1), x), axis=2)  # the one before, itself
     n, i, j = jnp.ogrid[: T // W, :W, : 2 * W]  # band, query, key
     seen = (0 <= i + W - j) & (i + W - j < window) & ((j >= W) | (n > 0))
-    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = scale * einsum("BNIHK,BNJHK->BNHIJ", band(q), two(band(k)))
+    scores = scale * band_scores(band(q), two(band(k)))
     attends = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
     source = source * lax.rsqrt(jnp.square(source).mean(axis=-1, keepdims=True) + 1e-6)
     mixed = jnp.einsum("BNHIJ,BNIH->BNIJ", attends, band(source)).astype(v.dtype)
@@ -451,17 +469,18 @@ def compose(q: Array, k: Array, v: Array, source: Array, target: Array, scale: f
     return (target[..., None] * y).astype(v.dtype)
 
 
-def mlp(x: Array, w: NamedTuple, c: Config) -> Array:
-    fc, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
+def mlp(x: Array, w: NamedTuple, c: Config, scale: Any = 1.0) -> Array:
+    fc, proj = w.mlp
+    fc, proj = fc.astype(x.dtype), (scale * proj).astype(x.dtype)
     # [relu2] So et al. 2021, arXiv:2109.08668.
     hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output", c.mlp_forward, c)))
     return project(hidden, proj, c)
 
 
-def say(hidden_BTE: Array, rows: dict[str, Array], kind: str, scale: Any) -> dict[str, Array]:
-    """The outputs (B, T, n) of that net, in float32, by those of the rows whose names begin so and
-    that are there: [n, E + 1] are weights and a bias."""
-    rows = {name: row for name, row in rows.items() if name.startswith(kind) and len(row)}
+def say(hidden_BTE: Array, rows: dict[Any, Array], scale: Any) -> dict[Any, Array]:
+    """The outputs (B, T, n) of that net, in float32, by the rows that are there: [n, E + 1] are
+    weights and a bias."""
+    rows = {name: row for name, row in rows.items() if len(row)}
     w = jnp.concatenate([jnp.zeros((0, hidden_BTE.shape[-1] + 1)), *rows.values()])
     said = jnp.einsum("BTE,NE->BTN", hidden_BTE, w[:, :-1].astype(hidden_BTE.dtype))
     said = scale * (said.astype(jnp.float32) + w[:, -1])
@@ -502,10 +521,10 @@ def signs(number_BT: Array, c: Config) -> Array:
 
 
 def positions(starts_BT: Array, c: Config, stage: int) -> SimpleNamespace:
-    """Of tokens, some of which start documents: angles, cos and sin (T, 1 or H, K / 4) for layers
+    """Of tokens, some of which start documents: angles, cos and sin (T, 1 or 2, K / 4) for layers
     with paired heads (True) and others; code_q and code_k (B, T, 1, 4); scale of the scores."""
     (speed, scale), t, angles = rotation(c, stage), jnp.arange(starts_BT.shape[1])[:, None], {}
-    for paired, at in (False, t), (True, 2 * t + jnp.arange(c.H) % 2):
+    for paired, at in (False, t), (True, 2 * t + jnp.arange(2)):
         angle = at[:, :, None].astype(jnp.float32) * speed.astype(np.float32)
         angles[paired] = jnp.cos(angle), jnp.sin(angle)
     # [document-mask] Four channels whose product is 256 * (document of k - document of q): 0 within
@@ -564,15 +583,15 @@ def head_loss_forward(x_ND: Array, w_VD: Array, targets_NK: Array, shares_K: Arr
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
         picked = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
         loss = (shares * (jnp.log(total) - softcap(picked))).sum()
-        # Without the barrier XLA keeps exp in float32 from the sum to its second use here.
-        z, total = lax.optimization_barrier((z, total))
         # Of -log softmax(s) at a target: dL/ds = softmax(s) - hit; ds/dz = s (23 - s) / (23 * 7.5).
+        hits = g_scale / (23 * 7.5) * shares
+        # Barriers: XLA would keep exp in float32 from the sum to its second use, and compute all of
+        # g8 once more, for its transpose.
+        z, share = lax.optimization_barrier((z, hits.sum(axis=1, keepdims=True) / total))
         s, column = softcap(z), lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        pairs = zip(targets.T[..., None], shares.T[..., None], strict=True)
-        hit = sum(jnp.where(column == target, share, 0) for target, share in pairs)
-        ds = shares.sum(axis=1, keepdims=True) * jnp.exp(s) / total - hit
-        dz = ds * s * (23 - s) / (23 * 7.5)
-        g8 = quantize(dz, g_scale, c.head_backward)
+        pairs = zip(targets.T[..., None], hits.T[..., None], strict=True)
+        ds = share * jnp.exp(s) - sum(jnp.where(column == target, hit, 0) for target, hit in pairs)
+        g8 = lax.optimization_barrier(quantize(ds * s * (23 - s), 1, c.head_backward))
         dx = matmul(g8, w8_DV, (1, 1), g_scale * c.w_scale, c.compute, "highest")
         return dw + matmul(g8, x8, (0, 0), g_scale * c.x_scale, "float32", "highest"), (loss, dx)
 
@@ -589,11 +608,11 @@ def by_hand(forward: Callable, backward: Callable, static: tuple[int, ...] = ())
     return function
 
 
-def product(x_BTC: Array, w_RC: Array, dtype: str, c: Config) -> Array:
-    """y = x w^T with operands in dtype. [fp8-mlp] In FP8 forward only; records 84 and 89."""
-    if not dtype.startswith("float8"):
-        return jnp.einsum("BTC,RC->BTR", x_BTC, w_RC)
-    x8 = quantize(x_BTC.reshape(-1, x_BTC.shape[-1]), c.x_scale, dtype)
+def product(x_BTC: Array, w_RC: Array, dtype: str, c: Config, scale_BT1: Any = 1.0) -> Array:
+    """y = scale x w^T, operands in dtype. [fp8-mlp] In FP8 forward only; records 84 and 89."""
+    if not dtype.startswith("float8"):  # scaled last: that is part of what reads y
+        return (jnp.einsum("BTC,RC->BTR", x_BTC, w_RC) * scale_BT1).astype(x_BTC.dtype)
+    x8 = quantize((x_BTC * scale_BT1).reshape(-1, x_BTC.shape[-1]), c.x_scale, dtype)
     y = matmul(x8, quantize(w_RC, c.w_scale, dtype), (1, 1), c.x_scale * c.w_scale, c.compute, None)
     return y.reshape(*x_BTC.shape[:-1], -1)
 
@@ -601,45 +620,52 @@ def product(x_BTC: Array, w_RC: Array, dtype: str, c: Config) -> Array:
 # JAX's own gradients of norms move more bytes. For h = x / rms(x), of D channels, and its gradient,
 #     dx = (dh - h sum(dh h) / D) / rms(x):    what of dh lies along h would change x's length only.
 def norm_linear_forward(x_BTD: Array, w_ED: Array, project_by: str, dtype: str, c: Config) -> tuple:
-    """y = norm(x) w^T"""
-    inverse = inverse_rms(x_BTD)
-    # Without the barrier XLA makes h again in the backward pass, from all that x was made of.
-    h, inverse = lax.optimization_barrier(((x_BTD * inverse).astype(x_BTD.dtype), inverse))
-    y = product(h, w_ED, dtype, c)
-    return y, (h, inverse, w_ED, y)
+    """y = norm(x) w^T, as x w^T / rms(x): norm(x) is never written."""
+    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA makes x twice, of its terms
+    y = product(x_BTD, w_ED, dtype, c, inverse)
+    return y, (x_BTD, inverse, w_ED, y)
 
 
 def norm_linear_backward(project_by: str, dtype: str, c: Config, kept: tuple, dy: Array) -> tuple:
-    """dh = dy w, dw = dy^T h. sum(dh h) = sum(dy y), which by "output" is free if the kernel that
-    makes dy reads y anyway, as that of an elementwise function does; else by "input"."""
-    h, inverse, w_ED, y = kept
-    dh = jnp.einsum("BTE,ED->BTD", dy, w_ED)
-    a, b = dict(output=(dy, y), input=(dh, h))[project_by]
-    along = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / h.shape[-1]
-    return ((dh - h * along) * inverse).astype(h.dtype), jnp.einsum("BTE,BTD->ED", dy, h)
+    """dh / rms(x) = dz w, dw = dz^T x. sum(dh h) = sum(dy y), which by "output" is free if the
+    kernel that makes dy reads y anyway, as an elementwise function's does; else by "input"."""
+    x, inverse, w_ED, y = kept
+    dz = (dy * inverse).astype(x.dtype)
+    dx = jnp.einsum("BTE,ED->BTD", dz, w_ED)
+    a, b = dict(output=(dy, y), input=(dx, x))[project_by]
+    along = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / x.shape[-1]
+    return (dx - x * (along * inverse**2)).astype(x.dtype), jnp.einsum("BTE,BTD->ED", dz, x)
+
+
+def turn(h_BTHK: Array, cos: Array, sin: Array, offset: bool) -> Array:
+    """Linear: channel pairs (j, j + K/4), j < K/4, rotated by angles (T, 1 or 2, K/4), of which all
+    or every second head has one; by offset the half that does not rotate is of the position before
+    (the first keeps its own); 0 in the last four. No branches, in which threads would wait."""
+    (B, T, _, K), t = h_BTHK.shape, jnp.arange(h_BTHK.shape[1])[:, None, None]
+    channel, h = jnp.arange(K), h_BTHK.reshape(B, T, -1, cos.shape[1], 4, K // 4)
+    swapped = h.reshape(*h.shape[:4], 2, 2, K // 4)[..., ::-1, :].reshape(h.shape)
+    cos, sin, quarter = cos[:, None, :, None], sin[:, None, :, None], jnp.arange(4)[:, None]
+    sin = jnp.where(quarter == 0, sin, jnp.where(quarter == 1, -sin, 0))
+    y = (h * jnp.where(quarter < 2, cos, 1) + swapped * sin).reshape(h_BTHK.shape)
+    if offset:
+        before = lax.pad(h_BTHK, np.float32(0), [(0, 0, 0), (1, -1, 0), (0, 0, 0), (0, 0, 0)])
+        y = jnp.where((channel < K // 2) | (t == 0), y, before)
+    return jnp.where(channel < K - 4, y, 0)
 
 
 def norm_rotate_forward(x_BTHK: Array, cos: Array, sin: Array, code: Array, offset: bool) -> tuple:
-    """y = norm(x), channel pairs (j, j + K/4) rotated, the document code last; by offset the
-    half that does not rotate is of the position before (the first keeps its own)."""
-    inverse = inverse_rms(x_BTHK)
-    a, b, still = jnp.split(x_BTHK * inverse, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
-    still = jnp.concatenate((still[:, :1], still[:, :-1]), axis=1) if offset else still
-    code = jnp.broadcast_to(code, (*x_BTHK.shape[:-1], 4))
-    parts = a * cos + b * sin, b * cos - a * sin, still[..., :-4], code
-    y = jnp.concatenate([part.astype(x_BTHK.dtype) for part in parts], axis=-1)
+    """y = turn(norm(x)), the document code in its last four channels."""
+    inverse, K = inverse_rms(x_BTHK), x_BTHK.shape[-1]
+    y = turn(x_BTHK * inverse, cos, sin, offset)
+    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(code, K // 4)).astype(x_BTHK.dtype)
     return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
 
 
 def norm_rotate_backward(offset: bool, kept: tuple, dy: Array) -> tuple:
-    """dh = dy rotated back and moved back, and 0 under the code."""
     x, inverse, cos, sin = kept
-    a, b, still = jnp.split(dy.astype(jnp.float32), [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
-    still = jnp.pad(still[..., :-4], [(0, 0)] * 3 + [(0, 4)])
-    if offset:
-        twice = still[:, :1] + still[:, 1:2]  # the first key is its own and that of the second
-        still = jnp.concatenate((twice, still[:, 2:], jnp.zeros_like(twice)), axis=1)
-    dh, h = jnp.concatenate((a * cos - b * sin, b * cos + a * sin, still), axis=-1), x * inverse
+    h = x * inverse
+    back = jax.linear_transpose(functools.partial(turn, cos=cos, sin=sin, offset=offset), h)
+    (dh,) = back(dy.astype(jnp.float32))
     along = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
     return ((dh - h * along) * inverse).astype(x.dtype), None, None, None
 
@@ -648,6 +674,11 @@ head_loss = by_hand(head_loss_forward, lambda c, kept, g: (
     (kept[0] * g).astype(kept[0].dtype), kept[1] * g, None, None), static=(4,))  # fmt: skip
 norm_linear = by_hand(norm_linear_forward, norm_linear_backward, static=(2, 3, 4))
 norm_rotate = by_hand(norm_rotate_forward, norm_rotate_backward, static=(4,))
+# In float32, but not their gradient: products of that would be in float32, too.
+band_scores = by_hand(lambda q, k: (
+    jnp.einsum("BNIHK,BNJHK->BNHIJ", q, k, preferred_element_type=jnp.float32), (q, k)),
+    lambda kept, g: (jnp.einsum("BNHIJ,BNJHK->BNIHK", g.astype(kept[1].dtype), kept[1]),
+    jnp.einsum("BNHIJ,BNIHK->BNJHK", g.astype(kept[0].dtype), kept[0])))  # fmt: skip
 # Exact. In jax 0.12, erf in float32 cannot be differentiated inside of shard_map.
 gelu = by_hand(lambda x: (jax.nn.gelu(x, approximate=False), x), lambda x, dy: (
     dy * (lax.erfc(-x / 2**0.5) / 2 + x * jnp.exp(-x * x / 2) / math.tau**0.5),))  # fmt: skip
@@ -778,14 +809,27 @@ def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool
     now = {name: jnp.asarray(x, jnp.float32)[state.step] for name, x in schedule(c).items()}
     ramp = lambda first, last: (first + (last - first) * now["way"]) / c.batch
     shares = {k: ramp(*ends) for k, ends in enumerate(row.shares) if any(ends)}
-    weights, reduce_scatter = jax.vjp(functools.partial(gather, c=c), state.params)
-    whole = lambda table: lax.pcast(table, "fsdp", to="varying").astype(jnp.float32)
-    weights |= jax.tree.map(whole, state.tables)
-    part = functools.partial(jax.value_and_grad(loss_fn), weights, shares=shares, c=c, stage=stage)
-    accumulate = lambda total, tokens: (jax.tree.map(jnp.add, total, part(tokens)), None)
+    dense = {name: p for name, p in state.params.items() if name != "bigram"}
+    weights, reduce_scatter = jax.vjp(functools.partial(gather, c=c), dense)
+    whole = {name: lax.pcast(t, "fsdp", to="varying") for name, t in state.tables.items()}
+    table = whole.pop("bigram")
+    weights |= jax.tree.map(lambda rows: rows.astype(jnp.float32), whole)
+    part = jax.value_and_grad(functools.partial(loss_fn, shares=shares, c=c, stage=stage))
+
+    def accumulate(total, tokens):
+        loss, grads = part(read_pairs(weights | dict(bigram=table), tokens, c), tokens)
+        pairs = hash_pairs(tokens[:, :-1], c)[0], grads.pop("bigram")
+        return jax.tree.map(jnp.add, total, (loss, grads)), pairs
+
     zero = jnp.zeros_like(tokens_NBT[0, 0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), _ = lax.scan(accumulate, zero, tokens_NBT)
+    (loss, grads), pairs = lax.scan(accumulate, zero, tokens_NBT)
     (grads,) = reduce_scatter(grads)
+    # [sparse-grads] Of the table of pairs devices exchange the gradients of the rows that tokens
+    # read, and each adds up its own: a device's whole gradient would be mostly zeros. Record 71.
+    owned = state.params["bigram"]
+    at, pairs = (lax.all_gather(x, "fsdp", tiled=True) for x in pairs)
+    at = (at - lax.axis_index("fsdp") * len(owned)).astype(jnp.uint32)  # other devices': too large
+    grads["bigram"] = jnp.zeros_like(owned).at[at].add(pairs.astype(jnp.float32), mode="drop")
     held, old = {name: grads[name] for name in state.held}, state.optimizer
     if odd:  # [two-cadences] Adam's steps are half as many, of two steps' gradients. Record 39.
         held = jax.tree.map(jnp.add, state.held, held)
@@ -814,7 +858,8 @@ def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool
 def val_step(params: dict[str, Array], tokens_NBT: Array, c: Config, stage: int) -> Array:
     """Mean next-token loss of a batch; c as from Config.for_validation."""
     weights = gather(params, c)
-    losses = lax.map(lambda tokens: loss_fn(weights, tokens, {1: 1.0}, c, stage), tokens_NBT)
+    loss = lambda tokens: loss_fn(read_pairs(weights, tokens, c), tokens, {1: 1.0}, c, stage)
+    losses = lax.map(loss, tokens_NBT)
     return lax.psum(losses.sum(), "fsdp") / (GROUP * c.val_T)
 
 
@@ -859,7 +904,8 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
     if bad := [row for row in c.stages.split("/") if not re.fullmatch(form, row)]:
         refuse(f"--stages: {bad[0]!r} is no stage; --help says what one is")
     if bad := [T for T in (c.val_T, *(row.T for row in c.rows)) if T % c.head_chunk]:
-        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad}; see --batch")
+        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad}, but "
+               f"{math.gcd(c.head_chunk, *bad)} does; see --batch")  # fmt: skip
     if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
         refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
     return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed < 0 else c

@@ -135,6 +135,7 @@ def by_hand() -> tuple[float, dict, float]:
             patch.setattr(train_gpt.lax, "all_gather", lambda x, *_, **__: x)
             patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
             weights = train_gpt.gather(params, MINI32)
+        weights = train_gpt.read_pairs(weights, row, MINI32)
         return train_gpt.loss_fn(weights, row, shares, MINI32, stage=len(shares) % 2)
 
     with unoptimized():
@@ -245,14 +246,16 @@ def collectives(text: str, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", train_gpt.KINDS)
 def test_each_weight_is_sent_once_and_none_is_all_reduced(kind):
-    """Groups of matrices in every step, tables in odd ones; each gradient to its owner alone."""
+    """Groups of matrices in every step, tables in odd ones; each gradient to its owner alone, but
+    of token pairs each token's, to all."""
     hlo, size = compiled(kind).as_text(), lambda name: int(np.prod(ROWS[name].stored_shape))
     counts = {name: ROWS[name].stored_shape[0] for name in BANKS}
     groups = [size(name) // n for name, n in counts.items() for _ in range(n)]
     tables = [size(name) for name in TABLES]
-    sent = groups + tables if kind == "odd" else groups
+    sent = [MINI.batch * MINI.rows[1].T * MINI.D, *groups, *(tables if kind == "odd" else [])]
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
-    assert sum(collectives(hlo, "reduce-scatter")) == sum(groups + tables) // 8
+    own = sum(groups + tables) - size("bigram")
+    assert sum(collectives(hlo, "reduce-scatter")) == own // 8
     shares = [n // 8 for n in groups + tables]  # of a device
     assert 0 < max(collectives(hlo, "all-reduce")) < min(shares)  # scalars and the loss
 

@@ -44,7 +44,7 @@ from tests.golden import (
     unstacked,
     untied,
 )  # fmt: skip
-from tests.tools import FLOAT32
+from tests.tools import FLOAT32, whole_loss
 
 TOKENS = GOLDEN["tokens"]
 SHARES = [  # of targets 1, 2, 3 and 0 in the fixture's training losses
@@ -97,7 +97,7 @@ def test_the_record_has_the_parameters_of_the_spec():
 
 # ---- Losses, what is inside, gradients -----------------------------------------------------------
 def loss_of(shares: dict, stage: int):
-    return lambda w, tokens: train_gpt.loss_fn(w, tokens[None], shares, C, stage)
+    return lambda w, tokens: whole_loss(w, tokens[None], shares, C, stage)
 
 
 def check_losses(program, kind: str, stage: int) -> None:
@@ -137,7 +137,8 @@ def recorded(patch) -> dict:
 
     watch("look_up", lambda _, result: seen.update(x0=result[0], bigram=result[1]))
     watch("block", block)
-    watch("attention", lambda _, result: seen.update({f"attn{next(attends)}": result}))
+    before_scale = lambda given, result: result / (given[6] if len(given) > 6 else 1)
+    watch("attention", lambda *both: seen.update({f"attn{next(attends)}": before_scale(*both)}))
     watch("mlp", lambda arguments, _: seen.update({f"mid{next(middles)}": arguments[0]}))
     watch("say", lambda _, result: said.append(result))
     seen["said"] = said
@@ -152,8 +153,8 @@ def gate_rows(said: list[dict], net: int, n: int) -> np.ndarray:
     }
     for each in said:
         for name, array in each.items():
-            if name.startswith("gate_"):
-                which, rows = next(spots[name])
+            if isinstance(name, tuple):
+                which, rows = next(spots[name[1]])
                 if which == net:
                     out[:, rows] = np.asarray(array)[0]
     assert not np.isnan(out).any()
@@ -299,7 +300,7 @@ def test_the_small_nets():
     def says(kind: str, net: int, row: np.ndarray) -> np.ndarray:
         hidden = train_gpt.gelu(x @ own[f"{kind}_in"][net].T)
         scale = own["gate_scale"] if kind == "gate" else 0.1
-        return np.asarray(train_gpt.say(hidden, dict(row=row), "row", scale)["row"])[0]
+        return np.asarray(train_gpt.say(hidden, dict(row=row), scale)["row"])[0]
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     for name, places in (GATES | dict(gate_start=[(0, [19])])).items():
@@ -464,11 +465,15 @@ def test_polar_express_and_normuon(shape):
     assert relative(squares["w"], get("second_moment")) < 1e-4
 
 
+OURS = dict(lm_head="head", bigram_embed="bigram")
+THEIRS = {ours_: theirs_ for theirs_, ours_ in OURS.items()}
+
+
 def optimizer_rows() -> dict[str, train_gpt.Param]:
     """A table of the fixture's small tensors."""
     told, a, rows = json.loads(str(GOLDEN["schedule/param_table"])), 0.008, {}
     for name, about in told.items():
-        key = {"lm_head": "head"}.get(name, name)
+        key = OURS.get(name, name)
         shape = GOLDEN[f"optim/after8/{name}"].shape
         start = np.float32(0.3 * normal(f"opt/param/{name}", shape))
         if name == "embed":
@@ -493,7 +498,7 @@ def optimizer_rows() -> dict[str, train_gpt.Param]:
 
 
 def optimizer_gradient(name: str, step: int, shape: tuple) -> np.ndarray:
-    theirs_ = {"head": "lm_head"}.get(name, name)
+    theirs_ = THEIRS.get(name, name)
     shape_ = GOLDEN[f"optim/after8/{theirs_}"].shape
     g = normal(f"opt/grad/{theirs_}/{step}", shape_)
     if theirs_ in ("value_embeds", "bigram_embed", "embed"):
@@ -512,6 +517,8 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
     monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
     monkeypatch.setattr(train_gpt, "schedule", lambda c: moves)
     monkeypatch.setattr(train_gpt, "gather", lambda params, c: dict(params))
+    every = jnp.arange(rows["bigram"].stored_shape[0])[None]  # row of the table of pairs, once
+    monkeypatch.setattr(train_gpt, "hash_pairs", lambda tokens, c: (every, None))
     monkeypatch.setattr(train_gpt, "loss_fn", lambda w, tokens, *_, **__: sum(
         jnp.vdot(w[name], gradient[name]) for name in rows))  # fmt: skip
     monkeypatch.setattr(jax.lax, "pcast", lambda x, *_, **__: x)
@@ -525,7 +532,7 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
     # optax adds Adam's epsilon after the correction of the bias, #89 before it. That shows only
     # where gradients are of its size, 1e-10, as the fixture's of resid_lambdas: left out.
     for name in rows.keys() - {"resid_lambdas"}:
-        key = {"head": "lm_head"}.get(name, name)
+        key = THEIRS.get(name, name)
         start = np.asarray(rows[name].init(None, rows[name].stored_shape))
         for after in (2, 8):
             if (full := f"optim/after{after}/{key}") in GOLDEN:
@@ -583,8 +590,9 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
 
 
 def check_validation(params, c, stage: int, step: int) -> None:
-    run = on_one_device(lambda p, t: train_gpt.loss_fn(
-        train_gpt.gather(p, c), t[None], {1: 1 / T}, c, stage))  # fmt: skip
+    run = on_one_device(
+        lambda p, t: whole_loss(train_gpt.gather(p, c), t[None], {1: 1 / T}, c, stage)
+    )
     want = GOLDEN["traj/autodiff/val_loss_before_step"][step]
     got = [float(run(params, tokens)) for tokens in TOKENS[: len(want)]]
     np.testing.assert_allclose(got, want, rtol=2e-4)

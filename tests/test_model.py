@@ -13,7 +13,15 @@ import pytest
 from jax import P
 
 import train_gpt
-from tests.tools import MINI, MINI32, make_mesh, sequences, unoptimized, whole_weights
+from tests.tools import (
+    MINI,
+    MINI32,
+    make_mesh,
+    sequences,
+    unoptimized,
+    whole_loss,
+    whole_weights,
+)  # fmt: skip
 
 T = 64
 RECORD = train_gpt.PRESETS["record"]
@@ -37,7 +45,7 @@ def activations(c: train_gpt.Config):
     def final(tokens):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt, "head_loss", lambda x, *_: x)
-            return train_gpt.loss_fn(weights, tokens, {1: 1.0}, c, 1)
+            return whole_loss(weights, tokens, {1: 1.0}, c, 1)
 
     with unoptimized():
         program = jax.jit(final).lower(sequences(c, T)).compile()
@@ -77,7 +85,7 @@ def test_no_token_sees_another_document():
 def test_every_weight_counts():
     """Of a bank every matrix, of the rest each that a layer owns."""
     tokens = jnp.asarray(sequences(SMALL, T))
-    loss = lambda w: train_gpt.loss_fn(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
+    loss = lambda w: whole_loss(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
     with unoptimized():
         grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
     for name, row in train_gpt.param_table(SMALL).items():
@@ -92,7 +100,7 @@ def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
     monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
     monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, c: (targets, shares))
     weights, shares = whole_weights(c), {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
-    targets, shares = jax.jit(lambda t: train_gpt.loss_fn(weights, t, shares, c, 0))(tokens)
+    targets, shares = jax.jit(lambda t: whole_loss(weights, t, shares, c, 0))(tokens)
     np.testing.assert_array_equal(shares, [0.125, 1, 0.5, 0.25])
     later = np.pad(tokens, ((0, 0), (0, 2)), constant_values=-1)
     expected = [table[tokens[:, 1:]], tokens[:, 1:], later[:, 2:-1], later[:, 3:]]
@@ -103,7 +111,7 @@ def test_model_starts_at_the_loss_of_a_uniform_guess():
     """A zero head gives every one of the V columns, padding included, the same probability."""
     c = dataclasses.replace(MINI, plan="-", vocab=200, eot=199)
     weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
-    loss = jax.jit(lambda t: train_gpt.loss_fn(weights, t, {1: 1.0, 2: 0.5}, c, 0))(sequences(c, T))
+    loss = jax.jit(lambda t: whole_loss(weights, t, {1: 1.0, 2: 0.5}, c, 0))(sequences(c, T))
     count = 8 * (T + 0.5 * (T - 1))  # the last token's second target is in no sequence
     assert float(loss) == pytest.approx(count * np.log(256), rel=1e-6)
 
@@ -141,7 +149,7 @@ def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypat
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     c = dataclasses.replace(MINI32, attention="cudnn")
     tokens = jnp.asarray(sequences(c, T))
-    jax.eval_shape(lambda w: train_gpt.loss_fn(w, tokens, {1: 1.0}, c, stage), whole_weights(c))
+    jax.eval_shape(lambda w: whole_loss(w, tokens, {1: 1.0}, c, stage), whole_weights(c))
     _, scale = train_gpt.rotation(c, stage)
     options = dict(scale=scale, is_causal=True, implementation="cudnn")
     layers = [layer for layer in c.layers if layer.window != "-"]
@@ -325,14 +333,14 @@ def test_rotation_is_that_of_the_record():
 def test_a_net_says_its_rows_by_their_names():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.float32(rng.normal(size=shape))
-    rows = dict(gate_a=draw(2, 9), mudd=draw(1, 9), gate_none=[], gate_b=draw(3, 9))
+    rows = dict(a=draw(2, 9), none=[], b=draw(3, 9))
     hidden = draw(2, 5, 8)
-    said = train_gpt.say(hidden, rows, "gate_", 0.3)
-    assert [*said] == ["gate_a", "gate_b"]
+    said = train_gpt.say(hidden, rows, 0.3)
+    assert [*said] == ["a", "b"]
     for name, got in said.items():
         expected = 0.3 * (np.asarray(hidden) @ rows[name][:, :-1].T + rows[name][:, -1])
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-    assert train_gpt.say(hidden, rows, "other_", 0.3) == {}
+    assert train_gpt.say(hidden, dict(none=[]), 0.3) == {}
 
 
 def test_each_array_has_a_weight_of_its_own():
@@ -405,22 +413,24 @@ def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
     close(ours, gradients(lambda x, w: x @ w, (x, w), dy), tolerance)
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("offset", [False, True])
 @BOTH
-def test_norm_rotate_has_the_gradients_of_its_formula(offset, dtype, tolerance):
+def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tolerance):
     """Of a key with offset, the still channels are those of the token before, also across
     documents; the first token's are its own."""
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True
-    x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 3, 32)).astype(dtype)
-    pos = train_gpt.positions(jnp.asarray(first), of_dtype(dtype, D=96, H=3), 0)
-    cos, sin = pos.angles[False]
+    x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 4, 32)).astype(dtype)
+    pos = train_gpt.positions(jnp.asarray(first), of_dtype(dtype, D=128, H=4), 0)
+    cos, sin = pos.angles[paired]
 
     def formula(x):
+        cos, sin = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in pos.angles[paired])
         a, b, still = jnp.split(plain_norm(x), [8, 16], axis=-1)
         if offset:
             still = still[:, np.maximum(np.arange(40) - 1, 0)]
-        code = jnp.broadcast_to(pos.code_k.astype("float32"), (1, 40, 3, 4))
+        code = jnp.broadcast_to(pos.code_k.astype("float32"), (1, 40, 4, 4))
         parts = (a * cos + b * sin, b * cos - a * sin, still[..., :-4], code)
         return jnp.concatenate(parts, axis=-1)
 

@@ -136,6 +136,8 @@ def step_of_made_up_gradients(odd: bool):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt, "gather", lambda params, c: dict(params))
             patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
+            every = jnp.arange(SMALL.bigrams)[None]  # row of the table of pairs, once
+            patch.setattr(train_gpt, "hash_pairs", lambda tokens, c: (every, None))
             loss = lambda w, *_, **__: sum(jnp.vdot(w[k], made[k]) for k in made)
             patch.setattr(train_gpt, "loss_fn", loss)
             patch.setattr(train_gpt, "orthogonalize", lambda u, dtype: u)

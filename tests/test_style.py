@@ -29,7 +29,7 @@ def sections() -> dict[str, int]:
 
 
 def test_the_file_is_short_and_most_of_it_is_machine_learning():
-    assert len(LINES) <= 1150 and max(map(len, LINES)) <= 100
+    assert len(LINES) <= 1200 and max(map(len, LINES)) <= 100
     sizes = sections()
     rest = {"Command line", "Data", "Log", "Run"}
     assert list(sizes) == [

@@ -24,8 +24,10 @@ SWIGLU = """\
 -        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
 +        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, 2 * m * tall), 1.2 * m),
 @@
--    fc, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
-+    fc, gate, proj = (matrix.astype(x.dtype) for matrix in w.mlp)
+-    fc, proj = w.mlp
+-    fc, proj = fc.astype(x.dtype), (scale * proj).astype(x.dtype)
++    fc, gate, proj = w.mlp
++    fc, gate, proj = (matrix.astype(x.dtype) for matrix in (fc, gate, scale * proj))
 @@
 -    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output", c.mlp_forward, c)))
 +    hidden = jax.nn.silu(norm_linear(x, gate, "output", c.mlp_forward, c))
@@ -37,7 +39,7 @@ NO_MLP_IN_ONE = """\
 @@
 +    if layer.window == "-":
 +        return x
-     return weighted_sum((w.mlp_lambdas[0], x), (w.mlp_lambdas[1], mlp(x, w, c)))
+     return weighted_sum((w.mlp_lambdas[0], x), (1.0, mlp(x, w, c, w.mlp_lambdas[1])))
 """
 
 
@@ -104,7 +106,7 @@ def test_matrices_a_layer_may_have_more_of_or_none(run, diff, matrices):
 @pytest.mark.parametrize("old, new", [
     ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(F, D, attends, (b, 0), ("),
     ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(D, F, every, (b, 0), ("),
-    ("    fc, proj = (", "    fc, gate, proj = ("),
+    ("    fc, proj = w.mlp", "    fc, gate, proj = w.mlp"),
 ])  # fmt: skip
 def test_rows_and_layers_that_do_not_match_fail_before_they_train(run, old, new):
     """What was written in one of the two places only."""

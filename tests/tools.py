@@ -76,6 +76,11 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
 
 
+def whole_loss(weights: dict, tokens, *rest) -> jax.Array:
+    """loss_fn of weights as from gather."""
+    return train_gpt.loss_fn(train_gpt.read_pairs(weights, tokens, rest[1]), tokens, *rest)
+
+
 def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
     """Weights as `gather` returns them, all of them random, so that no path can hide."""
     weights = {}
