@@ -43,9 +43,9 @@ Stage = collections.namedtuple("Stage", "steps T S L document rate shares")  # a
 GROUP = 8  # matrices in a group of a bank, and sequences in a validation step
 PLAN_WORD = r"([LS]|-(?=n?(?:<|$)))([pkqxgdbnm]*)(?:v(\d+))?(?:@(\d+))?(?:<(\d+))?"
 OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
-    # cuBLAS adds the residual stream and reads weights in place; each gradient leaves when made;
-    # and no rounding is left out, which would keep the residual stream in float32. Products in
-    # fusions with slices would not be tuned.
+    # cuBLAS adds what a product is added to; no product is in a fusion with slices, where it would
+    # not be tuned; each gradient leaves when made; and no rounding is left out, which would keep
+    # the residual stream in float32.
     gpu=dict(
         xla_gpu_enable_triton_gemm=False,
         xla_gpu_enable_dynamic_slice_fusion=False,
@@ -269,13 +269,14 @@ def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
     send = lambda shard: lax.all_gather(shard.astype(c.compute), "fsdp", tiled=True)
     weights, rows = {}, param_table(c)
-    for name, row in ((name, rows[name]) for name in params):
+    for name, p in params.items():
+        row = rows[name]
         if row.spec == P():  # whole already; the transpose is a psum
-            weights[name] = lax.pcast(params[name], "fsdp", to="varying")
+            weights[name] = lax.pcast(p, "fsdp", to="varying")
         elif row.spec == P("fsdp"):
-            weights[name] = send(params[name]).astype(jnp.float32)
+            weights[name] = send(p).astype(jnp.float32)
         else:  # a bank: its matrices, without padding
-            groups = (send(group).astype(jnp.float32) for group in params[name])
+            groups = (send(group).astype(jnp.float32) for group in p)
             weights[name] = [matrix for group in groups for matrix in group][: row.shape[0]]
     return weights
 
