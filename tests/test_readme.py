@@ -1,0 +1,114 @@
+"""What the README says is so: figures, commands, names and links; and what runs it elsewhere."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train_gpt
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = "README.md", "records/README.md", "records/LOG.md", "dev/README.md", "data/README.md"
+ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
+TESTED = {  # how commands begin, and where each is run: a test file, and what stands there
+    "./run.sh": ("test_run_sh.py", "assert machine.run() == everything"),
+    "./run.sh test": ("test_run_sh.py", 'machine.run("test"'),
+    "./run.sh tiny": ("test_run_sh.py", '(["tiny", "--seed", "1"]'),
+    "python data/tokenize_text.py": ("test_own_text.py", "tokenize_text.main()"),
+    ".venv/bin/python records/run_ab.py": ("test_run_ab.py", "[sys.executable, RUN_AB"),
+    ".venv/bin/python records/verify.py": ("test_records.py", "verify.main("),
+    ".venv/bin/python records/pack.py": ("test_pack.py", "pack.main("),
+}
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
+
+
+def test_it_is_read_in_minutes():
+    assert len(README.split()) <= 1600
+
+
+def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
+    arms = json.loads((ROOT / ABLATIONS / "result.json").read_text())["arms"]
+    told = re.findall(rf"\[(\S+)±(\S+)\]\({ABLATIONS}/(\w+)/change\.patch\), ([^\s;]+)", README)
+    assert README.count("±") - README.count(" ± ") == len(told)
+    assert sorted(told) == sorted(
+        (f"{arm['difference']:+.3f}", f"{arm['difference_sd']:.3f}", name, f"{arm['p']:.2g}")
+        for name, arm in arms.items()
+        if name != "baseline"
+    )
+
+
+def test_every_command_is_run_by_a_test_or_says_that_it_needs_a_gpu():
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
+    found = [(line.partition(" #")[0].strip(), "") for line in blocks.splitlines()]
+    found += re.findall(r"`([^`\n]+)`(?:\*\*)? ?(\(GPU\))?", README)
+    runs = re.compile(r"\./run\.sh\b|(\S*/)?(python|pip|docker)\b")
+    commands = {code for code, gpu in found if runs.match(code) and not gpu}
+    covers = lambda start, code: code == start or code.startswith(start + " ") and " " in start
+    assert [code for code in commands if not any(covers(start, code) for start in TESTED)] == []
+    assert [start for start in TESTED if not any(covers(start, code) for code in commands)] == []
+    for file, words in TESTED.values():
+        assert words in (ROOT / "tests" / file).read_text(), (file, words)
+
+
+def test_every_flag_is_one():
+    codes = re.findall("`(.+?)`", README)
+    flags = [code for code in codes if code.startswith("--") and " " in code]
+    flags += [c.removeprefix("./run.sh ") for c in codes if c.startswith("./run.sh tiny")]
+    assert len(flags) > 5
+    for words in flags:
+        train_gpt.parse_config(shlex.split(words))
+
+
+def test_the_way_of_the_data_names_what_is_in_the_file():
+    names = re.findall(r"`(\w+)`", section("The file"))
+    assert len(names) > 15 and len(section("The file").strip().splitlines()) == 12
+    for name in names:
+        assert hasattr(train_gpt, name) or name in train_gpt.Config.__dataclass_fields__, name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_picture_is_there(page):
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    assert targets
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        path, _, title = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if title:
+            heads = re.findall("^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert title in slugs, target
+
+
+def test_every_file_of_the_table_is_there():
+    cells = [line.split(" | ")[0] for line in section("Files").strip().splitlines()[2:]]
+    names = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
+    assert "train_gpt.py" in names and len(names) >= 7
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_the_workflow_runs_what_ci_runs():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"] and job["timeout-minutes"] > 15
+    assert job["env"]["PYTHON"] == "python${{ matrix.python }}"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_image_copies_and_starts_what_is_there():
+    text = (ROOT / "dev/Dockerfile").read_text()
+    copied = [path for line in re.findall("^COPY (.*) \\S+$", text, re.M) for path in line.split()]
+    (entry,) = re.findall('^ENTRYPOINT \\["(.*)"\\]$', text, re.M)
+    assert "." in copied and [path for path in (*copied, entry) if not (ROOT / path).exists()] == []
+    ignored = (ROOT / "dev/Dockerfile.dockerignore").read_text().splitlines()
+    assert not {"data/*", "data/*/", "*.bin", "**/*.bin"} & {*ignored}  # data/ has scripts, too
