@@ -2,6 +2,7 @@
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
 #   ./run.sh [record | tiny] [--field value ...]
+#   ./run.sh check [--small]
 #   ./run.sh test [pytest argument ...]
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
@@ -79,6 +80,10 @@ fi
 make_venv
 install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}
 
+if [ "${1:-}" = check ]; then
+  shift
+  exec .venv/bin/python -m dev.check_gpu "$@"
+fi
 if [ "${1:-}" = test ]; then
   shift
   install tests tests/requirements.txt

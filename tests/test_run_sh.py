@@ -129,6 +129,15 @@ def test_without_gpu_memory_comes_in_huge_pages_unless_the_user_says_otherwise(m
     assert "pages None" in machine.done.stdout
 
 
+def test_check_installs_and_reads_no_data(machine):
+    machine.python(12)
+    assert machine.run("check", "--small")[1:] == said(
+        f"{PIP} requirements.txt", "-m dev.check_gpu --small"
+    )
+    machine.driver("580.1")
+    assert machine.run("check")[-1] == "python3.12 -m dev.check_gpu"
+
+
 def test_a_failed_or_changed_install_is_repeated(machine):
     machine.python(12)
     install = said(f"{PIP} requirements.txt")
