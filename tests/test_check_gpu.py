@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +113,12 @@ OTHER = SimpleNamespace(platform="gpu", device_kind="NVIDIA L40S")
 def test_a_slow_card_shows(device, rates, slow):
     passed, _, text, _ = check_gpu.rated("copy, TB/s", [1e12 * rate for rate in rates], device)
     assert passed is (slow is None) and text.partition("; ")[2] == (slow or "")
+
+
+def test_seconds_are_those_of_one_call():
+    calls = []
+    assert 0.01 <= check_gpu.seconds(lambda x: calls.append(time.sleep(x)), 0.01) < 0.03
+    assert len(calls) == 20
 
 
 def test_rates_are_of_the_work_that_is_done(monkeypatch):
