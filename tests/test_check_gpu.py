@@ -215,13 +215,15 @@ def test_a_wrong_gradient_fails(monkeypatch, backward, name):
 
 # ---- Training ------------------------------------------------------------------------------------
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
-    small = dict(plan="Sbv0 Lk", D=32, F=64, bigrams=512)
-    monkeypatch.setattr(check_gpu, "TINY", dataclasses.replace(check_gpu.TINY, **small))
+    c = dataclasses.replace(C, plan="Sbv0 Lk", D=32)
     right = train_gpt.on_devices  # the first sequence twice, instead of the last one
     wrong = lambda b, mesh: np.concatenate((b[: 9 - mesh.size], b[: mesh.size - 1]))
     other = lambda batches, mesh: right((wrong(b, mesh) for b in batches), mesh)
     monkeypatch.setattr(train_gpt, "on_devices", other)
-    assert look(check_gpu.check_tiny, make_mesh(2)) == {"tiny, 1 cpu": True, "tiny, 2 cpu": False}
+    assert look(check_gpu.check_tiny, c, make_mesh(2)) == {
+        "tiny, 1 cpu": True,
+        "tiny, 2 cpu": False,
+    }
 
 
 def fake_record(monkeypatch, losses=(5.0, 4.0)):
