@@ -13,68 +13,45 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 @pytest.mark.parametrize("df", [1, 1.5, 2, 3, 4.7, 7, 12, 30.3, 100, 1000, 9999])
 def test_the_distribution_is_scipys(df):
     for t in (-1000, -40, -12, -5, -2.815, -1, -0.3, -1e-3, 0.0, 1e-4, 0.7, 2, 6, 30, 1000):
-        ours, theirs = stats.t_cdf(t, df), scipy.stats.t.cdf(t, df)
+        ours, theirs = stats.tail(-t, df), scipy.stats.t.cdf(t, df)
         assert abs(ours - theirs) < 1e-9
         if theirs > 1e-250:
             assert ours == pytest.approx(theirs, rel=1e-8, abs=0)
 
 
-@pytest.mark.parametrize("df", [1, 3, 12, 61.5])
-@pytest.mark.parametrize("alpha", [0.2, 0.025, 0.01, 0.0001])
-def test_critical_values(alpha, df):
-    assert stats.critical(alpha, df) == pytest.approx(scipy.stats.t.isf(alpha, df), rel=1e-9)
-
-
-def samples():
+def test_tests_are_scipys():
     dice = random.Random(1)
     for n, m, shift, width in itertools.product((2, 3, 8, 40), (2, 5, 22), (-1, 0.1, 3), (0.1, 2)):
         a = [dice.gauss(3.28, 0.0013) for _ in range(n)]
-        yield a, [dice.gauss(3.28 + shift * 0.0013, width * 0.0013) for _ in range(m)]
-
-
-def test_tests_are_scipys():
-    for a, b in samples():
+        b = [dice.gauss(3.28 + shift * 0.0013, width * 0.0013) for _ in range(m)]
         theirs = ttest_1samp(a, 3.2795, alternative="less")
         assert stats.below(a, 3.2795) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
         theirs = ttest_ind(a, b, equal_var=False, alternative="less")
         assert stats.welch(a, b) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
-        n = min(len(a), len(b))
-        theirs = ttest_rel(a[:n], b[:n])
-        ours = stats.paired(a[:n], b[:n])
+        pairs = [*zip(a, b, strict=False)]
+        theirs, ours = ttest_rel(*zip(*pairs, strict=True)), stats.paired(*zip(*pairs, strict=True))
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "test", [lambda: stats.below([3.2, 3.2, 3.2], 3.28), lambda: stats.below([3.2], 3.28),
-             lambda: stats.below([], 3.28), lambda: stats.welch([1, 1], [2, 2]),
-             lambda: stats.welch([1.0], [2, 3]), lambda: stats.paired([1, 2], [2, 3])],
-)  # fmt: skip
-def test_nothing_is_proved_by_what_does_not_vary(test):
-    assert math.isnan(test().p)
+def test_nothing_is_proved_by_what_does_not_vary():
+    for losses in [3.2, 3.2, 3.2], [3.2], []:
+        both = stats.below(losses, 3.28), stats.paired(losses, losses)
+        assert all(math.isnan(result.p) for result in both)
+    assert math.isnan(stats.welch([1, 1], [2, 2]).p) and math.isnan(stats.welch([1.0], [2, 3]).p)
 
 
-@pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (1.6, 8), (3, 4), (5, 2), (0.1, 700)])
+@pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (3, 4), (50, 2), (0.1, 700)])
 @pytest.mark.parametrize("alpha", [0.01, 0.05])
 def test_power_is_that_of_the_noncentral_t(effect, n, alpha):
     limit = scipy.stats.t.isf(alpha, n - 1)
+    assert stats.critical(alpha, n - 1) == pytest.approx(limit, rel=1e-9)
     exact = scipy.stats.nct.sf(limit, n - 1, effect * math.sqrt(n))
-    assert stats.power(effect, n, alpha) == pytest.approx(exact, abs=1e-5)
+    assert stats.power(effect, n, alpha) == pytest.approx(exact, abs=1e-8)
 
 
-def test_power_is_how_often_simulated_runs_pass():
-    dice, tries = random.Random(2), 4000
-    runs = ([dice.gauss(3.279, 0.00124) for _ in range(10)] for _ in range(tries))
-    passed = sum(stats.below(losses, 3.28).p < 0.01 for losses in runs) / tries
-    assert passed == pytest.approx(stats.power(0.001 / 0.00124, 10), abs=0.03)
-
-
-@pytest.mark.parametrize("effect", [0.05, 0.3, 0.8, 1.5, 4, 50])
-def test_runs_needed_is_the_first_number_that_suffices(effect):
-    n = stats.runs_needed(effect)
-    assert stats.power(effect, n) >= 0.8
-    assert n == 2 or stats.power(effect, n - 1) < 0.8
-
-
-@pytest.mark.parametrize("effect", [0.0, -1.0, 0.001, math.nan])
-def test_sometimes_no_number_of_runs_suffices(effect):
-    assert stats.runs_needed(effect) is None
+def test_runs_needed_is_the_first_number_that_suffices():
+    for effect in 0.05, 0.3, 0.8, 1.5, 4, 50:
+        n = stats.runs_needed(effect)
+        assert stats.power(effect, n) >= 0.8
+        assert n == 2 or stats.power(effect, n - 1) < 0.8
+    assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))
