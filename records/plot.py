@@ -16,10 +16,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import stats  # noqa: E402
-import verify  # noqa: E402
+import stats
+import verify
 
 try:
     import matplotlib
@@ -125,8 +123,7 @@ def draw_differences(axes, arms: list[tuple[str, verify.Evidence]]) -> None:
     _, first = arms[0]
     rows = []
     for name, arm in arms[1:]:
-        pairs = verify.by_seed(arm, first)
-        changes = [a - b for a, b in zip(*pairs, strict=True)]
+        changes = verify.changes(arm, first)
         if len(changes) > 1:
             half = stats.critical(0.025, len(changes) - 1) * stdev(changes) / len(changes) ** 0.5
             rows.append((fmean(changes), half, changes, name.replace("_", " ")))
@@ -188,8 +185,8 @@ def main() -> None:
         name, _, folder = word.rpartition("=")
         try:
             arms.append((name or Path(folder).resolve().name, verify.collect(Path(folder))))
-        except verify.Unusable as error:
-            sys.exit(f"plot.py: {verify.printable(str(error))}")
+        except verify.Unreadable as error:
+            sys.exit(f"plot.py: {error}")
     plot(arms, args.out, args.x, args.target, args.title, args.upstream, args.differences)
 
 

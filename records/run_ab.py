@@ -22,20 +22,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import runs  # noqa: E402
-import verify  # noqa: E402
+import runs
+import verify
 
 ROOT = Path(__file__).resolve().parents[1]
+STEERS = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")  # the variables that a log states
 TAKEN = {"cache", "lock", "logs", "plan.json", "plan.part"}  # in the folder of a plan
 
 
 def refuse(message: str) -> NoReturn:
-    print(f"run_ab.py: {verify.printable(message)}", file=sys.stderr)
+    print(f"run_ab.py: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -68,8 +68,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def read_arms(specs: list[str]) -> dict[str, tuple[bytes, Path | None]]:
-    """Of every arm its name, its source and the patch that made it."""
+def read_arms(specs: list[str]) -> dict[str, bytes]:
+    """Of every arm its name and its source."""
     arms, first = {}, b""
     for spec in specs:
         name, _, path = spec.rpartition("=")
@@ -77,46 +77,56 @@ def read_arms(specs: list[str]) -> dict[str, tuple[bytes, Path | None]]:
         source = path / "train_gpt.py" if path.is_dir() else path
         if not source.is_file():
             refuse(f"{source} is not there")
-        if path.suffix == ".patch" and not first:
+        is_patch = path.suffix == ".patch"
+        if is_patch and not first:
             refuse(f"{path}: the first arm must be a train_gpt.py, which patches change")
         inside = source.resolve().parent.name if source.name == "train_gpt.py" else source.stem
         name = name or inside
-        if not re.fullmatch(verify.NAME, name) or name in arms or name in TAKEN:
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name) or name in arms or name in TAKEN:
             refuse(f"{name!r} is taken or cannot name a folder; write NAME={path}")
-        is_patch = path.suffix == ".patch"
-        try:
-            text = runs.patched(first, path) if is_patch else source.read_bytes()
-        except ValueError as error:
-            refuse(str(error))
+        text = patched(first, path) if is_patch else source.read_bytes()
         if not text.endswith(b"\n") or b"\n" + runs.BORDER in text:
             refuse(f"{source}: its end could not be seen in a log; it must end with a newline and "
                    "have no line of 100 =")  # fmt: skip
         first = first or text
-        arms[name] = text, path if is_patch else None
+        arms[name] = text
     return arms
 
 
+def patched(first: bytes, patch: Path) -> bytes:
+    """A train_gpt.py with the patch applied, by git."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "train_gpt.py")
+        file.write_bytes(first)
+        # Should the folder lie in a repository, git would look for the file at its top.
+        alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+        done = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=alone,
+                              capture_output=True, text=True)  # fmt: skip
+        text = file.read_bytes()
+    if done.returncode or text == first:
+        refuse(f"{patch} does not apply to the first arm: {done.stderr.strip()}")
+    return text
+
+
 def make_plan(args: argparse.Namespace) -> Path:
-    """DIR/plan.json, and of every arm DIR/<arm>/train_gpt.py, beside its patch if it has one."""
+    """DIR/plan.json, and of every arm DIR/<arm>/train_gpt.py."""
     arms, now = read_arms(args.arms), datetime.datetime.now(datetime.UTC)
     out = args.out or ROOT / "logs" / now.strftime("ab_%Y-%m-%dT%H-%M-%S")
     try:
         out.mkdir(parents=True)
     except OSError as error:
         refuse(f"{out} cannot be made ({error.strerror}); to go on with its plan: --resume {out}")
-    for name, (text, patch) in arms.items():
+    for name, text in arms.items():
         (out / name / "logs").mkdir(parents=True)
         (out / name / "train_gpt.py").write_bytes(text)
         (out / name / "data").symlink_to(ROOT / "data")  # a relative path in the log
-        if patch:
-            (out / name / "change.patch").write_bytes(patch.read_bytes())
     salt, seeds = secrets.token_hex(8), []
     while len(seeds) < args.n:
         seeds += {secrets.randbits(31)} - set(seeds)
     plan = dict(
         created=now.strftime("%Y-%m-%dT%H:%M:%SZ"), n=args.n, seeds=seeds,
         arguments=[*(args.flags or ["record"]), "--target", "0"], salt=salt, machine=machine(salt),
-        arms={name: hashlib.sha256(text).hexdigest() for name, (text, _) in arms.items()},
+        arms={name: hashlib.sha256(text).hexdigest() for name, text in arms.items()},
     )  # fmt: skip
     part = out / "plan.part"
     part.write_text(json.dumps(plan, indent=1) + "\n")
@@ -132,7 +142,7 @@ def done(arm: Path) -> set[int]:
             run = runs.read(path)
         except runs.Unreadable:  # interrupted before its facts were written
             run = None
-        if run and run.ended in ("end of schedule", "target reached", "not finite"):
+        if run and (run.complete or run.ended == "not finite"):
             seeds.add(run.seed)
         else:
             (arm / "unfinished").mkdir(exist_ok=True)
@@ -166,13 +176,6 @@ def run(python: str, arm: Path, words: list[str], lock: int) -> int:
         raise
 
 
-def read_plan(out: Path) -> dict:
-    try:
-        return verify.read_plan(out / "plan.json")
-    except verify.Unusable as error:
-        refuse(str(error))
-
-
 def run_plan(out: Path) -> None:
     """All runs of the plan that have not come to their end yet."""
     lock = os.open(out / "lock", os.O_CREAT | os.O_RDWR)
@@ -180,7 +183,7 @@ def run_plan(out: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         refuse(f"{out} is in use: one of its runs is going on")
-    plan, python = read_plan(out), interpreter()
+    plan, python = json.loads((out / "plan.json").read_text()), interpreter()
     if plan["machine"] != machine(plan["salt"]):
         refuse(f"{out} was begun on another machine; runs of two machines are not comparable")
     for name, sha in plan["arms"].items():
@@ -206,7 +209,7 @@ def main() -> None:
     if not args.resume:
         interpreter()
     for name in sorted(os.environ):
-        if verify.STEERS.match(name) and not verify.NEUTRAL.fullmatch(name):
+        if STEERS.match(name) and not verify.NEUTRAL.fullmatch(name):
             print(f"{name} is set: these runs will not count as a record")
     out = args.resume or make_plan(args)
     if not (out / "plan.json").is_file():
@@ -217,7 +220,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"\nrun_ab.py: interrupted; to go on: --resume {out}", file=sys.stderr)
         sys.exit(130)
-    plan = read_plan(out)
+    plan = json.loads((out / "plan.json").read_text())
     arms = [out / name for name in plan["arms"]]
     # With flags no arm can be a record; then the question is what differs.
     attempt = len(arms) == 2 and len(plan["arguments"]) == 3

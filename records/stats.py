@@ -54,9 +54,9 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     return Result(t, df, tail(-t, df))
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> Result:
-    """Do a and b, pair by pair, have another mean? Two-sided."""
-    t, df, p = below([x - y for x, y in zip(a, b, strict=True)], 0.0)
+def paired(differences: Sequence[float]) -> Result:
+    """Of pairs: is their mean another than zero? Two-sided."""
+    t, df, p = below(differences, 0.0)
     return Result(t, df, p if math.isnan(p) else 2 * tail(abs(t), df))
 
 

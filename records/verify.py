@@ -8,40 +8,32 @@ Writes Markdown. Exit status 0: it holds; 1: it does not; 2: there is nothing to
 """
 
 import argparse
-import dataclasses
-import datetime
 import hashlib
+import itertools
 import json
 import math
-import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import runs  # noqa: E402
-import stats  # noqa: E402
-from runs import Run  # noqa: E402
+import runs
+import stats
+from runs import Run, Unreadable
 
 ALPHA = 0.01
-NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of an arm
-STEERS = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")  # the variables that a log states
-# Those of them that may be set: they say where things are, not what is computed.
+# Variables of those in a log that may be set: they say where things are, not what is computed.
 NEUTRAL = re.compile(
     "JAX_COMPILATION_CACHE_DIR|JAX_PLATFORMS|CUDA_VISIBLE_DEVICES|CUDA_(VERSION|HOME|PATH)"
-    "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|NV_.*(VERSION|PACKAGE).*"
-    "|NVARCH|NCCL_VERSION|CUDNN_VERSION|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY"
-    "|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
+    "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|(NCCL|CUDNN)_VERSION"
+    "|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Track:
-    """What all records of a track share; the hashes are those of data/."""
+class Track(NamedTuple):
+    """What all records of a track share."""
 
     preset: str
     metric: str  # "time" or "tokens"
@@ -51,22 +43,13 @@ class Track:
     devices: str  # regular expression of each
     count: int | None
     val_tokens: int
-    val: str  # sha256
-    train: tuple[str, ...]  # sha256, in order
+    shards: str  # the first 16 digits of the sha256 of each that data/ makes, validation last
 
 
 FINEWEB = dict(
     preset="record", metric="time", target=3.28, z_rule=0.004, margin=0.001, val_tokens=10485760,
-    val="5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640",
-    train=(
-        "771fa4a99b9fe0946ffb6e848b4ba5c6a9b0fe87860ebf03bc2c1c7e45f8178e",
-        "d4ba8d2d740905a836a4222d2aff01750560e7d49a51a745a1b3235520aec2cd",
-        "f70fa272369730fd9e39f1848bfe4daa3289b6e490c1e7762777f00ea8b66246",
-        "d8d88850f89fe2030e866380e90d544167467d407080403b830b903543925835",
-        "36cef3fc41863eb6731b41e986edde38e368853ee6deb87b928990bf445a119c",
-        "d80e5b209983e636655fc738fdf281f0132f0298bf4c0848f7e7a6bea6ca06f0",
-        "fa9f94dce61686b5467bc6cd3078424203db23ac254d804a6d8d5d440afc1e11",
-    ),
+    shards="771fa4a99b9fe094 d4ba8d2d740905a8 f70fa272369730fd d8d88850f89fe203 36cef3fc41863eb6 "
+           "d80e5b209983e636 fa9f94dce61686b5 5b95c8e0966f0861",
 )  # fmt: skip
 TINY = dict(
     preset="tiny", metric="tokens", margin=0.005, devices="cpu", count=None, val_tokens=65536
@@ -74,67 +57,26 @@ TINY = dict(
 TRACKS = {
     "8xh100": Track(**FINEWEB, devices="NVIDIA H100 80GB HBM3", count=8),
     "1xgpu": Track(**FINEWEB, devices="NVIDIA .*", count=1),
-    "tiny-2k": Track(
-        **TINY, target=1.38, z_rule=0.033,
-        val="eb0c3850de1d7907726f5284d57b12f871789a36f2f8255625e055ee5e205534",
-        train=(
-            "1a9b61a147d894ec0ee7289c1f88f6725355af3218985db9b4dc21d7e345a063",
-            "74c2d9b68d4d17bda99679cbd11744f046adc966967cfb7edb80433a0a708c75",
-        ),
-    ),
-    "tiny": Track(  # closed: its documents were whole
-        **TINY, target=1.49, z_rule=0.031,
-        val="f7a55403e5071ae33147658cfd0981ec725adf2345e6147015784bcafc053046",
-        train=(
-            "799fdc6b6b565b8b6fdab42da2f94d0fa65d703b2f9ed85be7d590ff1383aafa",
-            "f83ec25b395b239c43c6c4840677aed865ba320e59881c9d627016438960bc16",
-        ),
-    ),
+    "tiny-2k": Track(**TINY, target=1.38, z_rule=0.033,
+                     shards="1a9b61a147d894ec 74c2d9b68d4d17bd eb0c3850de1d7907"),
+    "tiny": Track(**TINY, target=1.49, z_rule=0.031,  # closed: its documents were whole
+                  shards="799fdc6b6b565b8b f83ec25b395b239c f7a55403e5071ae3"),
 }  # fmt: skip
 
 
-class Finding(NamedTuple):
-    fails: bool  # else it is only said
-    text: str
-
-
-def fail(text: str) -> Finding:
-    return Finding(True, text)
-
-
-def note(text: str) -> Finding:
-    return Finding(False, text)
-
-
-def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def plain(value: Any, most: int = 60) -> str:
-    """Text from a log as it may stand in Markdown and on a terminal: no control, no markup."""
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        value = ", ".join(value)
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-    text = re.sub(r"[|`<>\[\]\\*]", "?", printable(text))
-    return text if len(text) <= most else text[:most] + "…"
-
-
 # ---- Reading -------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """A folder with logs, and what stands beside them."""
 
     folder: Path
     runs: list[Run]  # all that can be read, in the order in which they began
     unreadable: list[str]
-    plan: dict[str, Any] | None
-    arm: str | None  # its name in the plan
+    plan: dict[str, Any] | None  # with the name that the arm has there
     source: str | None  # sha256 of train_gpt.py beside the logs
-    result: dict[str, Any] | None  # result.json
 
     @property
     def ended(self) -> list[Run]:
-        return [run for run in self.runs if run.ended in ("end of schedule", "target reached")]
+        return [run for run in self.runs if run.complete]
 
     @property
     def losses(self) -> list[float]:
@@ -144,327 +86,229 @@ class Evidence:
     def seconds(self) -> list[float]:
         return [run.seconds for run in self.ended]
 
-
-class Unusable(Exception):
-    """There is nothing to judge."""
-
-
-def read_text(file: Path) -> str | None:
-    """A small text beside the logs, if it is there."""
-    if not file.is_file():
-        return None
-    try:
-        if file.stat().st_size > runs.LONGEST:
-            raise Unusable(f"{file} is larger than 1 MiB")
-        return file.read_text(errors="replace")
-    except OSError as error:
-        raise Unusable(f"{file} cannot be read: {error.strerror}") from error
+    @property
+    def tokens(self) -> list[int]:  # each number once
+        return sorted({run.tokens for run in self.ended if run.tokens})
 
 
-def read_plan(file: Path) -> dict[str, Any]:
-    try:
-        plan = json.loads(read_text(file))
-        created = datetime.datetime.fromisoformat(plan["created"])
-        n, seeds, arms, words = plan["n"], plan["seeds"], plan["arms"], plan["arguments"]
-        good = [
-            type(n) is int and n == len(seeds) == len(set(seeds)),
-            all(type(seed) is int for seed in seeds),
-            arms and all(re.fullmatch(NAME, name) for name in arms),
-            all(re.fullmatch("[0-9a-f]{64}", sha) for sha in arms.values()),
-            type(words) is list and all(type(word) is str for word in words),
-            created.tzinfo is not None and plan.get("arm", next(iter(arms), None)) in arms,
-        ]
-        if not all(good):
-            raise ValueError("no such plan is ours")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable(f"{file} is broken: {type(error).__name__}") from error
-    return plan | dict(created=created)
-
-
-def read_result(file: Path) -> dict[str, Any] | None:
-    try:
-        return None if (text := read_text(file)) is None else runs.parse_json(text, dict)
-    except runs.Unreadable as error:
-        raise Unusable(f"{file} is broken") from error
+def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
+    """All runs of a folder, and what is wrong with the logs that cannot be read."""
+    found, unreadable = [], []
+    for path in sorted(folder.glob("*.txt")):
+        try:
+            found.append(runs.read(path))
+        except Unreadable as error:
+            unreadable.append(f"{path.name}: {error}")
+    return found, unreadable
 
 
 def collect(folder: Path) -> Evidence:
-    """Everything in a folder that tells of runs; raises Unusable if there is no log."""
-    if not folder.is_dir():
-        raise Unusable(f"{folder} is no folder")
+    """Everything in a folder that tells of runs; raises Unreadable if there is no log."""
     place = folder / "logs" if (folder / "logs").is_dir() else folder
-    found, unreadable = [], []
-    for path in sorted(place.glob("*.txt")):
-        try:
-            found.append(runs.read(path))
-        except runs.Unreadable as error:
-            unreadable.append(f"{plain(path.name)}: {plain(str(error), 200)}")
+    found, unreadable = read_logs(place)
     if not found:
-        raise Unusable(
-            f"{place} has no log that can be read" + "".join(f"; {x}" for x in unreadable)
-        )
+        raise Unreadable("; ".join([f"{place} has no log that can be read", *unreadable]))
     files = folder / "plan.json", folder.resolve().parent / "plan.json"
-    plan = next((read_plan(file) for file in files if file.is_file()), None)
-    arm = plan and plan.get("arm", folder.resolve().name)
-    if plan and arm not in plan["arms"]:
-        plan = arm = None
+    texts = [file.read_text() for file in files if file.is_file()]
+    plans = (dict(arm=folder.resolve().name) | json.loads(text) for text in texts)
+    plan = next((plan for plan in plans if plan["arm"] in plan["arms"]), None)
     source = folder / "train_gpt.py"
-    return Evidence(
-        folder, found, unreadable, plan, arm,
-        hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else None,
-        read_result(folder / "result.json"),
-    )  # fmt: skip
+    sha256 = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else None
+    return Evidence(folder, found, unreadable, plan, sha256)
 
 
-# ---- Checks of one set of runs -------------------------------------------------------------------
-def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
+# ---- Checks of one set of runs: each tells what it finds -----------------------------------------
+FAIL, NOTE = "**FAIL** ", "note: "
+
+
+def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
     for text in e.unreadable:
-        yield fail(f"no log: {text}")
+        yield FAIL + f"no log: {text}"
     for run in e.runs:
-        if run.ended not in ("end of schedule", "target reached"):
-            yield fail(f"{plain(run.name)}: {run.ended}")
-    interrupted = sorted((e.folder / "unfinished").glob("*.txt"))
-    for path in interrupted:
-        try:
-            seen = runs.read(path).validations
-        except runs.Unreadable:
-            continue
-        if seen and seen[-1].step == seen[-1].steps:
-            yield fail(f"{plain(path.name)}, in unfinished/, had its final loss: it counts")
-    if interrupted:
-        yield note(f"{len(interrupted)} interrupted and run again; their logs are in unfinished/")
+        if not run.complete:
+            yield FAIL + f"{run.name}: {run.ended}"
+    interrupted, broken = read_logs(e.folder / "unfinished")
+    for run in interrupted:
+        if run.validations and run.validations[-1].step == run.steps:
+            yield FAIL + f"{run.name}, in unfinished/, had its final loss: it counts"
+    if n := len(interrupted) + len(broken):
+        yield NOTE + f"{n} interrupted and run again; their logs are in unfinished/"
 
 
-def check_length(e: Evidence, track: Track | None) -> Iterator[Finding]:
+def check_length(e: Evidence, track: Track | None) -> Iterator[str]:
     """A run that stops when it likes its loss has a loss that it likes."""
     for run in e.ended:
-        last, target = run.validations[-1], run.config and run.config.get("target")
-        if run.ended == "target reached" or last.step != last.steps:
-            text = f"{plain(run.name)} stopped at its target, step {last.step} of {last.steps}"
-            yield fail(f"{text}: no p-value over such runs; use --target 0")
-        elif run.ours and target != 0:
-            yield fail(f"{plain(run.name)} could have stopped at {plain(target)}; use --target 0")
+        if run.ours and (target := run.config.get("target")) != 0:
+            yield FAIL + f"{run.name} could have stopped at {target}: no p-value; use --target 0"
     if len({tuple((v.step, v.steps) for v in run.validations) for run in e.ended}) > 1:
-        yield fail("the runs validate at different steps, or differ in length")
+        yield FAIL + "the runs validate at different steps, or differ in length"
+    if len(e.tokens) > 1:
+        yield FAIL + f"the runs count different tokens: {e.tokens}"
 
 
-def check_twice(e: Evidence, track: Track | None) -> Iterator[Finding]:
+def check_twice(e: Evidence, track: Track | None) -> Iterator[str]:
     """Repeats of one run look like many runs with hardly any deviation."""
-    seen: dict[Any, Run] = {}
-    for run in e.runs:
-        trace = *(v.loss for v in run.validations), run.result and run.loss
-        if not run.result and len(trace) < 5:  # four digits of two losses may be equal by chance
-            trace = None
-        keys = {"is the same log as": run.sha256, "has the seed of": run.seed,
-                "has, at every step, the losses of": trace}  # fmt: skip
-        for text, key in keys.items():
-            first = seen.setdefault((text, key), run)
-            if key is not None and first is not run:
-                yield fail(f"{plain(run.name)} {text} {plain(first.name)}")
-                break
+    for a, b in itertools.combinations(e.runs, 2):
+        traces = [[*(v.loss for v in run.validations), run.loss] for run in (a, b)]
+        if a.sha256 == b.sha256:
+            yield FAIL + f"{b.name} is the same log as {a.name}"
+        elif a.seed is not None and a.seed == b.seed:
+            yield FAIL + f"{b.name} has the seed of {a.name}"
+        # Where a log has little else, two losses of four digits may be equal by chance.
+        elif traces[0] == traces[1] and (a.ours or len(a.validations) > 3):
+            yield FAIL + f"{b.name} has, at every step, the losses of {a.name}"
     if any(run.seed is None for run in e.runs):
-        yield note("seeds: the logs state none")
+        yield NOTE + "seeds: the logs state none"
 
 
-def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
-    sources = {run.source for run in e.runs}
+def check_source(e: Evidence, track: Track | None) -> Iterator[str]:
+    sources = sorted({run.source for run in e.runs})
     if len(sources) > 1:
-        yield fail(
-            f"{len(sources)} different sources: {', '.join(s[:12] for s in sorted(sources))}"
-        )
-    if e.source and sources != {e.source}:
-        yield fail("train_gpt.py is not the source that the logs state")
-    is_patch = (e.folder / "change.patch").is_file()
-    if not (e.source or is_patch) and any(run.packed for run in e.runs):
-        yield note("the source is not beside the logs, which state its sha256 only")
+        yield FAIL + f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}"
+    if e.source and sources != [e.source]:
+        yield FAIL + "train_gpt.py is not the source that the logs state"
 
 
-def differing(several: list[Run], names: str) -> Iterator[Finding]:
+def differing(several: list[Run], names: str) -> Iterator[str]:
     for name in names.split():
         values = [getattr(run, name) for run in several]
+        found = " / ".join(sorted({str(value)[:60] for value in values}))
+        if all(isinstance(value, dict) for value in values):
+            keys = sorted(set().union(*values))
+            found = ", ".join(k for k in keys if len({str(v.get(k)) for v in values}) > 1)
         if any(value != values[0] for value in values):
-            if isinstance(values[0], dict) and all(isinstance(value, dict) for value in values):
-                keys = {key for value in values for key in value}
-                parts = [k for k in sorted(keys) if len({str(v.get(k)) for v in values}) > 1]
-                yield fail(f"different {name}: {', '.join(plain(part) for part in parts)}")
-            else:
-                found = sorted({plain(value) for value in values})
-                yield fail(f"different {name}: {' / '.join(found)}")
+            yield FAIL + f"different {name}: {found}"
 
 
-def check_machine(e: Evidence, track: Track | None) -> Iterator[Finding]:
-    yield from differing(e.runs, "devices driver versions environment")
-    if not e.runs[0].devices:
-        yield note("devices: the logs state none")
-
-
-def check_settings(e: Evidence, track: Track | None) -> Iterator[Finding]:
-    yield from differing(e.runs, "argv config data")
-
-
-def check_text(e: Evidence, track: Track | None) -> Iterator[Finding]:
+def check_track(e: Evidence, track: Track | None) -> Iterator[str]:
     """What a track fixes: the tokens, of training and of validation, and the devices."""
     run = e.runs[0]
     if not track:
         return
-    if run.devices and not (all(re.fullmatch(track.devices, device) for device in run.devices)
-                            and track.count in (None, len(run.devices))):  # fmt: skip
-        yield fail(f"not the track's devices: {len(run.devices)} x {plain(run.devices[0])}")
+    kinds = "/".join(sorted({*run.devices}))
+    if not run.devices:
+        yield NOTE + "devices: the logs state none"
+    elif track.count not in (None, len(run.devices)) or not re.fullmatch(track.devices, kinds):
+        yield FAIL + f"not the track's devices: {len(run.devices)} x {kinds}"
     if not run.ours:
         text = "data, flags and environment: the logs of modded-nanogpt do not state them"
-        yield note(text) if track.preset == "record" else fail(text)
+        yield (NOTE if track.preset == "record" else FAIL) + text
         return
-    if run.config.get("val_tokens") != track.val_tokens:
-        yield fail(f"validated on {plain(run.config.get('val_tokens'))} tokens, "
-                   f"not {track.val_tokens:,}")  # fmt: skip
-    shas = hashes(run)
-    if shas[-1:] != [track.val]:
-        yield fail("validated on another text than the track's")
-    if not shas[:-1] or shas[:-1] != list(track.train[: len(shas) - 1]):
-        yield fail("trained on another stream of tokens than the track's")
-    for other in e.ended:
-        tokens = scheduled_tokens(other.config, other.steps)
-        if tokens is None:
-            yield note("tokens: as RESULT states them; its configuration does not tell")
-        elif other.tokens != tokens:
-            yield fail(f"{plain(other.name)} counts {other.tokens:,} tokens, its schedule "
-                       f"{tokens:,}")  # fmt: skip
+    if (n := run.config.get("val_tokens")) != track.val_tokens:
+        yield FAIL + f"validated on {n} tokens, not {track.val_tokens:,}"
+    *stream, text = track.shards.split()
+    *train, val = shards(run) or [None]
+    if val != text:
+        yield FAIL + "validated on another text than the track's"
+    if not train or train != stream[: len(train)]:
+        yield FAIL + "trained on another stream of tokens than the track's"
 
 
-def scheduled_tokens(config: dict[str, Any], steps: int) -> int | None:
-    """Of a whole run, as its configuration has them; None: it does not tell."""
-    try:
-        # "sequences" is its name in logs of November 2026.
-        batch = operator.index(config.get("sequences", config.get("batch")))
-        if "stages" not in config:
-            return batch * operator.index(config["T"]) * steps
-        rows = [[int(n) for n in row.split()[:2]] for row in config["stages"].split("/")]
-        rows, at, end, tokens = [row for row in rows if row[0]], 0, 0, 0
-        written = sum(n for n, _ in rows)
-        for i, (n, each) in enumerate(rows, 1):  # in proportion and never none, as Config.ends
-            at, start = at + n, end
-            share = round(at * steps / written)
-            end = i + max(start - i + 1, min(max(share - i, 0), steps - len(rows)))
-            tokens += (end - start) * (each // batch * batch)
-        return tokens
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        return None
+def shards(run: Run) -> list[str]:
+    """Those that a run read, validation last, as a track names them."""
+    return [shard.get("sha256", "")[:16] for shard in run.data or []]
 
 
-def hashes(run: Run) -> list[Any]:
-    """sha256 of the shards that a run read, validation last."""
-    return [shard.get("sha256") for shard in run.data or [] if isinstance(shard, dict)]
-
-
-def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
+def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
     """That the file alone makes the record."""
-    run = e.runs[0]
-    if not track or not run.ours:
+    if not track or not (run := e.runs[0]).ours:
         return
     if run.argv != [track.preset, "--target", "0"]:
-        yield fail(f"run with {plain(' '.join(run.argv), 200)}; a record is what the file does "
-                   f"with {track.preset} --target 0")  # fmt: skip
+        text = f"run with {' '.join(run.argv)}; a record is what the file does"
+        yield FAIL + f"{text} with {track.preset} --target 0"
     for name in run.environment:
         if not NEUTRAL.fullmatch(name):
-            yield fail(f"{plain(name)} is set, outside of the file")
+            yield FAIL + f"{name} is set, outside of the file"
 
 
-def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
+def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
     """How many runs is decided before the first one: otherwise one stops when luck is good."""
-    plan = e.plan
+    plan, n = e.plan, len(e.runs) + len(e.unreadable)
     if not plan:
         text = "no plan: that n was fixed beforehand cannot be seen"
-        yield fail(f"{text}; use run_ab.py") if e.runs[0].ours else note(text)
+        yield FAIL + f"{text}; use run_ab.py" if e.runs[0].ours else NOTE + text
         return
-    if plan["n"] != len(e.runs) + len(e.unreadable):
-        yield fail(f"planned {plan['n']} runs, found {len(e.runs) + len(e.unreadable)}")
+    if plan["n"] != n:
+        yield FAIL + f"planned {plan['n']} runs, found {n}"
     if strange := {run.seed for run in e.runs} - set(plan["seeds"]):
-        yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
-    if {run.source for run in e.runs} != {plan["arms"][e.arm]}:
-        yield fail("another source than planned")
+        yield FAIL + f"seeds that were not planned: {sorted(strange, key=str)}"
+    if {run.source for run in e.runs} != {plan["arms"][plan["arm"]]}:
+        yield FAIL + "another source than planned"
     if any(run.argv != plan["arguments"] for run in e.runs):
-        yield fail("other flags than planned")
-    if any(run.began is None for run in e.runs):
-        yield fail("the name of a log does not say when its run began")
-    if any(run.began and run.began < plan["created"] for run in e.runs):
-        yield fail("a run began before the plan was made")
+        yield FAIL + "other flags than planned"
+    created = plan["created"].replace(":", "-")
+    if any(run.began is None or run.began + "Z" < created for run in e.runs):
+        yield FAIL + "a run began before the plan was made, or its log's name does not say when"
 
 
-def numbers(e: Evidence, target: float | None) -> dict[str, Any]:
-    """Of two complete runs or more, all that result.json says of them."""
-    p = stats.below(e.losses, target).p if target is not None else None
-    return dict(n=len(e.runs), mean=fmean(e.losses), sd=stdev(e.losses), p=p, target=target,
-                seconds=fmean(e.seconds), seconds_sd=stdev(e.seconds), steps=e.ended[0].steps,
-                tokens=e.ended[0].tokens, seeds=[run.seed for run in e.ended],
-                source=e.ended[0].source)  # fmt: skip
-
-
-def differing_facts(said: Any, truth: dict[str, Any]) -> Iterator[Finding]:
-    """Where a result.json differs from what the logs say."""
-    for key, value in truth.items():
-        claim = said.get(key) if isinstance(said, dict) else None
-        if isinstance(value, float) and isinstance(claim, float):
-            same = math.isclose(claim, value, rel_tol=1e-9)
-        else:
-            same = claim == value
-        if not same:
-            yield fail(f"result.json says {key} = {plain(claim)}; it is {plain(value)}")
-
-
-def check_result_file(e: Evidence, target: float | None) -> Iterator[Finding]:
-    """result.json against the logs."""
-    if e.result is not None and len(e.losses) > 1:
-        yield from differing_facts(e.result, numbers(e, target))
-
-
-CHECKS: dict[str, Callable[[Evidence, Track | None], Iterator[Finding]]] = {
+MACHINE = "devices driver versions environment"
+CHECKS = {
     "every run is complete": check_complete,
     "fixed length, same validations": check_length,
     "no run twice": check_twice,
     "one source": check_source,
-    "one machine, versions, environment": check_machine,
-    "one set of flags and data": check_settings,
-    "the track's text and devices": check_text,
+    "one machine, versions, environment": lambda e, _: differing(e.runs, MACHINE),
+    "one set of flags and data": lambda e, _: differing(e.runs, "argv config data"),
+    "the track's text and devices": check_track,
     "nothing but the file": check_flags,
     "as many runs as planned": check_plan,
 }
 
 
 # ---- Checks of two sets --------------------------------------------------------------------------
-def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
+def check_baseline(this: Evidence, base: Evidence) -> Iterator[str]:
     """Whether two sets differ by their sources alone."""
     a, b = this.runs[0], base.runs[0]
-    yield from differing([a, b], "devices driver versions environment argv")
+    yield from differing([a, b], MACHINE + " argv")
     if {run.sha256 for run in this.runs} & {run.sha256 for run in base.runs}:
-        yield fail("a log is in both")
-    x, y = hashes(a), hashes(b)
-    if x[-1:] != y[-1:]:
-        yield fail("validated on different texts")
-    if any(m != n for m, n in zip(x[:-1], y[:-1], strict=False)):  # one may need fewer shards
-        yield fail("trained on different streams of tokens")
+        yield FAIL + "a log is in both"
+    x, y = shards(a), shards(b)
+    if x[-1:] != y[-1:] or any(m != n for m, n in zip(x[:-1], y[:-1], strict=False)):
+        yield FAIL + "different data"  # of the training shards one may need fewer
     if a.source == b.source:
-        yield note("the two have one source")
-    times = [[run.began for run in e.runs if run.began] for e in (this, base)]
-    day = datetime.timedelta(days=1)
-    if not all(times):
-        yield note("when the runs began: the logs do not state it")
-    elif max(times[0]) - min(times[1]) > day or max(times[1]) - min(times[0]) > day:
-        yield note("the runs of the two are more than a day apart")
+        yield NOTE + "the two have one source"
+    days = {run.began and run.began[:10] for run in this.runs + base.runs}
+    if None in days:
+        yield NOTE + "when the runs began: the logs do not state it"
+    elif len(days) > 1:
+        yield NOTE + f"the runs are of {len(days)} days: {', '.join(sorted(days))}"
     if a.ours and not interleaved(this, base):
-        yield note("the two are from different plans: their runs were not interleaved")
+        yield NOTE + "the two are from different plans: their runs were not interleaved"
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
     """Whether both are arms of one plan."""
-    plans = [e.plan and {k: v for k, v in e.plan.items() if k != "arm"} for e in (this, base)]
-    return plans[0] is not None and plans[0] == plans[1]
+    a, b = (e.plan and e.plan | dict(arm=None) for e in (this, base))
+    return a is not None and a == b
 
 
-def by_seed(this: Evidence, base: Evidence) -> tuple[list[float], list[float]]:
-    """Losses of the seeds that both have run, in the same order."""
+def changes(this: Evidence, base: Evidence) -> list[float]:
+    """this minus base, of the losses of the seeds that both have run."""
     a, b = ({run.seed: run.loss for run in e.ended if run.seed is not None} for e in (this, base))
-    common = sorted({*a} & {*b})
-    return [a[seed] for seed in common], [b[seed] for seed in common]
+    return [a[seed] - b[seed] for seed in sorted({*a} & {*b})]
+
+
+def check_result(
+    this: Evidence, base: Evidence | None, track: Track | None, target: float
+) -> Iterator[str]:
+    """Whether the mean is below the target, and the baseline beaten."""
+    n, p = len(this.losses), stats.below(this.losses, target).p
+    if math.isnan(p):
+        why = "the losses do not vary" if n > 1 else f"{n} complete runs"
+        yield FAIL + f"{why}: no p-value"
+    elif any(check_length(this, track)):
+        yield FAIL + "no p-value over runs whose length is not fixed"
+    elif not p < ALPHA:
+        yield FAIL + f"p = {p_value(p)} for a mean below {target:g}; it takes p < {ALPHA}"
+    elif track and target - fmean(this.losses) < track.margin:
+        yield NOTE + f"the margin is less than {track.margin:g}: on another machine it may fail"
+    if not base or not track:
+        return
+    if track.metric == "time":
+        if not (p := stats.welch(this.seconds, base.seconds).p) < ALPHA:
+            yield FAIL + f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}"
+    elif (most := max(this.tokens, default=0)) >= (least := min(base.tokens, default=0)):
+        yield FAIL + f"no fewer tokens than the baseline: {most:,} against {least:,}"
 
 
 # ---- Report --------------------------------------------------------------------------------------
@@ -474,206 +318,124 @@ def spread(values: list[float], digits: int) -> str:
     return f"{fmean(values):.{digits}f}{deviation}" if values else "–"
 
 
-def row(*cells: Any) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
-
-
 def p_value(p: float | None) -> str:
     return "–" if p is None or math.isnan(p) else f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def summary(e: Evidence, track: Track | None, target: float | None) -> dict[str, str]:
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(title: tuple[str, ...], rows: list[tuple]) -> list[str]:
+    return [row(*title), row(*["---"] * len(title)), *(row(*cells) for cells in rows), ""]
+
+
+def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
     """What the runs of a set say together, by name, as text."""
-    done, losses = e.ended, e.losses
     planned = f" of {e.plan['n']} planned" if e.plan else ""
-    steps = sorted({run.steps for run in done})
-    tokens = sorted({run.tokens for run in done if run.tokens})
+    steps = sorted({run.steps for run in e.ended})
     facts = {
         "runs": f"{len(e.runs) + len(e.unreadable)}{planned}",
         "steps": ", ".join(f"{n:,}" for n in steps),
-        "tokens": ", ".join(f"{n:,}" for n in tokens) or "not stated",
-        "final loss, mean ± sd": spread(losses, 5),
+        "tokens": ", ".join(f"{n:,}" for n in e.tokens) or "not stated",
+        "final loss, mean ± sd": spread(e.losses, 5),
         "training time, s": spread(e.seconds, 2),
-        "ms a step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if done and steps[0] else "–",
+        "ms a step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if steps else "–",
     }
-    if target is None or len(losses) < 2:
+    name = f"p(mean < {target:g}), t-test"
+    if len(e.losses) < 2:
         return facts
-    if any(finding.fails for finding in check_length(e, track)):
-        return facts | {
-            f"p(mean < {target:g}), t-test": "none: the length of the runs is not fixed"
-        }
-    mean, sd, n = fmean(losses), stdev(losses), len(losses)
-    test, margin = stats.below(losses, target), target - mean
-    facts[f"p(mean < {target:g}), t-test"] = f"{p_value(test.p)} (t = {test.t:.3f})"
-    facts["margin"] = f"{margin:.5f}"
+    if any(check_length(e, track)):
+        return facts | {name: "none: the length of the runs is not fixed"}
+    test, margin, sd = stats.below(e.losses, target), target - fmean(e.losses), stdev(e.losses)
+    facts |= {name: f"{p_value(test.p)} (t = {test.t:.3f})", "margin": f"{margin:.5f}"}
     if track:
-        z = margin * math.sqrt(n)
+        z = margin * math.sqrt(len(e.losses))
         facts["z rule"] = f"margin · √n = {z:.4f}; {track.z_rule:g} is p < 0.001"
-    effect = margin / sd if sd else math.nan
-    needed = stats.runs_needed(effect)
+    needed = stats.runs_needed(margin / sd) if sd else None
     facts["runs for 80 % power"] = f"{needed}" if needed else "more than 10,000, or none suffice"
     return facts
 
 
-def comparison(this: Evidence, base: Evidence) -> list[str]:
+def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]:
     """Rows that tell the two apart; differences are this minus baseline."""
-    lines = ["", row("this − baseline", "difference", "test"), row("---", "---", "---")]
-    pairs = by_seed(this, base)
-    if len(pairs[0]) > 1:
-        test = stats.paired(*pairs)
-        change = spread([a - b for a, b in zip(*pairs, strict=True)], 5)
-        what = f"two-sided p = {p_value(test.p)}, t = {test.t:.2f}, {len(pairs[0])} pairs"
-        lines.append(row("final loss, paired by seed", change, what))
-    values = {"final loss": (this.losses, base.losses, 5),
-              "training time, s": (this.seconds, base.seconds, 3)}  # fmt: skip
-    for name, (a, b, digits) in values.items():
+    if len(pairs := changes(this, base)) > 1:
+        test = stats.paired(pairs)
+        what = f"two-sided p = {p_value(test.p)}, t = {test.t:.2f}, {len(pairs)} pairs"
+        yield "final loss, paired by seed", spread(pairs, 5), what
+    for name, kind, digits in ("final loss", "losses", 5), ("training time, s", "seconds", 3):
+        a, b = getattr(this, kind), getattr(base, kind)
         if a and b:
             test = stats.welch(a, b)
-            what = f"Welch, one-sided (this is less): p = {p_value(test.p)}, t = {test.t:.2f}, "
-            what += f"df = {test.df:.1f}"
-            lines.append(row(name, f"{fmean(a) - fmean(b):+.{digits}f}", what))
-    tokens = [{run.tokens for run in e.ended} for e in (this, base)]
-    if all(len(counts) == 1 and None not in counts for counts in tokens):
-        (a,), (b,) = tokens
-        lines.append(row("tokens", f"{a - b:+,}", f"{a / b - 1:+.1%}, no deviation"))
-    return lines
-
-
-def check_result(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float | None
-) -> Iterator[Finding]:
-    """Whether the mean is below the target, and the baseline beaten."""
-    if target is not None:
-        losses = this.losses
-        test = stats.below(losses, target)
-        if len(losses) < 2:
-            yield fail(f"{len(losses)} complete runs: no p-value")
-        elif math.isnan(test.p):
-            yield fail("the losses do not vary: no p-value")
-        elif any(finding.fails for finding in check_length(this, track)):
-            yield fail("no p-value over runs whose length is not fixed")
-        elif not test.p < ALPHA:
-            yield fail(f"p = {p_value(test.p)} for a mean below {target:g}; it takes p < {ALPHA}")
-        elif track and target - fmean(losses) < track.margin:
-            yield note(f"the margin is less than {track.margin:g}: on another machine it may fail")
-    if not base or not track:
-        return
-    if track.metric == "time":
-        p = stats.welch(this.seconds, base.seconds).p
-        if not p < ALPHA:
-            yield fail(f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}")
-    else:
-        a, b = ({run.tokens for run in e.ended} for e in (this, base))
-        if not (a and b) or None in a | b:
-            yield note("tokens: the logs do not state them")
-        elif max(a) >= min(b):
-            yield fail(f"no fewer tokens than the baseline: {max(a):,} against {min(b):,}")
-
-
-def judge(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float | None
-) -> tuple[bool, dict[str, list[Finding]]]:
-    """Whether it holds, and what every check found."""
-    found = {name: list(check(this, track)) for name, check in CHECKS.items()}
-    if this.result is not None:
-        found["result.json says what the logs say"] = list(check_result_file(this, target))
-    if base:
-        for name, check in CHECKS.items():
-            found[name] += [Finding(fails, f"baseline: {text}")
-                            for fails, text in check(base, track)]  # fmt: skip
-        found["the baseline differs by its source alone"] = list(check_baseline(this, base))
-    found["the result"] = list(check_result(this, base, track, target))
-    return not any(x.fails for findings in found.values() for x in findings), found
+            what = f"p = {p_value(test.p)}, t = {test.t:.2f}, df = {test.df:.1f}"
+            change = f"{fmean(a) - fmean(b):+.{digits}f}"
+            yield name, change, f"Welch, one-sided (this is less): {what}"
 
 
 def report(
-    this: Evidence, base: Evidence | None, name: str | None, target: float | None
+    this: Evidence, base: Evidence | None, track: Track | None, target: float
 ) -> tuple[bool, str]:
-    """The judgement, and the Markdown that gives reasons."""
-    track = TRACKS.get(name)
-    holds, found = judge(this, base, track, target)
-    sets = [summary(e, track, target) for e in (this, base) if e]
-    lines = [f"## {'PASS' if holds else 'FAIL'}: {plain(this.folder.resolve().name)}", ""]
-    lines += [row("", "this", *["baseline"] * bool(base)), row("---", *["---"] * len(sets))]
-    lines += [row(key, *(facts.get(key, "–") for facts in sets)) for key in sets[0]]
+    """Whether it holds, and the Markdown that gives reasons."""
+    found = {name: list(check(this, track)) for name, check in CHECKS.items()}
     if base:
-        lines += comparison(this, base)
-    lines += ["", row("check", "found"), row("---", "---")]
-    for check, findings in found.items():
-        verdicts = [("**FAIL** " if x.fails else "note: ") + x.text for x in findings]
-        lines.append(row(check, "<br>".join(verdicts) or "ok"))
-    lines += ["", row("run", "seed", "final loss", "time, s"), row("---", "---", "---", "---")]
-    for run in this.ended:
-        seed = "–" if run.seed is None else run.seed
-        lines.append(row(plain(run.name), seed, f"{run.loss:.5f}", f"{run.seconds:.2f}"))
-    return holds, "\n".join(lines)
-
-
-# ---- Many arms -----------------------------------------------------------------------------------
-def check_patch(arm: Evidence, first: Evidence) -> Iterator[Finding]:
-    """Whether the patch that stands beside an arm's logs makes its source from the first arm's."""
-    patch, source = arm.folder / "change.patch", first.folder / "train_gpt.py"
-    if patch.is_file() and source.is_file():
-        try:
-            text = runs.patched(source.read_bytes(), patch)
-        except ValueError as error:
-            yield fail(plain(str(error), 200))
-            return
-        if {hashlib.sha256(text).hexdigest()} != {run.source for run in arm.runs}:
-            yield fail("change.patch does not make the source that the logs state")
-
-
-def compared(arm: Evidence, first: Evidence) -> dict[str, Any]:
-    """What result.json says of an arm, compared with the first one, pair by pair of equal seeds."""
-    facts = numbers(arm, None)
-    if arm is first:
-        return facts
-    pairs = by_seed(arm, first)
-    changes = [a - b for a, b in zip(*pairs, strict=True)]
-    if len(changes) < 2:
-        return facts
-    p = stats.paired(*pairs).p
-    return facts | dict(difference=fmean(changes), difference_sd=stdev(changes),
-                        p=None if math.isnan(p) else p)  # fmt: skip
+        for name, check in CHECKS.items():  # "note: ..." becomes "note: baseline: ..."
+            found[name] += [text.replace(" ", " baseline: ", 1) for text in check(base, track)]
+        found["the baseline differs by its source alone"] = list(check_baseline(this, base))
+    found["the result"] = list(check_result(this, base, track, target))
+    holds = FAIL not in str(found)
+    sets = {"this": this} | ({"baseline": base} if base else {})
+    facts = [summary(e, track, target) for e in sets.values()]
+    lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", ""]
+    lines += table(("", *sets), [(key, *(f.get(key, "–") for f in facts)) for key in facts[0]])
+    if base:
+        lines += table(("this − baseline", "difference", "test"), comparison(this, base))
+    rows = [(name, "<br>".join(findings) or "ok") for name, findings in found.items()]
+    lines += table(("check", "found"), rows)
+    rows = [
+        (run.name, "–" if run.seed is None else run.seed, f"{run.loss:.5f}", f"{run.seconds:.2f}")
+        for run in this.ended
+    ]
+    return holds, "\n".join(lines + table(("run", "seed", "final loss", "time, s"), rows)[:-1])
 
 
 def study(folder: Path) -> tuple[bool, str]:
     """Every arm of a plan against its first one: losses paired by seed, and what is wrong."""
-    names = list(read_plan(folder / "plan.json")["arms"])
-    arms = [collect(folder / name) for name in names]
-    result = read_result(folder / "result.json")
-    track = TRACKS.get(infer_track(arms[0]))
-    lines = [row("arm", "runs", "final loss", "difference", "of one pair, sd", "p"),
-             row("---", "---", "---", "---", "---", "---")]  # fmt: skip
-    holds, remarks = True, []
-    for name, arm in zip(names, arms, strict=True):
-        found = [x for check in CHECKS.values() if check is not check_flags
-                 for x in check(arm, track)]  # fmt: skip
-        found += check_patch(arm, arms[0])
-        cells = [name, len(arm.ended), spread(arm.losses, 4), "", "", ""]
-        if arm is not arms[0]:
-            found += check_baseline(arm, arms[0])
-            cells[3:] = "–", "–", "–"
-        if len(arm.losses) > 1:
-            facts = compared(arm, arms[0])
-            if "difference" in facts:
-                cells[3:] = (f"{facts['difference']:+.4f}", f"{facts['difference_sd']:.4f}",
-                             p_value(facts["p"]))  # fmt: skip
-            if result is not None:
-                found += differing_facts(result.get("arms", {}).get(name), facts)
-        lines.append(row(*cells))
-        holds &= not any(x.fails for x in found)
-        remarks += [f"- {name}: {'**FAIL** ' if x.fails else 'note: '}{x.text}" for x in found]
-    return holds, "\n".join([*lines, *[""] * bool(remarks), *remarks])
+    plan = json.loads((folder / "plan.json").read_text())
+    arms = {name: collect(folder / name) for name in plan["arms"]}
+    first, *_ = arms.values()
+    track = TRACKS.get(infer_track(first))
+    rows, seeds, remarks = [], [], []
+    for name, arm in arms.items():
+        found = [text for check in CHECKS.values() if check is not check_flags
+                 for text in check(arm, track)]  # fmt: skip
+        cells = "", "", ""
+        if arm is not first:
+            found += check_baseline(arm, first)
+            pairs, cells = changes(arm, first), ("–", "–", "–")
+            if len(pairs) > 1:
+                p = p_value(stats.paired(pairs).p)
+                cells = f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p
+            seeds.append((name, " ".join(f"{change:+.3f}" for change in pairs)))
+        rows.append((name, len(arm.ended), spread(arm.losses, 4), *cells))
+        remarks += [f"- {name}: {text}" for text in found]
+    title = "arm", "runs", "final loss", f"minus {next(iter(arms))}", "of one pair, sd", "paired p"
+    lines = [*table(title, rows), *table(("arm", "difference of each seed"), seeds), *remarks]
+    return FAIL not in str(remarks), "\n".join(lines)
 
 
 def infer_track(this: Evidence) -> str | None:
     """The track of a set of runs, by what they are; of several the one with their text."""
     run = this.runs[0]
     preset = run.config.get("preset") if run.ours else "record"
-    fits = (name for name, track in TRACKS.items() if track.preset == preset
-            and track.count in (None, len(run.devices)))  # fmt: skip
-    return min(fits, key=lambda name: [TRACKS[name].val] != hashes(run)[-1:], default=None)
+    fits = [name for name, t in TRACKS.items()
+            if t.preset == preset and t.count in (None, len(run.devices))]  # fmt: skip
+    same = [name for name in fits if TRACKS[name].shards.split()[-1:] == shards(run)[-1:]]
+    return next(iter(same + fits), None)
+
+
+def is_plan(folder: Path) -> bool:
+    """Whether it is that of a whole plan, and no arm's."""
+    return (folder / "plan.json").is_file() and not (folder / "logs").is_dir()
 
 
 def main(argv: list[str]) -> int:
@@ -684,22 +446,18 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--track", choices=TRACKS, help="default: what the runs look like")
     cli.add_argument("--target", type=float, help="loss; judged by it alone, by no track's rules")
     args = cli.parse_args(argv)
-    if args.target is not None and not 0 < args.target < math.inf:
-        cli.error("--target must be a loss")
     try:
-        is_plan = (args.this / "plan.json").is_file() and not (args.this / "logs").is_dir()
-        if is_plan and not args.baseline:
+        if is_plan(args.this) and not args.baseline:
             holds, text = study(args.this)
         else:
             this = collect(args.this)
             base = collect(args.baseline) if args.baseline else None
-            name = args.track or (infer_track(this) if args.target is None else None)
-            if name is None and args.target is None:
-                raise Unusable("these runs look like those of no track: add --track or --target")
-            target = TRACKS[name].target if name and args.target is None else args.target
-            holds, text = report(this, base, name, target)
-    except Unusable as error:
-        print(f"verify.py: {printable(str(error))}", file=sys.stderr)
+            track = TRACKS.get(args.track or (None if args.target else infer_track(this)))
+            if not track and not args.target:
+                raise Unreadable("these runs look like those of no track: add --track or --target")
+            holds, text = report(this, base, track, args.target or track.target)
+    except (OSError, Unreadable) as error:
+        print(f"verify.py: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0 if holds else 1

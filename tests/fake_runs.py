@@ -35,26 +35,24 @@ MEDIUM = [  # pull request 139: 22 values, of which its text says "over 10 runs"
 ]  # fmt: skip
 
 
-def ours(
-    seed: int,
-    loss: float,
-    *,
-    ms: float = 90000.4,
-    steps: int = 500,
-    tokens: int = 0,
-    source: str = SOURCE,
-    **facts,
-) -> str:
-    """The text of a log of ours; facts replace what it states."""  # fmt: skip
-    track = TRACKS["tiny"]
-    shards = [dict(file=f"{i}.bin", sha256=sha) for i, sha in enumerate([*track.train, track.val])]
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def data(shards: str) -> list[dict]:
+    """What a log states of a track's shards."""
+    return [dict(file=f"{i}.bin", sha256=f"{sha:0<64}") for i, sha in enumerate(shards.split())]
+
+
+def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE, **facts) -> str:
+    """The text of a log of ours; facts replace what it states."""
     config = dict(preset="tiny", T=256, batch=8, steps=steps, val_tokens=65536, val_every=250,
                   target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
     stated = dict(
         versions={"jax": "0.12.0.1", "python": "3.12.1 (main)"}, devices=["cpu"], driver="",
         environment={"TF_CPP_MIN_LOG_LEVEL": "1"}, git={"revision": "0", "changes": ""},
         argv=["tiny", "--target", "0", "--seed", str(seed)], seed=seed, config=config,
-        parameters={}, data=shards, compile={"seconds": 1.0},
+        parameters={}, data=data(TRACKS["tiny"].shards), compile={"seconds": 1.0},
     ) | facts  # fmt: skip
     trace = [(0, 5.9506, 0), (steps // 2, 2.0 + loss / 10, ms / 2), (steps, loss, ms)]
     lines = [f"{name} {json.dumps(value)}" for name, value in stated.items()]
@@ -94,20 +92,19 @@ def write_upstream(folder: Path, results: list[tuple[float, float]], steps: int 
 LOSSES = (1.4633, 1.4655, 1.4457, 1.4541, 1.4698)
 
 
-def write_ours(folder: Path, losses=LOSSES, *, hour: int = 13, seed: int = 100, **facts) -> Path:
-    """A folder as run_ab.py leaves it: logs, source, plan."""
+def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **facts) -> Path:
+    """A folder as run_ab.py leaves it: logs, source, plan. Every run takes a ms more."""
     (folder / "logs").mkdir(parents=True)
     source = facts.get("source", SOURCE)
     (folder / "train_gpt.py").write_text(source)
     for i, loss in enumerate(losses):
         name = f"2026-11-21T{hour:02}-{i:02}-00_{seed + i:08x}.txt"
-        (folder / "logs" / name).write_text(ours(seed + i, loss, **facts))
+        (folder / "logs" / name).write_text(ours(seed + i, loss, ms + i, **facts))
     write_plan(folder, [seed + i for i in range(len(losses))], source)
     return folder
 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
     plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
-                arguments=["tiny", "--target", "0"],
-                arms={folder.name: hashlib.sha256(source.encode()).hexdigest()})  # fmt: skip
+                arguments=["tiny", "--target", "0"], arms={folder.name: sha(source)})  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan | changes))

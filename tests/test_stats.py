@@ -29,14 +29,13 @@ def test_tests_are_scipys():
         theirs = ttest_ind(a, b, equal_var=False, alternative="less")
         assert stats.welch(a, b) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
         pairs = [*zip(a, b, strict=False)]
-        theirs, ours = ttest_rel(*zip(*pairs, strict=True)), stats.paired(*zip(*pairs, strict=True))
+        theirs, ours = ttest_rel(*zip(*pairs, strict=True)), stats.paired([x - y for x, y in pairs])
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
 
 
 def test_nothing_is_proved_by_what_does_not_vary():
     for losses in [3.2, 3.2, 3.2], [3.2], []:
-        both = stats.below(losses, 3.28), stats.paired(losses, losses)
-        assert all(math.isnan(result.p) for result in both)
+        assert math.isnan(stats.below(losses, 3.28).p) and math.isnan(stats.paired(losses).p)
     assert math.isnan(stats.welch([1, 1], [2, 2]).p) and math.isnan(stats.welch([1.0], [2, 3]).p)
 
 
