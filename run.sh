@@ -2,7 +2,7 @@
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
 #   ./run.sh [record | tiny] [--field value ...]
-#   ./run.sh check [--small]
+#   ./run.sh check [--small | --field value ...]
 #   ./run.sh test [pytest argument ...]
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
@@ -82,6 +82,7 @@ install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}
 
 if [ "${1:-}" = check ]; then
   shift
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-.cache/jax}"
   exec .venv/bin/python -m dev.check_gpu "$@"
 fi
 if [ "${1:-}" = test ]; then
