@@ -190,7 +190,7 @@ def main(argv: list[str]) -> None:
             sys.exit("pack.py: give a folder and --name, of small letters, digits, _ and -")
         try:
             make(args.folder, args.name, args.baseline)
-        except runs.Unreadable as error:
+        except (OSError, runs.Unreadable) as error:  # as where a record is there already
             sys.exit(f"pack.py: {error}")
     renew()
 

@@ -22,6 +22,7 @@ VALIDATION = re.compile(
 )
 TRAINING = re.compile(r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)(m)s$", re.M)
 FACTS = "versions", "devices", "driver", "environment", "argv", "seed", "config", "data"
+ENDED = "end of schedule", "target reached"
 ENDS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}  # by the last line's first word
 
 
@@ -66,7 +67,7 @@ class Run(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        return self.ended in ("end of schedule", "target reached")
+        return self.ended in ENDED
 
 
 def split(content: bytes) -> tuple[bytes | None, str, str]:
@@ -104,12 +105,15 @@ def read(path: Path) -> Run:
         facts = our_facts(text, path.name) if is_ours else upstream_facts(text)
         if not all(math.isfinite(v.loss) for v in seen):
             facts["ended"] = "not finite"
-        elif facts["ended"] == "end of schedule" and last.step != last.steps:
+        elif facts["ended"] in ENDED and last.step != last.steps:
             facts["ended"] = "incomplete"
         numbers = dict(steps=last.steps, loss=last.loss, seconds=last.ms / 1000)
+        apart = [abs(facts.get(name, x) - x) for name, x in numbers.items()]
+        if facts["ended"] in ENDED and (max(apart) > 1e-3 or facts.get("tokens", 1) < 1):
+            raise Unreadable("its RESULT is not that of its last validation")
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         return Run(path, sha256, source, seen, losses(TRAINING, text), **numbers | facts)
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"a fact is missing or cut off: {error!r}") from error
 
 
@@ -130,6 +134,7 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
     facts = {word: json.loads(value) for word, _, value in lines if word in FACTS}
     facts["config"].pop("seed")  # by it alone runs differ
+    _ = [facts[name] for name in FACTS]
     words = facts["argv"]
     facts["argv"] = [word for word, before in zip(words, ["", *words], strict=False)
                      if "--seed" not in (before, word.partition("=")[0])]  # fmt: skip

@@ -51,9 +51,8 @@ FINEWEB = dict(
     shards="771fa4a99b9fe094 d4ba8d2d740905a8 f70fa272369730fd d8d88850f89fe203 36cef3fc41863eb6 "
            "d80e5b209983e636 fa9f94dce61686b5 5b95c8e0966f0861",
 )  # fmt: skip
-TINY = dict(
-    preset="tiny", metric="tokens", margin=0.005, devices="cpu", count=None, val_tokens=65536
-)
+TINY = dict(preset="tiny", metric="tokens", margin=0.005, devices="cpu", count=None,
+            val_tokens=65536)  # fmt: skip
 TRACKS = {
     "8xh100": Track(**FINEWEB, devices="NVIDIA H100 80GB HBM3", count=8),
     "1xgpu": Track(**FINEWEB, devices="NVIDIA .*", count=1),
@@ -122,11 +121,8 @@ FAIL, NOTE = "**FAIL** ", "note: "
 
 
 def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
-    for text in e.unreadable:
-        yield FAIL + f"no log: {text}"
-    for run in e.runs:
-        if not run.complete:
-            yield FAIL + f"{run.name}: {run.ended}"
+    yield from (FAIL + f"no log: {text}" for text in e.unreadable)
+    yield from (FAIL + f"{run.name}: {run.ended}" for run in e.runs if not run.complete)
     interrupted, broken = read_logs(e.folder / "unfinished")
     for run in interrupted:
         if run.validations and run.validations[-1].step == run.steps:
@@ -138,7 +134,8 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
 def check_length(e: Evidence, track: Track | None) -> Iterator[str]:
     """A run that stops when it likes its loss has a loss that it likes."""
     for run in e.ended:
-        if run.ours and (target := run.config.get("target")) != 0:
+        target = run.config.get("target") if run.ours else 0
+        if target != 0 or run.ended == "target reached":
             yield FAIL + f"{run.name} could have stopped at {target}: no p-value; use --target 0"
     if len({tuple((v.step, v.steps) for v in run.validations) for run in e.ended}) > 1:
         yield FAIL + "the runs validate at different steps, or differ in length"
@@ -228,8 +225,8 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
         text = "no plan: that n was fixed beforehand cannot be seen"
         yield FAIL + f"{text}; use run_ab.py" if e.runs[0].ours else NOTE + text
         return
-    if plan["n"] != n:
-        yield FAIL + f"planned {plan['n']} runs, found {n}"
+    if not plan["n"] == len({*plan["seeds"]}) == n:
+        yield FAIL + f"planned {plan['n']} runs with {len({*plan['seeds']})} seeds, found {n}"
     if strange := {run.seed for run in e.runs} - set(plan["seeds"]):
         yield FAIL + f"seeds that were not planned: {sorted(strange, key=str)}"
     if {run.source for run in e.runs} != {plan["arms"][plan["arm"]]}:
@@ -288,9 +285,7 @@ def changes(this: Evidence, base: Evidence) -> list[float]:
     return [a[seed] - b[seed] for seed in sorted({*a} & {*b})]
 
 
-def check_result(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float
-) -> Iterator[str]:
+def check_result(this: Evidence, base: Evidence | None, track: Track | None, target: float):
     """Whether the mean is below the target, and the baseline beaten."""
     n, p = len(this.losses), stats.below(this.losses, target).p
     if math.isnan(p):
@@ -372,9 +367,7 @@ def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]
             yield name, change, f"Welch, one-sided (this is less): {what}"
 
 
-def report(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float
-) -> tuple[bool, str]:
+def report(this: Evidence, base: Evidence | None, track: Track | None, target: float) -> tuple:
     """Whether it holds, and the Markdown that gives reasons."""
     found = {name: list(check(this, track)) for name, check in CHECKS.items()}
     if base:
@@ -446,6 +439,8 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--track", choices=TRACKS, help="default: what the runs look like")
     cli.add_argument("--target", type=float, help="loss; judged by it alone, by no track's rules")
     args = cli.parse_args(argv)
+    if args.target is not None and not args.target > 0:
+        cli.error("--target must be a loss")
     try:
         if is_plan(args.this) and not args.baseline:
             holds, text = study(args.this)
@@ -456,8 +451,8 @@ def main(argv: list[str]) -> int:
             if not track and not args.target:
                 raise Unreadable("these runs look like those of no track: add --track or --target")
             holds, text = report(this, base, track, args.target or track.target)
-    except (OSError, Unreadable) as error:
-        print(f"verify.py: {error}", file=sys.stderr)
+    except (OSError, KeyError, ValueError, Unreadable) as error:  # of a plan, too
+        print(f"verify.py: {error!r}", file=sys.stderr)
         return 2
     print(text)
     return 0 if holds else 1

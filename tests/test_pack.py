@@ -15,7 +15,6 @@ MORE = SOURCE + "# one line more\n"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """A records/ with nothing in it."""
     here = tmp_path / "records"
     here.mkdir()
     table = "<!-- history {0}: begin -->\n<!-- history {0}: end -->\n"
@@ -75,7 +74,7 @@ def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
     said = "2026-11-21_first takes 921,600 tokens"
     assert said in refused(write_ours(tmp_path / "same", steps=450, seed=300))
     assert said in refused(tmp_path / "first")
-    with pytest.raises(OSError):
+    with pytest.raises(SystemExit, match="not empty"):
         packed(write_ours(tmp_path / "x" / "first", steps=400, seed=400))
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 

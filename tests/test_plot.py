@@ -45,7 +45,6 @@ def test_a_curve_is_the_mean_in_its_band(tmp_path):
 
 
 def test_differences(tmp_path, drawn):
-    """Sorted by size, each with its number; one that is far off does not squeeze the others."""
     folders, shifts = [], dict(base=0, better=-0.01, worse=0.02, nothing=0.001, awful=0.9)
     for i, (name, shift) in enumerate(shifts.items()):
         losses = [loss + shift + 0.001 * (i * j % 3) for j, loss in enumerate(LOSSES)]

@@ -67,10 +67,9 @@ def script(tmp_path) -> Path:
 def start(*words, **options) -> subprocess.Popen:
     """Where a shell has made SIGINT ignored, children would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(
-        [sys.executable, RUN_AB, *map(str, words)], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, **options,
-    )  # fmt: skip
+    command = [sys.executable, RUN_AB, *map(str, words)]
+    pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, **options)
 
 
 def run(*words, **options) -> tuple[int, str, str]:
@@ -130,7 +129,6 @@ def unfinished(script, tmp_path) -> Path:
 
 
 def wait_for(path: Path) -> int:
-    """The process that waits."""
     for _ in range(600):
         if path.exists() and path.read_text().endswith(" "):
             return int(path.read_text())

@@ -28,7 +28,6 @@ def fails(capsys, *words) -> list[str]:
     return re.findall(r"\*\*FAIL\*\* (.*?)(?:<br>| \|)", judged(capsys, *words)[1])
 
 
-# ---- Golden --------------------------------------------------------------------------------------
 def test_pull_request_322_in_full(tmp_path, capsys):
     """n = 13, mean 3.27893, sd 0.00137, p = 0.0078; its own verifier said t = -2.815,
     p = 0.007803, time = 77.34 ± 0.20 s."""
@@ -78,7 +77,6 @@ def test_pull_request_139(tmp_path):
     assert (round(fmean(losses), 4), round(stdev(losses), 5)) == (2.9194, 0.00069)
 
 
-# ---- What holds ----------------------------------------------------------------------------------
 def test_runs_of_ours_that_hold(tmp_path, capsys):
     folder = write_ours(tmp_path / "good")
     again(folder, argv=["tiny", "--seed=101", "--target", "0"])  # a seed is no flag that counts
@@ -115,7 +113,6 @@ def test_upstreams_logs_are_read(tmp_path):
     assert run.versions["PyTorch"].startswith("2.10.0") and run.seconds == 80.123
 
 
-# ---- What does not -------------------------------------------------------------------------------
 def log(folder: Path, which: int = 1) -> Path:
     return sorted((folder / "logs").iterdir())[which]
 
@@ -144,6 +141,7 @@ def each(folder: Path, first_seed: int = 100, **changes) -> None:
 
 
 EVERY = range(5)
+REACHED, EARLY = ("end of schedule", "target reached"), ("500/500", "300/500")
 SEEDS = [100 + i for i in EVERY]
 A, B, VAL = verify.TRACKS["tiny"].shards.split()
 OTHER, SWAPPED = data(f"{A} {B} 0"), data(f"{B} {A} {VAL}")
@@ -166,6 +164,11 @@ FAULTS = {
     "two runs in a log": (lambda f: replaced(f, "step:250/500", "step:750/500"), "out of order"),
     "a byte of the source": (lambda f: replaced(f, "not exec", "Not exec"), "2 different sources"),
     "every source": (lambda f: each(f, source="#\n"), "not the source that"),
+    "stopped by itself": (lambda f: (replaced(f, *REACHED), replaced(f, *EARLY)), "incomplete"),
+    "stopped at its end": (lambda f: replaced(f, *REACHED), "could have stopped"),
+    "another loss in RESULT": (lambda f: replaced(f, 'loss": 1', 'loss": 2'), "not that of"),
+    "another time in RESULT": (lambda f: replaced(f, 'ms": 9', 'ms": 8'), "not that of"),
+    "no tokens": (lambda f: again(f, tokens=-1), "not that of"),
     "stopped early": (lambda f: each(f, config=dict(target=1.49)), "could have stopped at 1.49"),
     "a shorter run": (lambda f: again(f, steps=400), "validate at different steps"),
     "fewer tokens in one": (lambda f: again(f, tokens=600), "count different tokens"),
@@ -182,8 +185,9 @@ FAULTS = {
     "other validation": (lambda f: each(f, data=OTHER), "validated on another text"),
     "another order": (lambda f: each(f, data=SWAPPED), "another stream of tokens"),
     "less validation": (lambda f: each(f, config=dict(val_tokens=8)), "validated on 8 tokens"),
-    "one left out": (lambda f: log(f).unlink(), "planned 5 runs, found 4"),
-    "one more": (lambda f: late(f, ours(99, 1.46)), "planned 5 runs, found 6"),
+    "one left out": (lambda f: log(f).unlink(), "planned 5 runs with 5 seeds, found 4"),
+    "one more": (lambda f: late(f, ours(99, 1.46)), "planned 5 runs with 5 seeds, found 6"),
+    "seeds to choose from": (lambda f: write_plan(f, [*SEEDS, 7]), "6 seeds, found 5"),
     "an unplanned seed": (lambda f: again(f, seed=99), "seeds that were not planned: [99]"),
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
     "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": sha(SOURCE)}), "no plan"),
@@ -231,6 +235,8 @@ def test_nothing_to_judge(tmp_path, capsys):
         (tmp_path / "a.txt").write_text(text)
         status, printed = judged(capsys, folder)
         assert status == 2 and said in printed
+    (write_ours(tmp_path / "z") / "plan.json").write_text("{}")
+    assert judged(capsys, tmp_path / "z")[0] == 2
 
 
 def test_two_sets(tmp_path, capsys):
@@ -309,7 +315,6 @@ def test_the_judge_needs_no_packages_and_executes_no_source(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and not flag.exists()
 
 
-# ---- Tracks --------------------------------------------------------------------------------------
 def test_the_tracks_are_what_the_presets_and_data_are(tmp_path):
     """And runs are judged by the track of their text, else by that of today."""
     for text, name in (OTHER, "tiny-2k"), (data(f"{A} {VAL}"), "tiny"):
