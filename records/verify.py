@@ -452,7 +452,8 @@ def main(argv: list[str]) -> int:
                 raise Unreadable("these runs look like those of no track: add --track or --target")
             holds, text = report(this, base, track, args.target or track.target)
     except (OSError, KeyError, ValueError, Unreadable) as error:  # of a plan, too
-        print(f"verify.py: {error!r}", file=sys.stderr)
+        broken = isinstance(error, KeyError | json.JSONDecodeError)
+        print(f"verify.py: {'plan.json is broken: ' * broken}{error}", file=sys.stderr)
         return 2
     print(text)
     return 0 if holds else 1
