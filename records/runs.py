@@ -134,7 +134,7 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
     facts = {word: json.loads(value) for word, _, value in lines if word in FACTS}
     facts["config"].pop("seed")  # by it alone runs differ
-    _ = [facts[name] for name in FACTS]
+    facts = {name: facts[name] for name in FACTS}  # KeyError: one is missing
     words = facts["argv"]
     facts["argv"] = [word for word, before in zip(words, ["", *words], strict=False)
                      if "--seed" not in (before, word.partition("=")[0])]  # fmt: skip
