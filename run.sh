@@ -6,6 +6,7 @@
 #   ./run.sh test [pytest argument ...]
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
+# Started many times in one folder, as by srun, it installs and fetches once: the others wait.
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
 cd "$(dirname "$0")"
 
@@ -15,6 +16,35 @@ fail() {
 }
 
 [ -f requirements.txt ] || fail "call it in its own folder, not by a link"
+
+# .lock is a link to "HOST PID": on shared disks, too, one of many makes it, whole. Where nothing
+# can be written, all goes on without. A dead process's is removed by one waiter at a time, who
+# looks again: it may be another's by then.
+lock() {
+  local owner say=echo error
+  until error=$(LC_ALL=C ln -s "$me" .lock 2>&1); do
+    [ -w . ] && [[ $error = *"File exists"* ]] || return 0
+    owner=$(readlink .lock) || continue
+    if gone "$owner" && mkdir .lock-guard 2>/dev/null; then
+      [ "$(readlink .lock)" != "$owner" ] || rm -f .lock
+      rmdir .lock-guard
+    else
+      $say "Waiting for process ${owner##* } on ${owner% *}; if it is gone, type  rm -r .lock*"
+      say=:
+      sleep 1
+    fi
+  done
+}
+
+# Of this host, and dead: kill has another word for other users'. Ours: a container started again.
+gone() {
+  [ "$1" = "$me" ] ||
+    [[ $1 = "${me% *} "* && $(LC_ALL=C kill -0 "${1##* }" 2>&1) = *"No such process"* ]]
+}
+
+unlock() {
+  [ "$(readlink .lock)" != "$me" ] || rm -f .lock
+}
 
 # Really run it: a pyenv shim may exist and refuse. Debian's Python may come without ensurepip.
 runs() {
@@ -77,17 +107,23 @@ if [ "$driver" -gt 0 ] 2>/dev/null; then
   needs="Python 3.12 ${needs#* * } (GPUs need jax >= 0.11.2, which has left Python 3.11)"
 fi
 
+me="$(uname -n) $$"  # HOSTNAME may come from where srun was typed
+trap unlock EXIT     # also at Ctrl-C
+trap 'exit 143' TERM # once the install that runs is over: it would go on without a lock
+lock
 make_venv
 install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}
 
 if [ "${1:-}" = check ]; then
   shift
+  unlock # exec runs no trap
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-.cache/jax}"
   exec .venv/bin/python -m dev.check_gpu "$@"
 fi
 if [ "${1:-}" = test ]; then
   shift
   install tests tests/requirements.txt
+  unlock
   .venv/bin/python -m ruff check .
   .venv/bin/python -m ruff format --check .
   exec .venv/bin/python -m pytest -q -n 2 --dist loadfile "$@"
@@ -117,6 +153,7 @@ case "$preset:$data: $* " in
   record::*) [ -z "$cuda" ] || data=data/fineweb10B script=data/cached_fineweb10B.py ;;
 esac
 [ -z "$script" ] || .venv/bin/python $script
+unlock
 [ -z "$data" ] || .venv/bin/python data/check.py --quick -- "$data"
 # On CPUs XLA asks for its memory anew every step: in pages of 2 MB (glibc >= 2.35) that is faster.
 [ -n "$cuda" ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"

@@ -3,8 +3,10 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,12 +46,14 @@ class Machine:
 
     def __init__(self, tmp_path):
         self.root, self.bin, self.log = tmp_path / "repo", tmp_path / "bin", tmp_path / "log"
+        self.started = []
         self.bin.mkdir()
         (self.root / "tests").mkdir(parents=True)
         for name in ("run.sh", "requirements.txt", "tests/requirements.txt"):
             shutil.copy(ROOT / name, self.root / name)
-        for tool in ("cat", "cp", "dirname", "mkdir", "rm"):
+        for tool in "cat cp dirname ln mkdir rm rmdir readlink".split():
             (self.bin / tool).symlink_to(shutil.which(tool))
+        self.script("sleep", f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")
         self.system("Linux", "x86_64")
 
     def system(self, name, machine):
@@ -79,13 +83,25 @@ class Machine:
         """A line per GPU."""
         self.script("nvidia-smi", f"#!{BASH}\necho {version}\necho {version}\n")
 
+    def start(self, *argv, before=None, **env):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit "ignored"
+        env, command = {"PATH": str(self.bin), **env}, [BASH, self.root / "run.sh", *argv]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=env, cwd="/", start_new_session=True,
+                                   preexec_fn=before, **pipes)  # fmt: skip
+        self.started.append(process)
+        return process
+
     def run(self, *argv, **env):
-        """Its output, and what the fakes were asked to do since the last call."""
+        """What the fakes were asked to do since the last call."""
         self.log.write_text("")
-        env = {"PATH": str(self.bin), **env}
-        command, pipes = [BASH, self.root / "run.sh", *argv], dict(capture_output=True, text=True)
-        self.done = subprocess.run(command, env=env, cwd="/", timeout=60, **pipes)
+        process = self.start(*argv, **env)
+        output = process.communicate(timeout=60)
+        self.done = subprocess.CompletedProcess(process.args, process.returncode, *output)
         return self.log.read_text().splitlines()
+
+    def locks(self):
+        return [path.name for path in self.root.glob(".lock*")]
 
     def refusal(self, *argv, **env):
         assert self.run(*argv, **env) == [] and not (self.root / ".venv").exists()
@@ -95,7 +111,10 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine(tmp_path)
+    machine = Machine(tmp_path)
+    yield machine
+    for process in machine.started:
+        process.kill()
 
 
 VENV, PIP = "-m venv .venv", "-m pip install --quiet --disable-pip-version-check -r"
@@ -144,6 +163,7 @@ def test_a_failed_or_changed_install_is_repeated(machine):
     (machine.root / "no_network").touch()
     assert machine.run()[1:] == install and machine.done.returncode == 1
     assert "no network" in machine.done.stderr and "pip could not install" in machine.done.stderr
+    assert machine.locks() == []
     (machine.root / "no_network").unlink()
     assert machine.run()[:1] == install
     (machine.root / "requirements.txt").write_text("more==1\n")
@@ -260,3 +280,126 @@ def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     assert machine.run("test", "-k", "data")[2:] == expected
     assert machine.run("test", "-k", "data") == expected[1:]
     assert os.access(ROOT / "run.sh", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# ---- Many at once --------------------------------------------------------------------------------
+BUSY = """
+import time
+if argv[0] in ("-m", "data/source_code.py"):
+    os.mkdir("busy")  # fails where another is at it
+    time.sleep(0.3)
+    os.rmdir("busy")
+"""
+HANGS = """
+import time
+if "pip" in argv:
+    print("pip", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+DEAD = 999999999  # no process has this number
+
+
+@pytest.mark.parametrize("left", [[], [f"Linux {DEAD}"]])
+def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
+    """Whose lock was left is read by all before the first of them removes it."""
+    python = machine.python(12)
+    python.write_text(python.read_text() + BUSY)
+    for owner in left:
+        (machine.root / ".lock").symlink_to(owner)
+        readlink, sleep = shutil.which("readlink"), shutil.which("sleep")
+        (machine.bin / "readlink").unlink()
+        machine.script("readlink", f'#!{BASH}\n{readlink} "$@"\n{sleep} 0.3\n')
+    processes = [machine.start() for _ in range(4)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "") and out.count("Waiting") <= 1
+    lines = machine.log.read_text().splitlines()
+    expected = said(VENV, f"{PIP} requirements.txt", *TINY * 4)
+    assert lines[:3] == expected[:3] and sorted(lines) == sorted(expected)
+    assert machine.locks() == []
+
+
+@pytest.mark.parametrize("argv, held, free", [
+    ([], "-m -m data/source_code.py", "data/check.py train_gpt.py"),
+    (["check"], "-m -m", "-m"),
+    (["test"], "-m -m -m", "-m -m -m"),
+])  # fmt: skip
+def test_only_what_writes_holds_the_lock(machine, argv, held, free):
+    python = machine.python(12)
+    python.write_text(python.read_text() + "print('lock', os.path.lexists('.lock'), argv[0])\n")
+    machine.run(*argv)
+    lines = [line.split() for line in machine.done.stdout.splitlines()]
+    expected = [["lock", "True", name] for name in held.split()]
+    expected += [["lock", "False", name] for name in free.split()]
+    assert [line for line in lines if line[0] == "lock"] == expected
+
+
+@pytest.mark.parametrize("owner", [f"elsewhere {DEAD}", f"Linux {os.getpid()}", "Linux 1"])
+def test_the_lock_of_another_host_or_of_a_live_process_stays_and_is_told_once(machine, owner):
+    machine.python(12)
+    (machine.root / ".lock").symlink_to(owner)
+    process, (host, number) = machine.start(HOSTNAME="elsewhere"), owner.split()
+    words = f"Waiting for process {number} on {host}; if it is gone, type  rm -r .lock*\n"
+    assert process.stdout.readline() == words
+    time.sleep(0.5)
+    assert not machine.log.exists() and machine.locks() == [".lock"]
+    (machine.root / ".lock").unlink()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "") and "Waiting" not in out
+
+
+def test_a_container_that_is_started_again_has_the_number_of_the_one_that_was_killed(machine):
+    machine.python(12)
+    lock = machine.root / ".lock"
+    process = machine.start(before=lambda: lock.symlink_to(f"Linux {os.getpid()}"))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Waiting" not in out and machine.locks() == []
+
+
+def hanging(machine):
+    """run.sh at its install, which ends where there is a file `go`."""
+    python = machine.python(12)
+    python.write_text(python.read_text() + HANGS)
+    process = machine.start()
+    assert [process.stdout.readline()[:10] for _ in range(2)] == ["Installing", "pip\n"]
+    assert machine.locks() == [".lock"]
+    return process
+
+
+@pytest.mark.parametrize("number, left", [
+    (signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGKILL, [".lock"]),
+])  # fmt: skip
+def test_who_is_stopped_leaves_no_lock_or_one_that_is_taken_over(machine, number, left):
+    process = hanging(machine)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=10) != 0 and machine.locks() == left
+    (machine.root / "go").touch()
+    assert machine.run() == said(f"{PIP} requirements.txt", *TINY)
+    assert "Waiting" not in machine.done.stdout and machine.locks() == []
+
+
+def test_run_sh_alone_that_is_told_to_stop_waits_for_its_install(machine):
+    process = hanging(machine)
+    process.terminate()
+    time.sleep(0.3)
+    assert process.poll() is None and machine.locks() == [".lock"]
+    (machine.root / "go").touch()
+    assert process.wait(timeout=10) == 143 and machine.locks() == []
+    assert "data/" not in machine.log.read_text()
+
+
+def test_where_nothing_can_be_written_what_is_installed_runs_without_a_lock(machine):
+    machine.python(12)
+    machine.run()
+    lock = machine.root / ".lock"
+    lock.symlink_to("elsewhere 1")
+    machine.root.chmod(0o555)
+    if os.access(machine.root, os.W_OK):  # root
+        lock.unlink()
+        (machine.bin / "ln").unlink()
+        error = "ln: failed to create symbolic link '.lock': Read-only file system"
+        machine.script("ln", f'#!{BASH}\necho "{error}" >&2\nexit 1\n')
+    assert machine.run() == said(*TINY) and machine.done.returncode == 0
+    assert machine.done.stderr == "" and "Waiting" not in machine.done.stdout
+    machine.root.chmod(0o755)
