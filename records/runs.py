@@ -5,7 +5,8 @@ Both begin with the source, end it with a line of 100 =, and have validations as
     step:1770/1770 val_loss:3.2788 train_time:179828ms step_avg:101.60ms
 
 Ours add facts, `name json` a line, and a last line RESULT json; upstream's the output of nvidia-smi
-and of every step. A packed log (pack.py) has `source sha256` for the source, which is kept once.
+and of every step. Losses before a fact `resume {"step": 15}` that are there again after it, as the
+run went on from step 15, do not count. A packed log (pack.py) has `source sha256` for the source.
 What a log states is believed: whoever wants to forge one can.
 """
 
@@ -20,7 +21,7 @@ BORDER = b"=" * 100 + b"\n"
 VALIDATION = re.compile(
     r"^step:(\d+)/(\d+) val_loss:(\S+) train_time:(\d+(?:\.\d+)?)(m?s) step_avg:\S+ms$", re.M
 )
-TRAINING = re.compile(r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)(m)s$", re.M)
+TRAINING = re.compile(r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)(ms)$", re.M)
 FACTS = "versions", "devices", "driver", "environment", "argv", "seed", "config", "data"
 ENDED = "end of schedule", "target reached"
 ENDS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}  # by the last line's first word
@@ -60,6 +61,7 @@ class Run(NamedTuple):
     argv: list[str] | None = None  # without the seed
     config: dict[str, Any] | None = None  # without the seed
     data: list[dict[str, Any]] | None = None
+    resumed: bool = False  # from a checkpoint
 
     @property
     def name(self) -> str:
@@ -77,15 +79,16 @@ def split(content: bytes) -> tuple[bytes | None, str, str]:
         raise Unreadable("it has no line of 100 =, which ends the source")
     if packed := re.fullmatch(rb"source ([0-9a-f]{64})", source):
         return None, packed[1].decode(), body.decode()
-    source += b"\n"
-    return source, hashlib.sha256(source).hexdigest(), body.decode()
+    return source + b"\n", hashlib.sha256(source + b"\n").hexdigest(), body.decode()
 
 
 def losses(form: re.Pattern, text: str) -> list[Validation]:
     found = []
-    for step, steps, loss, time, unit in form.findall(text):
-        ms = float(time) * (1 if unit.startswith("m") else 1000)
-        found.append(Validation(int(step), int(steps), float(loss), ms))
+    for part in text.split("\nresume "):  # it begins with the validation of its step
+        fact, _, _ = part.partition("\n")  # the first part has none; nor is there a loss before it
+        found = [v for v in found if v.step < json.loads(fact)["step"] + (form is TRAINING)]
+        found += [Validation(int(n), int(of), float(loss), float(time) * dict(ms=1, s=1000)[unit])
+                  for n, of, loss, time, unit in form.findall(part)]  # fmt: skip
     for a, b in zip(found, found[1:], strict=False):  # of two runs in one file neither is judged
         if not (a.step < b.step and a.steps == b.steps and a.ms <= b.ms):
             raise Unreadable(f"its validations are out of order at step {b.step}")
@@ -139,6 +142,7 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     facts["argv"] = [word for word, before in zip(words, ["", *words], strict=False)
                      if "--seed" not in (before, word.partition("=")[0])]  # fmt: skip
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
+    facts["resumed"] = bool(re.search('^(resume {|RESULT .*"resumed": true)', text, re.M))
     last, _, value = lines[-1]
     facts |= dict(ours=True, began=began and began[0], ended=ENDS.get(last, "incomplete"))
     if last == "RESULT":

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -123,6 +123,8 @@ FAIL, NOTE = "**FAIL** ", "note: "
 def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
     yield from (FAIL + f"no log: {text}" for text in e.unreadable)
     yield from (FAIL + f"{run.name}: {run.ended}" for run in e.runs if not run.complete)
+    text = "resumed, so that its clock is of several processes: run it again in one go"
+    yield from (FAIL + f"{run.name}: {text}" for run in e.ended if run.resumed)
     interrupted, broken = read_logs(e.folder / "unfinished")
     for run in interrupted:
         if run.validations and run.validations[-1].step == run.steps:
@@ -317,12 +319,9 @@ def p_value(p: float | None) -> str:
     return "–" if p is None or math.isnan(p) else f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def row(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def table(title: tuple[str, ...], rows: list[tuple]) -> list[str]:
-    return [row(*title), row(*["---"] * len(title)), *(row(*cells) for cells in rows), ""]
+def table(title: tuple[str, ...], rows: Iterable[tuple]) -> list[str]:
+    lines = title, ["---"] * len(title), *rows
+    return [*(f"| {' | '.join(map(str, cells))} |" for cells in lines), ""]
 
 
 def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
@@ -382,12 +381,9 @@ def report(this: Evidence, base: Evidence | None, track: Track | None, target: f
     lines += table(("", *sets), [(key, *(f.get(key, "–") for f in facts)) for key in facts[0]])
     if base:
         lines += table(("this − baseline", "difference", "test"), comparison(this, base))
-    rows = [(name, "<br>".join(findings) or "ok") for name, findings in found.items()]
-    lines += table(("check", "found"), rows)
-    rows = [
-        (run.name, "–" if run.seed is None else run.seed, f"{run.loss:.5f}", f"{run.seconds:.2f}")
-        for run in this.ended
-    ]
+    lines += table(("check", "found"), ((k, "<br>".join(v) or "ok") for k, v in found.items()))
+    rows = [(run.name, "–" if run.seed is None else run.seed, f"{run.loss:.5f}",
+             f"{run.seconds:.2f}") for run in this.ended]  # fmt: skip
     return holds, "\n".join(lines + table(("run", "seed", "final loss", "time, s"), rows)[:-1])
 
 
