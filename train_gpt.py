@@ -10,6 +10,7 @@ import argparse
 import ast
 import collections
 import dataclasses
+import faulthandler
 import functools
 import hashlib
 import inspect
@@ -19,8 +20,11 @@ import math
 import os
 import re
 import secrets
+import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, P, lax
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 SOURCE = Path(__file__).read_bytes().decode()  # now: the file may be edited while a run goes on
@@ -46,15 +51,11 @@ OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
     # cuBLAS adds what a product is added to; no product is in a fusion with slices, where it would
     # not be tuned; each gradient leaves when made; and no rounding is left out, which would keep
     # the residual stream in float32.
-    gpu=dict(
-        xla_gpu_enable_triton_gemm=False,
-        xla_gpu_enable_dynamic_slice_fusion=False,
-        xla_gpu_reduce_scatter_combine_threshold_bytes=0,
-        xla_allow_excess_precision=False,
-    ),
+    gpu=dict(xla_gpu_enable_triton_gemm=False, xla_gpu_enable_dynamic_slice_fusion=False,
+             xla_gpu_reduce_scatter_combine_threshold_bytes=0, xla_allow_excess_precision=False),
     # In jax 0.10 YNN's kernels are slower than those that they replace, since 0.11 faster.
     cpu=dict(xla_cpu_experimental_ynn_fusion_type="") if jax.__version_info__ < (0, 11) else {},
-)
+)  # fmt: skip
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -111,6 +112,10 @@ class Config:
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
     save: int = 1               # 0: do not keep the weights (2.6 GB for the record)
     seed: int = -1              # of the initial weights; -1: a fresh one from the system
+    save_every: int = 0         # steps between checkpoints; 0: only when the run is told to stop
+    resume: str = ""            # checkpoint to go on from, or a folder: the newest one in it
+    force: int = 0              # 1: go on although source, flags or data are not the same
+    stall: int = 300            # seconds without a step after which the run ends; 0: it waits
     # fmt: on
 
     @functools.cached_property
@@ -258,21 +263,34 @@ def said(c: Config, lr: float, first: list[float], layers: list[bool] = ()) -> P
     these numbers, in each of the layers. Biases do not decay."""
     shape = (sum(layers), len(first), c.E + 1)[0 if layers else 1 :]
     init = lambda key, shape: jnp.zeros(shape).at[..., -1].set(np.float32(first) / np.float32(0.1))
-    return small(
-        shape, init, lr, decay=0.005 * lr * np.append(np.ones(c.E, "f4"), 0), layers=layers
-    )
+    decay = 0.005 * lr * np.append(np.ones(c.E, "f4"), 0)
+    return small(shape, init, lr, decay=decay, layers=layers)
+
+
+def make_mesh(devices: list[jax.Device]) -> Mesh:
+    """("fsdp",); beyond 8 devices ("nodes", "fsdp"): every node of 8 has all weights."""
+    names = ("nodes", "fsdp")[len(devices) <= GROUP :]
+    grid = np.array(devices).reshape((-1, GROUP)[: len(names)])
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def axes() -> tuple[str, ...]:
+    """The mesh's, in a program: tokens are spread over all of them, weights over the last."""
+    return jax.sharding.get_abstract_mesh().axis_names
 
 
 def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     """[fsdp] Whole weights by all-gather, a table or a group of matrices at a time, kept for the
     backward pass; the transpose reduce-scatters each gradient to its owner. Sent in c.compute, and
     float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
-    send = lambda shard: lax.all_gather(shard.astype(c.compute), "fsdp", tiled=True)
+    vary = lambda x, over: lax.pcast(x, over, to="varying")  # the transpose adds up
+    send = lambda shard: lax.all_gather(vary(shard.astype(c.compute), axes()[:-1]), "fsdp",
+        tiled=True)  # fmt: skip
     weights, rows = {}, param_table(c)
     for name, p in params.items():
         row = rows[name]
         if row.spec == P():  # whole already; the transpose is a psum
-            weights[name] = lax.pcast(p, "fsdp", to="varying")
+            weights[name] = vary(p, axes())
         elif row.spec == P("fsdp"):
             weights[name] = send(p).astype(jnp.float32)
         else:  # a bank: its matrices, without padding
@@ -298,7 +316,8 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     """The model alone, in float32: banks as [N, R, C], and no padding."""
     shapes = {name: row.shape for name, row in param_table(c).items()}
     whole = lambda p, shape: p.reshape(-1, *p.shape[2:]) if p.ndim > len(shape) else p
-    return {k: whole(np.asarray(params[k]), shape)[: shape[0]] for k, shape in shapes.items()}
+    every = {k: process_allgather(p, tiled=True) for k, p in params.items()}
+    return {k: whole(every[k], shape)[: shape[0]] for k, shape in shapes.items()}
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -396,9 +415,8 @@ def block(x: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Confi
     return weighted_sum((w.mlp_lambdas[0], x), (1.0, mlp(x, w, c, w.mlp_lambdas[1])))
 
 
-def mixed_block(
-    x: Array, source: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config
-):
+def mixed_block(x: Array, source: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace,
+                c: Config) -> Array:  # fmt: skip
     """[mudd] A block whose values, input and sums are mixed of the stream at several depths, anew
     for each token. Xiao et al. 2025, arXiv:2502.12170; record 81."""
     kept = [seen.start, *(seen.outputs[i] for i in c.again("reads")), x]
@@ -412,9 +430,8 @@ def mixed_block(
     return weighted_sum(*each(w.mudd_mlp, [x, mlp(x, w, c)]))
 
 
-def attention(
-    x: Array, extra: list, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config, scale=1.0
-) -> Array:
+def attention(x: Array, extra: list, layer: Layer, w: NamedTuple, seen: SimpleNamespace,
+              c: Config, scale: Any = 1.0) -> Array:  # fmt: skip
     """extra are the terms that v is given beside its product with x; scale is of the output."""
     (B, T, D), pos, (w_v, w_o) = x.shape, seen.pos, w.vo
     # Lambdas scale weights, D x D: fewer bytes than T x D, for gradients as well.
@@ -812,7 +829,7 @@ def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool
     shares = {k: ramp(*ends) for k, ends in enumerate(row.shares) if any(ends)}
     dense = {name: p for name, p in state.params.items() if name != "bigram"}
     weights, reduce_scatter = jax.vjp(functools.partial(gather, c=c), dense)
-    whole = {name: lax.pcast(t, "fsdp", to="varying") for name, t in state.tables.items()}
+    whole = {name: lax.pcast(t, axes(), to="varying") for name, t in state.tables.items()}
     table = whole.pop("bigram")
     weights |= jax.tree.map(lambda rows: rows.astype(jnp.float32), whole)
     part = jax.value_and_grad(functools.partial(loss_fn, shares=shares, c=c, stage=stage))
@@ -828,7 +845,7 @@ def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool
     # [sparse-grads] Of the table of pairs devices exchange the gradients of the rows that tokens
     # read, and each adds up its own: a device's whole gradient would be mostly zeros. Record 71.
     owned = state.params["bigram"]
-    at, pairs = (lax.all_gather(x, "fsdp", tiled=True) for x in pairs)
+    at, pairs = (lax.all_gather(x, axes(), tiled=True, to="invarying") for x in pairs)
     at = (at - lax.axis_index("fsdp") * len(owned)).astype(jnp.uint32)  # other devices': too large
     grads["bigram"] = jnp.zeros_like(owned).at[at].add(pairs.astype(jnp.float32), mode="drop")
     held, old = {name: grads[name] for name in state.held}, state.optimizer
@@ -853,7 +870,7 @@ def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool
         params["embed"] = jnp.where(now["tied"] > 0, params["head"], params["embed"])
         send = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True, to="invarying")
         tables = {name: send(params[name].astype(c.compute)) for name in tables}
-    return State(state.step + 1, params, new, held, tables), lax.psum(loss, "fsdp") / row.T
+    return State(state.step + 1, params, new, held, tables), lax.psum(loss, axes()) / row.T
 
 
 def val_step(params: dict[str, Array], tokens_NBT: Array, c: Config, stage: int) -> Array:
@@ -861,18 +878,20 @@ def val_step(params: dict[str, Array], tokens_NBT: Array, c: Config, stage: int)
     weights = gather(params, c)
     loss = lambda tokens: loss_fn(read_pairs(weights, tokens, c), tokens, {1: 1.0}, c, stage)
     losses = lax.map(loss, tokens_NBT)
-    return lax.psum(losses.sum(), "fsdp") / (GROUP * c.val_T)
+    nodes = lax.psum(1, axes()[:-1])  # each of them has the same sequences
+    return lax.psum(losses.sum(), axes()) / (nodes * GROUP * c.val_T)
 
 
 def compile_stage(kind: str, stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program of "even", "odd" or "val" steps, from shapes: no batch is spent."""
-    train, arg, data = kind != "val", state_shapes(c, mesh), P("fsdp")
+    train, arg = kind != "val", state_shapes(c, mesh)
+    data, share = (P(mesh.axis_names), mesh.size) if train else (P("fsdp"), mesh.shape["fsdp"])
     B, T = (c.batch, c.rows[stage].T) if train else (GROUP, c.val_T)
     step = functools.partial(train_step, odd=kind == "odd") if train else val_step
     arg, c = (arg, c) if train else (arg.params, c.for_validation())
     specs = jax.tree.map(lambda x: x.sharding.spec, arg)
     outs = (specs, P()) if train else P()
-    b = math.gcd(c.microbatch, B // mesh.size)
+    b = math.gcd(c.microbatch, B // share)
     on_device = lambda arg, tokens: step(arg, tokens.reshape(-1, b, T + 1), c=c, stage=stage)
     program = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, data), out_specs=outs)
     tokens = jax.ShapeDtypeStruct((B, T + 1), "int32", sharding=NamedSharding(mesh, data))
@@ -883,7 +902,8 @@ def compile_stage(kind: str, stage: int, c: Config, mesh: Mesh) -> jax.stages.Co
 # ---- Command line --------------------------------------------------------------------------------
 def refuse(message: str) -> None:
     print(f"train_gpt.py: {message}", file=sys.stderr)
-    sys.exit(2)
+    # With other hosts, sys.exit would wait for them and lose the code.
+    (os._exit if jax.distributed.is_initialized() else sys.exit)(2)
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
@@ -909,23 +929,100 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
                f"{math.gcd(c.head_chunk, *bad)} does; see --batch")  # fmt: skip
     if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
         refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
-    return preset, dataclasses.replace(c, seed=secrets.randbits(31)) if c.seed < 0 else c
+    return preset, c
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
-    """The devices of this machine, and the configuration in formats that they can run."""
-    devices = jax.devices()[: c.batch]  # a sequence each, at least
+    """The devices of all hosts, and the configuration in formats that they can run."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = devices[: c.batch if jax.process_count() == 1 else None]  # a sequence each, at least
     if preset == "record" and devices[0].platform == "cpu":
         lacks = "JAX sees only a CPU, the record needs GPUs: ./run.sh installs it with CUDA"
         print(f"warning: {lacks}; without GPUs: ./run.sh tiny", file=sys.stderr)
-    if GROUP % (n := len(devices)) or c.batch % n:
-        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8")
+    if GROUP % (n := len(devices)) and n % GROUP or c.batch % n:
+        more = math.lcm(n, c.batch)
+        T = [row.T * c.batch // more for row in c.rows]
+        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; or, "
+               f"shorter sequences and no record, --batch {more} --head_chunk "
+               f"{math.gcd(c.head_chunk, c.val_T, *T)}: in its stages {more} x {T}")  # fmt: skip
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
     if gpu and float(devices[0].compute_capability) < 8.9:  # no FP8
         c = c.without_fp8()
     return devices, c
+
+
+# ---- Hosts ---------------------------------------------------------------------------------------
+def join() -> None:
+    """One run of all processes that srun, mpirun, torchrun's like or a TPU pod has started, or that
+    JNANO_COORDINATOR=host:port JNANO_PROCESSES=2 JNANO_PROCESS=0 name: dev/hosts.md."""
+    told = lambda names: next(filter(None, map(os.environ.get, names.split())), "")
+    count = told("JNANO_PROCESSES WORLD_SIZE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE")
+    rank = told("JNANO_PROCESS RANK SLURM_PROCID OMPI_COMM_WORLD_RANK")
+    tasks = told("LOCAL_WORLD_SIZE SLURM_STEP_TASKS_PER_NODE OMPI_COMM_WORLD_LOCAL_SIZE")
+    if int(count or 1) < 2 and not Path(jax.__file__).parents[1].joinpath("libtpu").is_dir():
+        return
+    where, wait = told("JNANO_COORDINATOR"), int(told("JNANO_WAIT") or 300)
+    if not where and told("MASTER_ADDR"):  # at its port torchrun itself listens
+        where = f"{told('MASTER_ADDR')}:{int(told('MASTER_PORT')) + 1}"
+    # Several tasks on a host take a GPU each, unless each sees but one; else one takes all.
+    share = not re.match(r"(1\b|$)", tasks) and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    local = [int(told("LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK"))] if share else []
+
+    def count_missing():  # just before JAX gives up, which does not count
+        own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+        rows = (row.split() for v in ("tcp", "tcp6") for row in open(f"/proc/net/{v}"))
+        came = sum(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows) - 1
+        refuse(f"{int(count) - came} of {count} processes did not come in {wait} s (JNANO_WAIT)")
+
+    def fail(kind, *error):  # else JAX waits for the others, and they for this one
+        sys.__excepthook__(kind, *error)
+        time.sleep(45 * issubclass(kind, jax.errors.JaxRuntimeError))  # JAX will say who was lost
+        os._exit(1)
+
+    (timer := threading.Timer(wait - 1, count_missing if rank == "0" else str)).start()
+    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM
+    sys.excepthook, heard = fail, signal.signal(signal.SIGINT, signal.SIG_DFL)  # by C++ not at all
+    jax.distributed.initialize(*((where, int(count), int(rank)) if where else 3 * [None]), local,
+        "deactivate" if where else None, wait, heartbeat_timeout_seconds=30)  # fmt: skip
+    timer.cancel()
+    signal.signal(signal.SIGINT, heard)
+
+
+def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
+    """What makes a run's numbers, source, flags, tokens, is the same on all hosts and in a run that
+    goes on, or is refused by name. Returns the seed, facts and arrays of the checkpoint."""
+    then, arrays = load(Path(c.resume)) if c.resume else ({}, {})
+    c = dataclasses.replace(c, seed=then["same"]["--seed"]) if then and c.seed < 0 else c
+    same = {f"train_gpt.py:{n}": line for n, line in enumerate(SOURCE.splitlines(), 1)}
+    same |= {f"--{name}": value for name, value in dataclasses.asdict(c).items()}
+    fills = [c.fills("train")] * (len(shards) - 1) + [c.fills("val")]
+    with ThreadPoolExecutor(8) as pool:
+        data = [*pool.map(check_tokens, shards, fills, [c] * len(shards))]
+    same |= {shard["file"]: shard["sha256"] for shard in data}
+    has = f"{len(at := jax.local_devices())} x {at[0].device_kind}"
+    same |= {module.__name__: module.__version__ for module in (jax, np, optax)}
+    same |= dict(machine=[jax.process_count(), has], step=then.get("step"))
+    differ = lambda a, b, free: "; ".join([f"{x} is {b.get(x)!r}, was {a.get(x)!r}"
+        for x in a | b if x not in free.split() and a.get(x) != b.get(x)][:3])  # fmt: skip
+    was, free = then.get("same", same), "--data --resume --force --save --save_every --stall step"
+    changed = differ(was, same, free + " machine jax numpy optax")
+    if changed and not c.force or then.get("step", 0) > c.steps:
+        refuse(f"--resume {c.resume}: {changed}; add --force 1 to go on")
+    if (told := differ(was, same, free)) != changed:
+        print(f"warning: {told}: equal within rounding, not bit by bit", file=sys.stderr)
+    mine = f"{os.uname().nodename}: {has}", secrets.randbits(31), same
+    texts = process_allgather(np.frombuffer(json.dumps(mine).encode().ljust(2**18), np.uint8))
+    hosts = [json.loads(text.tobytes()) for text in texts]
+    for host, _, other in hosts:
+        if told := differ(hosts[0][2], other, "--data --resume"):
+            refuse(f"{host}: {told} on {hosts[0][0]}")
+    same["--seed"] = hosts[0][1] if c.seed < 0 else c.seed
+    if then:
+        then["resume"] = dict(step=then["step"], seconds=then["seconds"], changed=changed)
+    then |= dict(same=same, hosts=[host for host, *_ in hosts], data=data)
+    return dataclasses.replace(c, seed=same["--seed"]), then, arrays
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -986,12 +1083,10 @@ def find_data(c: Config) -> list[np.memmap]:
 def check_tokens(shard: np.memmap, fills: list[tuple], c: Config) -> dict[str, Any]:
     """One pass over all bytes: facts for the log. Exits 2 where the run would learn nonsense."""
     path, largest, starts = Path(shard.filename), 0, []
-    sha = hashlib.sha256(np.fromfile(path, np.uint8, 1024))
     for start in range(0, len(shard), 2**22):
         tokens = np.array(shard[start : start + 2**22])
         starts.append(start + np.flatnonzero(tokens == c.eot))
         largest = max(largest, int(tokens.max()))
-        sha.update(tokens)
     sizes, crowd = np.diff(np.concatenate(starts), append=len(shard)), False
     for T, longest in {fill[1:] for fill in fills}:
         at = np.cumsum(read := np.minimum(sizes, longest or len(shard))) - read
@@ -999,85 +1094,204 @@ def check_tokens(shard: np.memmap, fills: list[tuple], c: Config) -> dict[str, A
     if largest >= c.vocab or not len(sizes) or crowd:
         refuse(f"{path}: its largest token is {largest} (--vocab {c.vocab}), {len(sizes)} are "
                f"--eot {c.eot}, more than 4095 in a sequence: {bool(crowd)}")  # fmt: skip
-    return dict(file=path.name, bytes=path.stat().st_size, sha256=sha.hexdigest(),
+    sha256 = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
+    return dict(file=path.name, bytes=path.stat().st_size, sha256=sha256,
                 tokens=len(shard), documents=len(sizes), largest_token=largest)  # fmt: skip
 
 
-def stream(shards: list[np.ndarray], fills: list[tuple], c: Config) -> Iterator[np.ndarray]:
-    """The steps of a run, over the shards in order: (sequences, T + 1) of int32."""
+def stream(shards: list[np.ndarray], fills: list[tuple], c: Config,
+           part: int = 0, parts: int = 1) -> Iterator[np.ndarray]:  # fmt: skip
+    """The steps of a run, over the shards in order; of each a host's part of the sequences,
+    (sequences, T + 1) of int32."""
     done = 0
     for shard in shards:
         for step in layout(shard, fills[done:], c):
-            parts = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in step]
-            yield np.stack(parts).astype(np.int32)
+            own = step[len(step) * part // parts : len(step) * (part + 1) // parts]
+            rows = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in own]
+            yield np.stack(rows).astype(np.int32)
             done += 1
 
 
-def on_devices(batches: Iterable[np.ndarray], mesh: Mesh, prefetch: int = 2) -> Iterator[Array]:
-    """Copies some batches early: device_put returns at once, so the copy hides behind a step."""
-    sharding, queue = NamedSharding(mesh, P("fsdp")), collections.deque()
+def on_devices(batches: Iterable[np.ndarray], mesh: Mesh, axes: tuple[str, ...] = ("fsdp",),
+               prefetch: int = 2) -> Iterator[Array]:  # fmt: skip
+    """Copies some batches early, a host its rows: it returns at once, so it hides behind a step."""
+    sharding, queue = NamedSharding(mesh, P(axes)), collections.deque()
     for batch in batches:
-        queue.append(jax.device_put(batch, sharding))
+        queue.append(jax.make_array_from_process_local_data(sharding, batch))
         if len(queue) > prefetch:
             yield queue.popleft()
     yield from queue
 
 
+# ---- Checkpoints ---------------------------------------------------------------------------------
+def save(state: State, facts: dict[str, Any], path: Path) -> None:
+    """One file of raw arrays, but the tables, which are parameters, rounded. Two files are kept."""
+    leaves = jax.tree.leaves_with_path(state._replace(tables={}))
+    arrays = {jax.tree_util.keystr(at): process_allgather(x, tiled=True) for at, x in leaves}
+    if jax.process_index():
+        return
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_name("next.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, facts=json.dumps(facts), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    for old in sorted(path.parent.glob("*.state"), key=os.path.getmtime)[:-2]:
+        old.unlink()
+
+
+def load(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Facts and arrays of a checkpoint; of a folder, of the newest whole one in it."""
+    paths = [place] if place.is_file() else sorted(place.rglob("*.state"), key=os.path.getmtime)
+    for path in reversed(paths):
+        try:
+            with np.load(path) as file:
+                if file.zip.testzip():  # np.load compares checksums only of what it reads whole
+                    raise ValueError("a checksum is wrong")
+                arrays = dict(file)
+            return json.loads(arrays.pop("facts").item()), arrays
+        except Exception as error:
+            print(f"warning: {path} is no whole checkpoint: {error!r}", file=sys.stderr)
+    refuse(f"--resume {place}: there is no whole checkpoint")
+
+
+def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
+    """The state that was saved, on these devices."""
+    saved = lambda at: arrays[jax.tree_util.keystr(at).replace(".tables", ".params")]
+    put = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
+    shapes = state_shapes(c, mesh)
+    return jax.tree.map_with_path(lambda at, x: put(saved(at).astype(x.dtype), x), shapes)
+
+
 # ---- Log -----------------------------------------------------------------------------------------
 class Log:
     """logs/<run>.txt, written line by line: the source, a line of 100 =, facts as `name json`
-    (what it takes to run it again, no secrets), losses in upstream's grammar, RESULT json."""
+    (what it takes to run it again, no secrets), losses in upstream's grammar, GOODPUT, RESULT json.
+    A run that goes on does so in its log. Of several processes only the first one writes."""
 
-    def __init__(self, preset: str, c: Config, devices: list[jax.Device], argv: list[str]):
+    def __init__(self, preset: str, c: Config, devices: list[jax.Device], argv: list[str],
+                 then: dict[str, Any], began: tuple[float, float]):  # fmt: skip
         name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
-        self.path = Path("logs", f"{name}.txt")
+        self.path = Path(then.get("log", f"logs/{name}.txt"))
         self.path.parent.mkdir(exist_ok=True)
-        self.file = self.path.open("x", buffering=1, encoding="utf-8", newline="\n")
-        self.file.write(SOURCE + "=" * 100 + "\n")
+        at = os.devnull if jax.process_index() else self.path
+        self.file = open(at, "a", buffering=1, encoding="utf-8", newline="\n")
+        sys.stdout = self.file if jax.process_index() else sys.stdout
+        self.line("" if self.file.tell() else SOURCE + "=" * 100, show=False)
+        self.since, self.began, imported = time.perf_counter(), *began
+        self.spent = collections.Counter({"import": imported})
         env = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
         home, ask = str(Path.home()), subprocess.getoutput
         packages = {module.__name__: module.__version__ for module in (jax, np, optax)}
         self.facts(
+            **{name: then[name] for name in ("resume", "hosts", "data") if name in then},
             versions=dict(packages, python=sys.version, backend=devices[0].client.platform_version),
             devices=[device.device_kind for device in devices],
             driver=ask("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"),
             environment={k: v.replace(home, "~") for k, v in os.environ.items() if env.match(k)},
             git=ask("git describe --always --dirty --abbrev=40 2>/dev/null"),
             argv=argv, seed=c.seed, config=dict(preset=preset, **dataclasses.asdict(c)),
+            prefixes=hashlib.sha256(prefix_table(c)).hexdigest(),
             parameters={name: math.prod(row.shape) for name, row in param_table(c).items()},
         )  # fmt: skip
 
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-        self.file.write(text + "\n")
+    def line(self, text: str, show: bool = True) -> None:
+        print(text, flush=True) if show else None
+        try:
+            self.file.write(text + "\n")
+        except OSError as error:  # the run is worth more than its log
+            print(f"warning: {self.path} has gaps: {error}", file=sys.stderr)
 
     def facts(self, **facts: Any) -> None:
-        self.file.writelines(f"{name} {json.dumps(value)}\n" for name, value in facts.items())
+        for name, value in facts.items():
+            self.line(f"{name} {json.dumps(value)}", show=False)
+
+    def lap(self, name: str) -> None:
+        """What the time since the last lap went into."""
+        self.since, since = time.perf_counter(), self.since
+        self.spent[name] += self.since - since
+
+    def end(self, text: str) -> None:
+        wall = self.spent["import"] + time.perf_counter() - self.began
+        self.spent["other"] = wall - sum(self.spent.values())
+        parts = " + ".join(f"{name} {seconds:.1f}" for name, seconds in self.spent.items())
+        self.line(f"GOODPUT {self.spent['train'] / wall:.0%}: {wall:.1f} s = {parts}\n{text}")
 
 
 class Clock:
-    """Seconds of training. Tells every tenth loss once it is there: only stop() waits for it."""
+    """Seconds of training. Tells every tenth loss once it is there: only stop() waits for it. Ends
+    the run by a signal, after a step, a second one at once, and where it stands still."""
 
-    def __init__(self, steps: int, tell: Callable):
-        self.steps, self.tell, self.pending = steps, tell, collections.deque()
-        self.seconds, self.started = 0.0, time.perf_counter()
+    def __init__(self, c: Config, log: Log, then: dict[str, Any]):
+        self.steps, self.log, self.signals = c.steps, log, []
+        self.pending, self.seconds = collections.deque(), then.get("seconds", 0.0)
+        self.finite = then.get("step", 0)  # the last step whose loss is known to be a number
+        self.started = self.moved = time.perf_counter()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)  # no handler in Python runs while XLA hangs
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self.watch, args=[c.stall, reader], daemon=True).start()
+
+    def watch(self, seconds: int, reader: int) -> None:
+        while self.moved > time.perf_counter() - (seconds or math.inf):
+            if select.select([reader], [], [], 0.2)[0]:
+                self.signals.append(os.read(reader, 1)[0])
+                if len(self.signals) > 1:
+                    os._exit(128 + self.signals[-1])
+        self.log.line(f"STALLED: no step in {seconds} s (--stall); the stacks of all threads:")
+        for file in (self.log.file, sys.stderr):
+            faulthandler.dump_traceback(file)
+        os._exit(4)
 
     def stop(self, state: Any) -> None:
         while len(self.pending) > 2:
             time.sleep(0.01)
             self.show()
         jax.block_until_ready(state)  # so that queued work counts
-        self.show()
+        while self.pending:  # a loss may be there a moment later
+            self.show()
         self.seconds += time.perf_counter() - self.started
+        self.moved = math.inf  # what comes now may take its time
+        self.log.lap("train")
 
     def show(self, *pending: tuple[int, Array]) -> None:
         """Adds (step, loss) to what is pending, tells what is done."""
         self.pending.extend(pending)
         while self.pending and self.pending[0][1].is_ready():
-            step, loss = self.pending.popleft()
+            (step, loss), self.moved = self.pending.popleft(), time.perf_counter()
             if step % 10 == 0:
-                ms = 1e3 * (self.seconds + time.perf_counter() - self.started)
-                self.tell(f"step:{step}/{self.steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
+                self.finite = step if math.isfinite(loss) else self.finite
+                ms, at = 1e3 * (self.seconds + self.moved - self.started), f"{step}/{self.steps}"
+                self.log.line(f"step:{at} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
+
+    def save(self, state: State, facts: dict, number: int) -> None:
+        """Off the clock. The number of a signal ends the run, -1 ends it as void."""
+        self.stop(state)
+        step, folder, age = int(state.step), self.log.path.with_suffix(""), os.path.getmtime
+        finite = lambda p: np.isfinite(process_allgather(p, tiled=True)).all()
+        bad = [name for name, p in state.params.items() if not finite(p)]
+        number = -1 if bad else number
+        try:
+            if number >= 0:
+                now = dict(step=step, seconds=self.seconds, log=str(self.log.path))
+                save(state, facts | now, folder / f"{step:07}.state")
+        except OSError as error:  # the run is worth more
+            self.log.line(f"warning: no checkpoint of step {step}: {error}")
+        self.log.lap("save")
+        why = f"NON-FINITE: the loss or {bad}, since a step from {self.finite + 1} to {step}"
+        if number > 0:
+            why = f"INTERRUPTED by {signal.Signals(number).name} after step {step}"
+        if number:
+            last = max(folder.glob("*.state"), key=age, default="is impossible: no checkpoint")
+            self.log.end(f"{why}; to go on: --resume {last}")
+            sys.exit(128 + number if number > 0 else 3)
+        self.started = self.moved = time.perf_counter()
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -1088,13 +1302,13 @@ def check_attention(c: Config, log: Log) -> None:
     document = np.repeat(sorted({2**bit - less for bit in range(13) for less in (0, 1)}), 22)[:T]
     mask = (j <= i) & (i - j <= W) & (document[:, None] == document)
     pos = positions(np.diff(document, prepend=0)[None], c, 0)
+    attention = jax.nn.dot_product_attention
     put = lambda x, code: x.at[..., -4:].set(jnp.broadcast_to(code, (*x.shape[:-1], 4)))
     kernel = lambda q, k, v: attend(put(q, pos.code_q), put(k, pos.code_k), v, W, pos.scale, c)
 
     def exact(q, k, v):
         q, k, v = q.at[..., -4:].set(0).astype("float32"), k.astype("float32"), v.astype("float32")
-        scale = dict(scale=pos.scale, implementation="xla")
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **scale)
+        return attention(q, k, v, mask=mask, scale=pos.scale, implementation="xla")
 
     *qkv, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
     (y, pull), (y_exact, pull_exact) = jax.vjp(kernel, *qkv), jax.vjp(exact, *qkv)
@@ -1107,77 +1321,93 @@ def check_attention(c: Config, log: Log) -> None:
                "versions in requirements.txt, or another driver")  # fmt: skip
 
 
-def prepare(c: Config, mesh: Mesh, shards: list[np.memmap], log: Log) -> dict[tuple, Callable]:
-    """Compiles every stage, while every byte of the data is read; then runs each program once, on
-    a state and tokens that are thrown away: a first call loads it and connects the devices."""
+def prepare(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
+    """Compiles every stage, then runs each program once, on a state and tokens that are thrown
+    away: a first call loads it and connects the devices."""
     stages = dict.fromkeys((KINDS[s % 2], c.stage_at(s)) for s in range(c.steps))
     stages |= dict.fromkeys(("val", c.stage_at(s)) for s in range(c.steps + 1) if c.validates(s))
-    print(f"compiling {len(stages)} programs, reading {len(shards)} shards ...", flush=True)
+    print(f"compiling {len(stages)} programs ...", flush=True)
     began, cache = time.perf_counter(), collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: cache.update([event.split("/")[-1]]))
     jobs = [functools.partial(compile_stage, *stage, c, mesh) for stage in stages]
-    with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(jobs[0])  # alone: it fills the cache of tuned kernels, undisturbed
-        fills = [c.fills("train")] * (len(shards) - 1) + [c.fills("val")]
-        log.facts(data=[*pool.map(check_tokens, shards, fills, [c] * len(shards))])
-        programs = [first.result(), *pool.map(lambda job: job(), jobs[1:])]
+    pool = ThreadPoolExecutor(8)  # Ctrl-C does not wait for it
+    first = pool.submit(jobs[0])  # alone: it fills the cache of tuned kernels, undisturbed
+    programs = [first.result(), *pool.map(lambda job: job(), jobs[1:])]
+    log.lap(f"compile ({cache['cache_hits']} cached, {cache['cache_misses']} not)")
     programs, state = dict(zip(stages, programs, strict=True)), make_state(c, mesh)
     for (kind, _), program in programs.items():
-        tokens = next(on_devices([np.zeros(program.args_info[0][1].shape, np.int32)], mesh))
+        like, place = program.args_info[0][1], program.input_shardings[0][1]
+        tokens = jax.device_put(np.zeros(like.shape, np.int32), place)
         out = jax.block_until_ready(program(state.params if kind == "val" else state, tokens))
         state = state if kind == "val" else out[0]
-    log.facts(prefixes=hashlib.sha256(prefix_table(c)).hexdigest())
     log.facts(compile=dict(seconds=time.perf_counter() - began, **cache))
+    log.lap("warm-up")
     return programs
 
 
-def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log) -> tuple[dict, dict]:
-    """The run, from fresh weights: trained ones, and facts."""
-    state, clock = jax.block_until_ready(make_state(c, mesh)), Clock(c.steps, log.line)
-    batches = on_devices(stream(shards[:-1], c.fills("train"), c), mesh)
-    for step in range(c.steps + 1):
+def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log, facts: dict,
+          arrays: dict) -> tuple[dict, dict]:  # fmt: skip
+    """The run, from fresh weights or a checkpoint's: trained ones, and facts."""
+    state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
+    clock, fills = Clock(c, log, facts), c.fills("train")
+    first, host, hosts = facts.get("step", 0), jax.process_index(), jax.process_count()
+    rows = itertools.islice(stream(shards[:-1], fills, c, host, hosts), first, None)
+    batches = on_devices(rows, mesh, mesh.axis_names)
+    hosts = max(1, hosts * mesh.shape["fsdp"] // mesh.size)  # of a node
+    for step in range(first, c.steps + 1):
         if c.validates(step):
             clock.stop(state)
             program, ms = programs["val", c.stage_at(step)], 1e3 * clock.seconds
-            val_batches = on_devices(stream(shards[-1:], c.fills("val"), c), mesh)
-            val_loss = float(np.mean([float(program(state.params, b)) for b in val_batches]))
+            rows = stream(shards[-1:], c.fills("val"), c, host % hosts, hosts)
+            val_loss = np.mean([float(program(state.params, x)) for x in on_devices(rows, mesh)])
             log.line(f"step:{step}/{c.steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms "
                      f"step_avg:{ms / max(step, 1):.2f}ms")  # fmt: skip
+            log.lap("validate")
+            clock.started = clock.moved = time.perf_counter()
             if not math.isfinite(val_loss):
-                log.line("NON-FINITE: the loss is no number, the run is void; lower the rates")
-                sys.exit(3)
+                clock.save(state, facts, -1)
             if val_loss <= c.target or step == c.steps:
                 break
-            clock.started = time.perf_counter()
+        number = sum(clock.signals)
+        if jax.process_count() > 1:  # hosts end after the same step: every tenth they tell
+            number = 0 if step % 10 else int(process_allgather(np.int32(number)).max())
+        if number or c.save_every and step > first and step % c.save_every == 0:
+            clock.save(state, facts, number)
         state, loss = programs[KINDS[step % 2], c.stage_at(step)](state, next(batches))
         clock.show((step + 1, loss))
-    memory = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat]
+    clock.moved = math.inf
+    memory = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.local_devices]
     return state.params, dict(
-        reason="target reached" if val_loss <= c.target else "end of schedule", val_loss=val_loss,
-        target=c.target, steps=step, tokens=sum(B * T for B, T, _ in c.fills("train")[:step]),
-        seed=c.seed, devices=len(memory), train_time_ms=ms, peak_memory_bytes=max(memory),
+        reason="target reached" if val_loss <= c.target else "end of schedule", seed=c.seed,
+        val_loss=float(val_loss), target=c.target, steps=step, devices=mesh.size, train_time_ms=ms,
+        tokens=sum(B * T for B, T, _ in fills[:step]), peak_memory_bytes=max(memory),
+        resumed=bool(arrays),
     )  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
+    began = time.perf_counter(), time.process_time()  # the second: of imports
+    join()
     preset, c = parse_config(argv)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", ".cache/jax")
     devices, c = fit_devices(preset, c)
-    shards, doing = find_data(c), "compiling"
-    log = Log(preset, c, devices, argv)
-    mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    mesh, shards, doing = make_mesh(devices), find_data(c), "compiling"
+    c, facts, arrays = agree(c, shards)
+    log = Log(preset, c, devices, argv, facts, began)
     machine = f"{len(devices)} x {devices[0].device_kind}"
+    if mesh.size > GROUP:
+        log.line("note: on more than 8 devices sequences are shorter: another stream, no record")
     print(f"{preset} on {machine}, head in {c.head_forward}, log in {log.path}")
     try:
         if c.attention == "cudnn":
             check_attention(c, log)
-        programs = prepare(c, mesh, shards, log)
+        programs = prepare(c, mesh, log)
         doing = "training"
-        params, result = train(c, mesh, programs, shards, log)
+        params, result = train(c, mesh, programs, shards, log, facts, arrays)
     except KeyboardInterrupt:
         log.line("INTERRUPTED")
-        sys.exit(130)
+        os._exit(130)
     except jax.errors.JaxRuntimeError as error:
         if not re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED", str(error)):
             raise
@@ -1185,12 +1415,14 @@ def main(argv: list[str]) -> None:
         refuse(f"not enough memory on {machine} while {doing}: twice --batch is the same step "
                "in less, of shorter sequences; see Memory in README.md")  # fmt: skip
     try:
-        if c.save:
+        weights = unpad(params, c) if c.save else {}
+        if weights and not jax.process_index():
             path = log.path.with_suffix(".npz")  # numbers under the names of the table
-            np.savez(path, config=json.dumps(dataclasses.asdict(c)), **unpad(params, c))
+            np.savez(path, config=json.dumps(dataclasses.asdict(c)), **weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
-        log.line(f"RESULT {json.dumps(result)}")
+        log.lap("save")
+        log.end(f"RESULT {json.dumps(result)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, P, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import train_gpt
 from train_gpt import KINDS, Config
@@ -39,10 +39,6 @@ SMALL = dataclasses.replace(
 # Of them: operations a second by the data sheet, and what healthy ones in a node with NVLink reach.
 HOPPER, PEAK = ("NVIDIA H100 80GB HBM3", "NVIDIA H200"), 989e12
 FLOORS = {"copy, TB/s": 2.5, "product, TFLOP/s": 500, "head, TFLOP/s": 600, "gather, TB/s": 0.25}
-
-
-def make_mesh(devices: Iterable[jax.Device]) -> Mesh:
-    return Mesh(np.array([*devices]), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
 def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Array:
@@ -87,7 +83,7 @@ def check_speed(c: Config, mesh: Mesh, n: int) -> Lines:
     if len(devices) > 1:
         yield rated("gather, TB/s", [gathered(mesh, n)], devices[0])
         pairs = zip(devices, [*devices[1:], devices[0]], strict=True)
-        links = [float(f"{gathered(make_mesh(pair), n) / 1e12:.3g}") for pair in pairs]
+        links = [float(f"{gathered(train_gpt.make_mesh(pair), n) / 1e12:.3g}") for pair in pairs]
         yield True, "links, TB/s", " ".join(map(str, links)), links  # nobody knows the topology
 
 
@@ -197,7 +193,7 @@ def check_tiny(c: Config, mesh: Mesh) -> Lines:
     devices, right = tuple(mesh.devices.flat), None
     for run in dict.fromkeys((tuple(jax.local_devices(backend="cpu")[:1]), devices[:1], devices)):
         with jax.default_matmul_precision("highest"):
-            its = np.array([*losses(make_mesh(run))])
+            its = np.array([*losses(train_gpt.make_mesh(run))])
         right = its if right is None else right
         apart = float(np.abs(its - right).max())
         text = f"losses from {its[0]:.4f} to {its[-1]:.4f}, {apart:.1g} from those of a CPU"
@@ -222,7 +218,7 @@ def check_record(c: Config, mesh: Mesh) -> Lines:
     """All programs; steps of each stage; the run by their times. Operations are 6 by tokens and
     weights, 12 by tokens, channels and keys in the window; PaLM, arXiv:2204.02311, appendix B."""
     total, planned, facts, device = 0.0, 0, {}, mesh.devices.flat[0]
-    programs = train_gpt.prepare(c, mesh, [], SimpleNamespace(facts=facts.update))
+    programs = train_gpt.prepare(c, mesh, SimpleNamespace(facts=facts.update, lap=facts.get))
     made = facts["compile"]
     yield True, f"compiling {len(programs)} programs", f"{made['seconds']:.0f} s", made
     table = train_gpt.param_table(c)
@@ -278,7 +274,7 @@ def main(argv: list[str]) -> int:
         if devices[0].platform == "cpu" and not small:
             return print("check_gpu.py: JAX sees no GPU; there is ./run.sh check --small") or 2
         jax.config.update("jax_disable_most_optimizations", small)
-        mesh, minutes = make_mesh(devices), max(2, 20 // os.cpu_count())  # 20 programs
+        mesh, minutes = train_gpt.make_mesh(devices), max(2, 20 // os.cpu_count())  # 20 programs
         print(f"Some minutes, and about {minutes} more if this was never compiled here", flush=True)
         look(check_speed, c, mesh, 256 if small else 8192)
         look(check_attention, c, c.rows[-1].T, True)

@@ -245,7 +245,7 @@ def fake_record(monkeypatch, losses=(5.0, 4.0)):
     program = lambda stage: Program(T=C.rows[stage].T, memory_analysis=lambda: memory)
     programs = {(kind, stage): program(stage) for kind in train_gpt.KINDS for stage in (0, 1)}
 
-    def prepare(c, mesh, shards, log):
+    def prepare(c, mesh, log):
         log.facts(compile=dict(seconds=3.0))
         return programs
 

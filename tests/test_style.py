@@ -29,15 +29,15 @@ def sections() -> dict[str, int]:
 
 
 def test_the_file_is_short_and_most_of_it_is_machine_learning():
-    assert len(LINES) <= 1200 and max(map(len, LINES)) <= 100
+    assert len(LINES) <= 1430 and max(map(len, LINES)) <= 100
     sizes = sections()
-    rest = {"Command line", "Data", "Log", "Run"}
+    rest = {"Command line", "Hosts", "Data", "Checkpoints", "Log", "Run"}
     assert list(sizes) == [
         *("Config", "Parameters", "Model", "Head", "Gradients by hand", "Optimizer", "Step"),
-        *("Command line", "Data", "Log", "Run"),
+        *("Command line", "Hosts", "Data", "Checkpoints", "Log", "Run"),
     ]
     around = sum(sizes[name] for name in rest)
-    assert around <= 460 and sum(sizes.values()) - around >= 0.6 * len(LINES)
+    assert around <= 540 and sum(sizes.values()) - around >= 0.58 * len(LINES)
     assert LINES.index(next(line for line in LINES if line.startswith("def loss_fn"))) < 330
 
 
@@ -109,8 +109,8 @@ AUDIT = """
 import sys, threading
 import jax, numpy, optax
 from jax._src import xla_bridge
-import argparse, ast, collections, dataclasses, functools, hashlib, inspect, json, math, os, re
-import secrets, subprocess, time, zlib
+import argparse, ast, collections, dataclasses, faulthandler, functools, hashlib, inspect, json
+import math, os, re, secrets, signal, subprocess, threading, time, zlib
 from concurrent.futures import ThreadPoolExecutor
 events = []
 sys.addaudithook(lambda name, args: events.append((name, args and str(args[0]))))
@@ -148,7 +148,9 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
     assert not names & {"eval", "exec", "compile", "__import__"}
     assert not imported() & {"pickle", "marshal", "shelve", "importlib", "ctypes"}
     attributes = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
-    assert not attributes & {"system", "popen", "Popen", "load", "import_module"}
+    assert not attributes & {"system", "popen", "Popen", "import_module"}
+    loads = [node.value for node in NODES if getattr(node, "attr", None) == "load"]
+    assert [ast.unparse(module) for module in loads] == ["np"]  # no pickles, below
     keywords = {node.arg for node in NODES if isinstance(node, ast.keyword)}
     assert not keywords & {"shell", "allow_pickle"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import train_gpt
 
@@ -45,7 +45,7 @@ def text(length: int, first: int = 0) -> np.ndarray:
 
 
 def make_mesh(devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), ("fsdp",), axis_types=(AxisType.Auto,))
+    return train_gpt.make_mesh(jax.devices()[:devices])
 
 
 def sequences(c, T: int, seed: int = 0, documents: int = 4, count: int = 8) -> np.ndarray:
