@@ -1227,7 +1227,7 @@ class Clock:
     the run by a signal, after a step, a second one at once, and where it stands still."""
 
     def __init__(self, c: Config, log: Log, then: dict[str, Any]):
-        self.steps, self.log, self.signals = c.steps, log, []
+        self.steps, self.log, self.signal = c.steps, log, 0
         self.pending, self.seconds = collections.deque(), then.get("seconds", 0.0)
         self.finite = then.get("step", 0)  # the last step whose loss is known to be a number
         self.started = self.moved = time.perf_counter()
@@ -1241,9 +1241,11 @@ class Clock:
     def watch(self, seconds: int, reader: int) -> None:
         while self.moved > time.perf_counter() - (seconds or math.inf):
             if select.select([reader], [], [], 0.2)[0]:
-                self.signals.append(os.read(reader, 1)[0])
-                if len(self.signals) > 1:
-                    os._exit(128 + self.signals[-1])
+                number = os.read(reader, 1)[0]
+                if not self.signal:
+                    self.signal, told = number, time.perf_counter()
+                elif time.perf_counter() > told + 0.3:  # mpirun, timeout send it twice
+                    os._exit(128 + number)
         self.log.line(f"STALLED: no step in {seconds} s (--stall); the stacks of all threads:")
         for file in (self.log.file, sys.stderr):
             faulthandler.dump_traceback(file)
@@ -1368,7 +1370,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log, facts: 
                 clock.save(state, facts, -1)
             if val_loss <= c.target or step == c.steps:
                 break
-        number = sum(clock.signals)
+        number = clock.signal
         if jax.process_count() > 1:  # hosts end after the same step: every tenth they tell
             number = 0 if step % 10 else int(process_allgather(np.int32(number)).max())
         if number or c.save_every and step > first and step % c.save_every == 0:
