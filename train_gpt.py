@@ -9,6 +9,7 @@ Source  record 89 of modded-nanogpt; README.md says where we differ, and what wa
 import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -284,8 +285,7 @@ def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
     backward pass; the transpose reduce-scatters each gradient to its owner. Sent in c.compute, and
     float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
     vary = lambda x, over: lax.pcast(x, over, to="varying")  # the transpose adds up
-    send = lambda shard: lax.all_gather(vary(shard.astype(c.compute), axes()[:-1]), "fsdp",
-        tiled=True)  # fmt: skip
+    send = lambda x: lax.all_gather(vary(x.astype(c.compute), axes()[:-1]), "fsdp", tiled=True)
     weights, rows = {}, param_table(c)
     for name, p in params.items():
         row = rows[name]
@@ -940,11 +940,13 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
         lacks = "JAX sees only a CPU, the record needs GPUs: ./run.sh installs it with CUDA"
         print(f"warning: {lacks}; without GPUs: ./run.sh tiny", file=sys.stderr)
     if GROUP % (n := len(devices)) and n % GROUP or c.batch % n:
-        more = math.lcm(n, c.batch)
-        T = [row.T * c.batch // more for row in c.rows]
-        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; or, "
-               f"shorter sequences and no record, --batch {more} --head_chunk "
-               f"{math.gcd(c.head_chunk, c.val_T, *T)}: in its stages {more} x {T}")  # fmt: skip
+        more, also = math.lcm(n, c.batch), ""
+        T, left = zip(*(divmod(row.T * c.batch, more) for row in c.rows), strict=True)
+        if n % GROUP == 0 and not any(left):
+            also = f"; or another stream, no record, in whose stages are {more} x {[*T]} tokens: "
+            also += f"--batch {more} --head_chunk {math.gcd(c.head_chunk, c.val_T, *T)}"
+        told = f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8"
+        refuse(told + also)
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
@@ -961,31 +963,37 @@ def join() -> None:
     count = told("JNANO_PROCESSES WORLD_SIZE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE")
     rank = told("JNANO_PROCESS RANK SLURM_PROCID OMPI_COMM_WORLD_RANK")
     tasks = told("LOCAL_WORLD_SIZE SLURM_STEP_TASKS_PER_NODE OMPI_COMM_WORLD_LOCAL_SIZE")
-    if int(count or 1) < 2 and not Path(jax.__file__).parents[1].joinpath("libtpu").is_dir():
+    tpu = Path("/dev/accel0"), Path("/dev/vfio/0"), Path(jax.__file__).parents[1] / "libtpu"
+    if int(count or 1) < 2 and [path.exists() for path in tpu].count(True) < 2:
         return
     where, wait = told("JNANO_COORDINATOR"), int(told("JNANO_WAIT") or 300)
     if not where and told("MASTER_ADDR"):  # at its port torchrun itself listens
-        where = f"{told('MASTER_ADDR')}:{int(told('MASTER_PORT')) + 1}"
+        where = f"{told('MASTER_ADDR')}:{int(told('MASTER_PORT') or 29500) + 1}"
     # Several tasks on a host take a GPU each, unless each sees but one; else one takes all.
     share = not re.match(r"(1\b|$)", tasks) and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
     local = [int(told("LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK"))] if share else []
 
     def count_missing():  # just before JAX gives up, which does not count
         own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
-        rows = (row.split() for v in ("tcp", "tcp6") for row in open(f"/proc/net/{v}"))
+        rows = (row.split() for file in Path("/proc/net").glob("tcp*") for row in file.open())
         came = sum(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows) - 1
         refuse(f"{int(count) - came} of {count} processes did not come in {wait} s (JNANO_WAIT)")
 
     def fail(kind, *error):  # else JAX waits for the others, and they for this one
         sys.__excepthook__(kind, *error)
-        time.sleep(45 * issubclass(kind, jax.errors.JaxRuntimeError))  # JAX will say who was lost
-        os._exit(1)
+        time.sleep(35 * issubclass(kind, jax.errors.JaxRuntimeError))  # JAX will say who was lost
+        os._exit(130 if kind is KeyboardInterrupt else 1)
 
-    (timer := threading.Timer(wait - 1, count_missing if rank == "0" else str)).start()
+    timer = threading.Timer(wait - 1, count_missing if rank == "0" else str)
+    timer.daemon = True
+    timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     sys.excepthook, heard = fail, signal.signal(signal.SIGINT, signal.SIG_DFL)  # by C++ not at all
-    jax.distributed.initialize(*((where, int(count), int(rank)) if where else 3 * [None]), local,
-        "deactivate" if where else None, wait, heartbeat_timeout_seconds=30)  # fmt: skip
+    try:
+        who = (where, int(count), int(rank)) if where else 3 * [None]
+        jax.distributed.initialize(*who, local, "deactivate" if where else None, wait, 30)
+    except ValueError as error:
+        refuse(f"{count} processes cannot join: {error} Set JNANO_COORDINATOR: dev/hosts.md")
     timer.cancel()
     signal.signal(signal.SIGINT, heard)
 
@@ -997,6 +1005,7 @@ def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
     c = dataclasses.replace(c, seed=then["same"]["--seed"]) if then and c.seed < 0 else c
     same = {f"train_gpt.py:{n}": line for n, line in enumerate(SOURCE.splitlines(), 1)}
     same |= {f"--{name}": value for name, value in dataclasses.asdict(c).items()}
+    same["--prefixes"] = hashlib.sha256(prefix_table(c)).hexdigest()
     fills = [c.fills("train")] * (len(shards) - 1) + [c.fills("val")]
     with ThreadPoolExecutor(8) as pool:
         data = [*pool.map(check_tokens, shards, fills, [c] * len(shards))]
@@ -1009,7 +1018,7 @@ def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
     was, free = then.get("same", same), "--data --resume --force --save --save_every --stall step"
     changed = differ(was, same, free + " machine jax numpy optax")
     if changed and not c.force or then.get("step", 0) > c.steps:
-        refuse(f"--resume {c.resume}: {changed}; add --force 1 to go on")
+        refuse(f"--resume {c.resume}: {changed}{'; add --force 1 to go on' * (not c.force)}")
     if (told := differ(was, same, free)) != changed:
         print(f"warning: {told}: equal within rounding, not bit by bit", file=sys.stderr)
     mine = f"{os.uname().nodename}: {has}", secrets.randbits(31), same
@@ -1021,6 +1030,8 @@ def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
     same["--seed"] = hosts[0][1] if c.seed < 0 else c.seed
     if then:
         then["resume"] = dict(step=then["step"], seconds=then["seconds"], changed=changed)
+    if changed:  # another run, with its own log and files
+        del then["log"]
     then |= dict(same=same, hosts=[host for host, *_ in hosts], data=data)
     return dataclasses.replace(c, seed=same["--seed"]), then, arrays
 
@@ -1112,10 +1123,10 @@ def stream(shards: list[np.ndarray], fills: list[tuple], c: Config,
             done += 1
 
 
-def on_devices(batches: Iterable[np.ndarray], mesh: Mesh, axes: tuple[str, ...] = ("fsdp",),
+def on_devices(batches: Iterable[np.ndarray], mesh: Mesh, over: tuple[str, ...] = ("fsdp",),
                prefetch: int = 2) -> Iterator[Array]:  # fmt: skip
     """Copies some batches early, a host its rows: it returns at once, so it hides behind a step."""
-    sharding, queue = NamedSharding(mesh, P(axes)), collections.deque()
+    sharding, queue = NamedSharding(mesh, P(over)), collections.deque()
     for batch in batches:
         queue.append(jax.make_array_from_process_local_data(sharding, batch))
         if len(queue) > prefetch:
@@ -1200,11 +1211,12 @@ class Log:
         )  # fmt: skip
 
     def line(self, text: str, show: bool = True) -> None:
-        print(text, flush=True) if show else None
-        try:
-            self.file.write(text + "\n")
-        except OSError as error:  # the run is worth more than its log
-            print(f"warning: {self.path} has gaps: {error}", file=sys.stderr)
+        for file in (sys.stdout, self.file)[not show :]:
+            try:
+                print(text, file=file, flush=True)
+            except OSError as error:  # the run is worth more than its log
+                with contextlib.suppress(OSError):
+                    print(f"warning: {file.name} has gaps: {error}", file=sys.stderr)
 
     def facts(self, **facts: Any) -> None:
         for name, value in facts.items():
@@ -1276,8 +1288,9 @@ class Clock:
         """Off the clock. The number of a signal ends the run, -1 ends it as void."""
         self.stop(state)
         step, folder, age = int(state.step), self.log.path.with_suffix(""), os.path.getmtime
-        finite = lambda p: np.isfinite(process_allgather(p, tiled=True)).all()
-        bad = [name for name, p in state.params.items() if not finite(p)]
+        finite = lambda x: np.isfinite(process_allgather(x, tiled=True)).all()
+        parts = state.params | dict(optimizer=state.optimizer, held=state.held)
+        bad = [name for name, part in parts.items() if not all(map(finite, jax.tree.leaves(part)))]
         number = -1 if bad else number
         try:
             if number >= 0:
@@ -1285,12 +1298,14 @@ class Clock:
                 save(state, facts | now, folder / f"{step:07}.state")
         except OSError as error:  # the run is worth more
             self.log.line(f"warning: no checkpoint of step {step}: {error}")
+        process_allgather(np.int32(0))  # hosts wait for the one that writes
         self.log.lap("save")
-        why = f"NON-FINITE: the loss or {bad}, since a step from {self.finite + 1} to {step}"
+        bad = bad or "the validation loss"
+        why = f"NON-FINITE: {bad}, since a step from {self.finite + 1} to {step}"
         if number > 0:
             why = f"INTERRUPTED by {signal.Signals(number).name} after step {step}"
         if number:
-            last = max(folder.glob("*.state"), key=age, default="is impossible: no checkpoint")
+            last = max(folder.glob("*.state"), key=age, default="needs a checkpoint")
             self.log.end(f"{why}; to go on: --resume {last}")
             sys.exit(128 + number if number > 0 else 3)
         self.started = self.moved = time.perf_counter()
@@ -1365,11 +1380,11 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log, facts: 
             log.line(f"step:{step}/{c.steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms "
                      f"step_avg:{ms / max(step, 1):.2f}ms")  # fmt: skip
             log.lap("validate")
-            clock.started = clock.moved = time.perf_counter()
             if not math.isfinite(val_loss):
                 clock.save(state, facts, -1)
             if val_loss <= c.target or step == c.steps:
                 break
+            clock.started = clock.moved = time.perf_counter()
         number = clock.signal
         if jax.process_count() > 1:  # hosts end after the same step: every tenth they tell
             number = 0 if step % 10 else int(process_allgather(np.int32(number)).max())
@@ -1377,7 +1392,6 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log, facts: 
             clock.save(state, facts, number)
         state, loss = programs[KINDS[step % 2], c.stage_at(step)](state, next(batches))
         clock.show((step + 1, loss))
-    clock.moved = math.inf
     memory = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.local_devices]
     return state.params, dict(
         reason="target reached" if val_loss <= c.target else "end of schedule", seed=c.seed,
@@ -1393,9 +1407,10 @@ def main(argv: list[str]) -> None:
     preset, c = parse_config(argv)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", ".cache/jax")
-    devices, c = fit_devices(preset, c)
-    mesh, shards, doing = make_mesh(devices), find_data(c), "compiling"
+    shards, doing = find_data(c), "compiling"
     c, facts, arrays = agree(c, shards)
+    devices, c = fit_devices(preset, c)
+    mesh = make_mesh(devices)
     log = Log(preset, c, devices, argv, facts, began)
     machine = f"{len(devices)} x {devices[0].device_kind}"
     if mesh.size > GROUP:

@@ -34,7 +34,7 @@ def test_the_record_is_of_this_train_gpt():
     ("Clip first: a", "First clip: a", False),
     ("now = np.interp(steps,", "now = np.interp(\n        steps,", False),
     ("jnp.int32(0), params, optimizer(c)", "jnp.int32(1), params, optimizer(c)", False),
-    ("print(text, flush=True)", "print(text)", False),  # of the log
+    ("file=file, flush=True)", "file=file)", False),  # of the log
     ("23 * jax.nn.sigmoid(", "24 * jax.nn.sigmoid(", True),
     ("        Y = X * lax.rsqrt", "        X = Y = X * lax.rsqrt", True),
     ("    if odd:  # XLA may", "    if True:  # XLA may", True),

@@ -29,7 +29,7 @@ def sections() -> dict[str, int]:
 
 
 def test_the_file_is_short_and_most_of_it_is_machine_learning():
-    assert len(LINES) <= 1430 and max(map(len, LINES)) <= 100
+    assert len(LINES) <= 1450 and max(map(len, LINES)) <= 100
     sizes = sections()
     rest = {"Command line", "Hosts", "Data", "Checkpoints", "Log", "Run"}
     assert list(sizes) == [
@@ -37,7 +37,7 @@ def test_the_file_is_short_and_most_of_it_is_machine_learning():
         *("Command line", "Hosts", "Data", "Checkpoints", "Log", "Run"),
     ]
     around = sum(sizes[name] for name in rest)
-    assert around <= 540 and sum(sizes.values()) - around >= 0.58 * len(LINES)
+    assert around <= 550 and sum(sizes.values()) - around >= 0.58 * len(LINES)
     assert LINES.index(next(line for line in LINES if line.startswith("def loss_fn"))) < 330
 
 
