@@ -1026,6 +1026,7 @@ def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
     hosts = [json.loads(text.tobytes()) for text in texts]
     for host, _, other in hosts:
         if told := differ(hosts[0][2], other, "--data --resume"):
+            time.sleep(0 if jax.process_index() else 2)  # without process 0 JAX ends the others
             refuse(f"{host}: {told} on {hosts[0][0]}")
     same["--seed"] = hosts[0][1] if c.seed < 0 else c.seed
     if then:
