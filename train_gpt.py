@@ -325,7 +325,19 @@ def loss_fn(weights: dict, tokens_BT: Array, shares: dict, c: Config, stage: int
     """Sum over this microbatch of the losses to several targets, nats, each times its share: 1 is
     the next token, 2 the one after it .., 0 the longest prefix of the next token. weights as from
     gather and read_pairs; tokens_BT has one token more than the model reads."""
-    inputs = tokens_BT[:, :-1]
+    x = forward(weights, tokens_BT[:, :-1], c, stage)
+    # [mtp] Early in training later tokens are targets as well; arXiv:2404.19737, record 53.
+    # [prefix] And so is the longest token that the next token begins with; record 88.
+    later = jnp.pad(tokens_BT, ((0, 0), (0, max(shares))), constant_values=-1)
+    prefix, T = lambda tokens: jnp.take(prefix_table(c), tokens, axis=0), x.shape[1]
+    targets = [later[:, k:][:, :T] if k else prefix(tokens_BT[:, 1:]) for k in shares]
+    targets_NK = jnp.stack(targets, axis=-1).reshape(-1, len(shares))
+    shares_K = jnp.stack([jnp.float32(share) for share in shares.values()])
+    return head_loss(norm(x).reshape(-1, c.D), weights["head"], targets_NK, shares_K, c)
+
+
+def forward(weights: dict, inputs: Array, c: Config, stage: int) -> Array:
+    """The last stream x, (B, T, D), of tokens (B, T): logits are softcap(norm(x) @ head.T)."""
     x0, pairs, values = look_up(weights, inputs, c)
     # [gates] Small nets, by which each token sets the gates of the layers after it, until the next
     # one. Hidden layers are here, the outputs are the gates' own: say(). Records 81 and 85.
@@ -357,14 +369,7 @@ def loss_fn(weights: dict, tokens_BT: Array, shares: dict, c: Config, stage: int
         says = say(net(x, next(mudd_nets)), dict(mudd_head=weights["mudd_head"]), 0.1)
         again = [start, *reads, entry, *values[:1], *skip]
         x = weighted_sum((1.0, x), *each(says["mudd_head"], again))
-    # [mtp] Early in training later tokens are targets as well; arXiv:2404.19737, record 53.
-    # [prefix] And so is the longest token that the next token begins with; record 88.
-    later = jnp.pad(tokens_BT, ((0, 0), (0, max(shares))), constant_values=-1)
-    prefix, T = lambda tokens: jnp.take(prefix_table(c), tokens, axis=0), x.shape[1]
-    targets = [later[:, k:][:, :T] if k else prefix(tokens_BT[:, 1:]) for k in shares]
-    targets_NK = jnp.stack(targets, axis=-1).reshape(-1, len(shares))
-    shares_K = jnp.stack([jnp.float32(share) for share in shares.values()])
-    return head_loss(norm(x).reshape(-1, c.D), weights["head"], targets_NK, shares_K, c)
+    return x
 
 
 def read(table: Array, rows: Array) -> Array:
@@ -584,12 +589,15 @@ def matmul(a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision:
     return out * jnp.asarray(1 / scale, dtype)
 
 
+def softcap(z: Array) -> Array:
+    """[softcap] Logits between 0 and 23: Gemma 2, arXiv:2408.00118; records 18 and 54."""
+    return 23 * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / 7.5)
+
+
 def head_loss_forward(x_ND: Array, w_VD: Array, targets_NK: Array, shares_K: Array, c: Config):
     """[fp8-head] Softcapped cross-entropy over all V columns to K targets (-1: none), each times
     its share, summed over N tokens; arXiv:2209.05433, record 19. In chunks of tokens, so that
     [N, V] logits never exist; both gradients are computed while a chunk's are at hand."""
-    # [softcap] Logits between 0 and 23: Gemma 2, arXiv:2408.00118; records 18 and 54.
-    softcap = lambda z: 23 * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / 7.5)
     w8_VD, g_scale = quantize(w_VD, c.w_scale, c.head_forward), c.g_scale * c.batch
     w8_DV = w8_VD.T  # once, for all chunks: a float8 product wants the summed axis last
 
@@ -1436,11 +1444,14 @@ def main(argv: list[str]) -> None:
         weights = unpad(params, c) if c.save else {}
         if weights and not jax.process_index():
             path = log.path.with_suffix(".npz")  # numbers under the names of the table
-            np.savez(path, config=json.dumps(dataclasses.asdict(c)), **weights)
+            of = dict(config=dataclasses.asdict(c), result=result, source=hashlib.sha256(SOURCE.encode()).hexdigest())
+            np.savez(path, **{k: json.dumps(v) for k, v in of.items()}, **weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.lap("save")
         log.end(f"RESULT {json.dumps(result)}")
+    if "weights" in result:
+        print(f"next: ./run.sh sample {path} '{'def ' if c.vocab == 257 else 'The'}'")
 
 
 if __name__ == "__main__":
