@@ -1444,7 +1444,8 @@ def main(argv: list[str]) -> None:
         weights = unpad(params, c) if c.save else {}
         if weights and not jax.process_index():
             path = log.path.with_suffix(".npz")  # numbers under the names of the table
-            of = dict(config=dataclasses.asdict(c), result=result, source=hashlib.sha256(SOURCE.encode()).hexdigest())
+            source = hashlib.sha256(SOURCE.encode()).hexdigest()
+            of = dict(config=dataclasses.asdict(c), result=result, source=source)
             np.savez(path, **{k: json.dumps(v) for k, v in of.items()}, **weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end

@@ -98,7 +98,8 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head (V, D)
     as loss_fn takes it. tokens (B, T + 1) have one more than the model reads; rows, as those of
     `more` and of what comes back, are spread over the devices."""
-    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or ".cache/jax")
+    cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
+    jax.config.update("jax_compilation_cache_dir", cache)
     found, c = w.code.fit_devices("", dataclasses.replace(w.c, batch=8))
     mesh = w.code.make_mesh(found[:devices])
     stored, specs = {}, {}
@@ -148,9 +149,9 @@ class GPT2:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # of the network, of the cache, of files that are not its own
             get = "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
-            refuse(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there "
-                   f"is a network, run TIKTOKEN_CACHE_DIR=gpt2 {get}, copy the folder gpt2 here and "
-                   "set TIKTOKEN_CACHE_DIR to it")  # fmt: skip
+            refuse(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): with a "
+                   f"network, run TIKTOKEN_CACHE_DIR=gpt2 {get}, copy the folder gpt2 here and set "
+                   "TIKTOKEN_CACHE_DIR to it")  # fmt: skip
         self.encode, self.piece = encoding.encode_ordinary, encoding.decode_single_token_bytes
 
 
