@@ -314,10 +314,9 @@ def deal(weights: dict[str, Any], c: Config) -> list[NamedTuple]:
 
 def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     """The model alone, in float32: banks as [N, R, C], and no padding."""
-    shapes = {name: row.shape for name, row in param_table(c).items()}
+    rows, every = param_table(c), functools.partial(process_allgather, tiled=True)
     whole = lambda p, shape: p.reshape(-1, *p.shape[2:]) if p.ndim > len(shape) else p
-    every = {k: process_allgather(p, tiled=True) for k, p in params.items()}
-    return {k: whole(every[k], shape)[: shape[0]] for k, shape in shapes.items()}
+    return {k: whole(every(params[k]), row.shape)[: row.shape[0]] for k, row in rows.items()}
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -589,9 +588,8 @@ def matmul(a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision:
     return out * jnp.asarray(1 / scale, dtype)
 
 
-def softcap(z: Array) -> Array:
-    """[softcap] Logits between 0 and 23: Gemma 2, arXiv:2408.00118; records 18 and 54."""
-    return 23 * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / 7.5)
+# [softcap] Logits between 0 and 23: Gemma 2, arXiv:2408.00118; records 18 and 54.
+softcap = lambda z: 23 * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / 7.5)
 
 
 def head_loss_forward(x_ND: Array, w_VD: Array, targets_NK: Array, shares_K: Array, c: Config):
@@ -953,8 +951,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
         if n % GROUP == 0 and not any(left):
             also = f"; or another stream, no record, in whose stages are {more} x {[*T]} tokens: "
             also += f"--batch {more} --head_chunk {math.gcd(c.head_chunk, c.val_T, *T)}"
-        told = f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8"
-        refuse(told + also)
+        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8{also}")
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
@@ -1181,10 +1178,9 @@ def load(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
     """The state that was saved, on these devices."""
-    saved = lambda at: arrays[jax.tree_util.keystr(at).replace(".tables", ".params")]
-    put = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
-    shapes = state_shapes(c, mesh)
-    return jax.tree.map_with_path(lambda at, x: put(saved(at).astype(x.dtype), x), shapes)
+    of = lambda k, x: arrays[jax.tree_util.keystr(k).replace(".tables", ".params")].astype(x.dtype)
+    put = lambda k, x: jax.make_array_from_callback(x.shape, x.sharding, of(k, x).__getitem__)
+    return jax.tree.map_with_path(put, state_shapes(c, mesh))
 
 
 # ---- Log -----------------------------------------------------------------------------------------
@@ -1198,8 +1194,7 @@ class Log:
         name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
         self.path = Path(then.get("log", f"logs/{name}.txt"))
         self.path.parent.mkdir(exist_ok=True)
-        at = os.devnull if jax.process_index() else self.path
-        self.file = open(at, "a", buffering=1, encoding="utf-8", newline="\n")
+        self.file = open(os.devnull if jax.process_index() else self.path, "a", encoding="utf-8")
         sys.stdout = self.file if jax.process_index() else sys.stdout
         self.line("" if self.file.tell() else SOURCE + "=" * 100, show=False)
         self.since, self.began, imported = time.perf_counter(), *began
@@ -1309,8 +1304,7 @@ class Clock:
             self.log.line(f"warning: no checkpoint of step {step}: {error}")
         process_allgather(np.int32(0))  # hosts wait for the one that writes
         self.log.lap("save")
-        bad = bad or "the validation loss"
-        why = f"NON-FINITE: {bad}, since a step from {self.finite + 1} to {step}"
+        why = f"NON-FINITE: {bad or 'the loss'}, since a step from {self.finite + 1} to {step}"
         if number > 0:
             why = f"INTERRUPTED by {signal.Signals(number).name} after step {step}"
         if number:
@@ -1422,8 +1416,6 @@ def main(argv: list[str]) -> None:
     mesh = make_mesh(devices)
     log = Log(preset, c, devices, argv, facts, began)
     machine = f"{len(devices)} x {devices[0].device_kind}"
-    if mesh.size > GROUP:
-        log.line("note: on more than 8 devices sequences are shorter: another stream, no record")
     print(f"{preset} on {machine}, head in {c.head_forward}, log in {log.path}")
     try:
         if c.attention == "cudnn":
@@ -1444,8 +1436,7 @@ def main(argv: list[str]) -> None:
         weights = unpad(params, c) if c.save else {}
         if weights and not jax.process_index():
             path = log.path.with_suffix(".npz")  # numbers under the names of the table
-            source = hashlib.sha256(SOURCE.encode()).hexdigest()
-            of = dict(config=dataclasses.asdict(c), result=result, source=source)
+            of = dict(config=dataclasses.asdict(c), result=result, source=crc32(SOURCE.encode()))
             np.savez(path, **{k: json.dumps(v) for k, v in of.items()}, **weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end

@@ -3,14 +3,14 @@
 import argparse
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +39,8 @@ def refuse(message: str) -> NoReturn:
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Of a tool whose first argument is WEIGHTS; it, too, refuses in one line."""
-    cli = argparse.ArgumentParser(
-        description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=form)
     cli.error = refuse
     cli.add_argument("weights", type=Path, metavar="WEIGHTS", help="logs/<run>.npz")
     cli.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="that trained them")
@@ -50,13 +49,13 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def open_script(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_gpt", path)
-    code = importlib.util.module_from_spec(spec)
     try:
+        code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
     except Exception as error:
-        refuse(f"{path} is no script like train_gpt.py: {error!r}")
+        refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
     if lacks := [name for name in NEEDS if not hasattr(code, name)]:
-        refuse(f"{path} has no {lacks[0]}: it is older than evals/, take the tools of its time")
+        refuse(f"--script {path} has no {lacks[0]}: it is older than evals/")
     return code
 
 
@@ -67,47 +66,40 @@ def open_weights(path: Path, script: Path) -> Weights:
             if broken := file.zip.testzip():  # np.load checks only what it reads to the end
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
-        config, result, source = (
-            json.loads(arrays.pop(name).item()) for name in ("config", "result", "source")
-        )
-    except KeyError as error:
-        refuse(f"{path} holds no {error}: it is not what a run of this train_gpt.py leaves")
+        about = (json.loads(arrays.pop(name).item()) for name in ("config", "result", "source"))
+        config, result, source = about
     except Exception as error:
-        refuse(f"{path} is no whole file of weights: {error}")
-    code = open_script(script)
-    hint = "name the script that trained it by --script"
-    names = {field.name for field in dataclasses.fields(code.Config)}
-    if differ := sorted(names ^ config.keys()):
-        whose = "only the script" if differ[0] in names else "only its own"
-        refuse(f"{path}: {whose} has --{differ[0]}; {hint}")
+        why = f"{type(error).__name__}: {str(error).split('.')[0]}"
+        refuse(f"{path} is no whole file of weights that this train_gpt.py has left: {why}")
+    code, hint = open_script(script), "name the script that trained it by --script"
+    if differ := {field.name for field in dataclasses.fields(code.Config)} ^ config.keys():
+        refuse(f"{path} and {script}: only one of them has --{min(differ)}; {hint}")
     c = code.Config(**config)
     shapes = {name: row.shape for name, row in code.param_table(c).items()}
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
-    if differ := [name for name in shapes | arrays if shapes.get(name) != found.get(name)]:
-        name = differ[0]
-        told = f"in the file {found.get(name)}, in the script {shapes.get(name)}"
-        refuse(f"{path}: {name} has another shape, {told}; {hint}")
-    if source != hashlib.sha256(code.SOURCE.encode()).hexdigest():
-        print(f"warning: {script} has changed since {path} was trained; if its model did, {hint}",
+    for name in shapes | arrays:
+        if (a := found.get(name)) != (b := shapes.get(name)):
+            refuse(f"{path}: the shape of {name} is {a}, in {script} it is {b}; {hint}")
+    if source != crc32(code.SOURCE.encode()):
+        print(f"warning: {script} has changed since {path}; if its model has, {hint}",
               file=sys.stderr)  # fmt: skip
-    return Weights(path, code, c.for_validation(), c.stage_at(result["steps"]), arrays, config,
-                   result)  # fmt: skip
+    stage = c.stage_at(result["steps"])
+    return Weights(path, code, c.for_validation(), stage, arrays, config, result)
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head (V, D)
-    as loss_fn takes it. tokens (B, T + 1) have one more than the model reads; rows, as those of
+    without padding. tokens (B, T + 1) have one more than the model reads; their rows, and those of
     `more` and of what comes back, are spread over the devices."""
     cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
     jax.config.update("jax_compilation_cache_dir", cache)
     found, c = w.code.fit_devices("", dataclasses.replace(w.c, batch=8))
-    mesh = w.code.make_mesh(found[:devices])
-    stored, specs = {}, {}
+    mesh, stored, specs = w.code.make_mesh(found[:devices]), {}, {}
     for name, row in w.code.param_table(c).items():
-        whole, specs[name] = np.zeros(row.stored_shape, np.float32), row.spec
-        flat = whole.reshape(-1, *row.shape[1:]) if whole.ndim > len(row.shape) else whole
+        padded, specs[name] = np.zeros(row.stored_shape, np.float32), row.spec
+        flat = padded.reshape(-1, *row.shape[1:]) if padded.ndim > len(row.shape) else padded
         flat[: row.shape[0]] = w.arrays[name]
-        stored[name] = jax.device_put(whole, NamedSharding(mesh, row.spec))
+        stored[name] = jax.device_put(padded, NamedSharding(mesh, row.spec))
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gather = on_mesh(lambda p: w.code.gather(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
@@ -131,33 +123,20 @@ def logits(w: Weights, x: Array, head: Array) -> Array:
     return w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
 
 
-class Bytes:
-    """The vocabulary of `tiny`: the bytes of UTF-8."""
-
-    def encode(self, text: str) -> list[int]:
-        return [*text.encode()]
-
-    def piece(self, token: int) -> bytes:
-        return bytes([token])
-
-
-class GPT2:
-    def __init__(self):
-        try:
-            import tiktoken
-
-            encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # of the network, of the cache, of files that are not its own
-            get = "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
-            refuse(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): with a "
-                   f"network, run TIKTOKEN_CACHE_DIR=gpt2 {get}, copy the folder gpt2 here and set "
-                   "TIKTOKEN_CACHE_DIR to it")  # fmt: skip
-        self.encode, self.piece = encoding.encode_ordinary, encoding.decode_single_token_bytes
-
-
-def tokenizer(c: Any) -> Bytes | GPT2:
-    """encode(text) -> tokens, piece(token) -> bytes."""
-    kinds = {(257, 256): Bytes, (50257, 50256): GPT2}
-    if (c.vocab, c.eot) not in kinds:
+def tokenizer(c: Any) -> SimpleNamespace:
+    """encode(text) -> tokens, piece(token) -> bytes. Bytes of UTF-8 for `tiny`, else GPT-2's."""
+    if (c.vocab, c.eot) == (257, 256):
+        encode = lambda text: [*text.encode("utf-8", "surrogateescape")]
+        return SimpleNamespace(encode=encode, piece=lambda token: bytes([token]))
+    if (c.vocab, c.eot) != (50257, 50256):
         refuse(f"there is a tokenizer for bytes and for GPT-2's tokens, none for {c.vocab} tokens")
-    return kinds[c.vocab, c.eot]()
+    try:
+        import tiktoken
+
+        gpt2 = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # of the network, of the cache, of files that are not its own
+        get = "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
+        refuse(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): with a network, "
+               f"run TIKTOKEN_CACHE_DIR=gpt2 {get}, copy the folder gpt2 here and set "
+               "TIKTOKEN_CACHE_DIR to it")  # fmt: skip
+    return SimpleNamespace(encode=gpt2.encode_ordinary, piece=gpt2.decode_single_token_bytes)

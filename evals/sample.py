@@ -1,0 +1,108 @@
+"""Text by a trained model, as it is made. The prompt begins a document, the end of one ends it.
+
+    python evals/sample.py WEIGHTS "prompt" [--tokens 256] [--samples 1] [--seed 0]
+                           [--temperature 0.8] [--top_k 0] [--top_p 0.95] [--script FILE]
+    python evals/sample.py WEIGHTS --interactive
+
+A whole forward for each token, over a padded length: nothing is cached that could differ from
+training. The first of several samples streams. Ctrl-C ends a text.
+"""
+
+import argparse
+import codecs
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import weights
+from weights import refuse
+
+
+def draw(logits_V: np.ndarray, how: argparse.Namespace, rng: np.random.Generator) -> int:
+    """A token by its probability, among the top_k likeliest (0: all), of these among the fewest
+    that have top_p of it together (Holtzman et al. 2020, arXiv:1904.09751)."""
+    order = np.argsort(-logits_V, kind="stable")[: how.top_k or None]
+    if how.temperature == 0:
+        return int(order[0])
+    p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / how.temperature)
+    p /= p.sum()
+    p *= np.cumsum(p) - p < how.top_p
+    return int(rng.choice(order, p=p / p.sum()))
+
+
+def generate(run: Callable, tokens: list[int], how: argparse.Namespace, longest: int,
+             number: int) -> Iterator[list[int]]:  # fmt: skip
+    """The next token of every sample, again and again."""
+    rngs = [np.random.default_rng([how.seed, number, i]) for i in range(how.samples)]
+    rows = np.array([tokens] * how.samples)
+    while (length := rows.shape[1]) < min(len(tokens) + how.tokens, longest):
+        T = max(256, 1 << (length - 1).bit_length())  # so that few programs compile
+        padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))  # what is later has no influence
+        logits_BV = np.asarray(run(padded, np.full(how.samples, length - 1)))
+        step = [draw(logits, how, rng) for logits, rng in zip(logits_BV, rngs, strict=True)]
+        yield step
+        rows = np.concatenate((rows, np.array(step)[:, None]), axis=1)
+
+
+def tell(prompt: str, run: Callable, w: weights.Weights, coder: SimpleNamespace,
+         how: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
+    """Prints prompt and continuations; the rate is without the first token, which compiles."""
+    tokens, longest = [w.c.eot, *coder.encode(prompt)], max(256, w.c.val_T)
+    if len(tokens) >= longest:
+        refuse(f"the prompt has {len(tokens) - 1} tokens, more than {longest - 2}: make it shorter")
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(how.samples)]
+    texts, alive, times = [prompt] * how.samples, [True] * how.samples, []
+    heading = "=" * 20 + " {}\n" if how.samples > 1 else ""
+    print(heading.format(1) + prompt, end="", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for step in generate(run, tokens, how, longest, number):
+            times.append(time.perf_counter())
+            for i, token in enumerate(step):
+                alive[i] = alive[i] and token != w.c.eot
+                piece = decoders[i].decode(coder.piece(token) if alive[i] else b"")
+                texts[i] += piece
+                print("" if i else piece, end="", flush=True)
+            if not any(alive):
+                break
+    print(*(f"\n{heading.format(i)}{text}" for i, text in enumerate(texts[1:], 2)), sep="")
+    rate = how.samples * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0
+    print(f"[{how.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
+
+
+def main() -> None:
+    cli = weights.parser(__doc__)
+    cli.add_argument("prompt", nargs="?", default="")
+    cli.add_argument("--tokens", type=int, default=256, help="at most")
+    cli.add_argument("--samples", type=int, default=1, help="at once")
+    cli.add_argument("--seed", type=int, default=0, help="the same seed makes the same text")
+    cli.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    cli.add_argument("--top_k", type=int, default=0, help="only so many likeliest tokens; 0: all")
+    cli.add_argument("--top_p", type=float, default=0.95, help="only this share of probability")
+    cli.add_argument("--interactive", action="store_true", help="prompt after prompt")
+    how = cli.parse_args()
+    if min(how.tokens, how.samples) < 1 or min(how.temperature, how.top_k, how.seed) < 0:
+        refuse("--tokens and --samples begin at 1, --temperature, --top_k and --seed at 0")
+    if not 0 < how.top_p <= 1:
+        refuse(f"--top_p {how.top_p} is no share: give more than 0, and 1 at most")
+    if how.interactive == bool(how.prompt):
+        refuse('give a prompt that is not empty, "like this", or --interactive')
+    w = weights.open_weights(how.weights, how.script)
+    coder = weights.tokenizer(w.c)
+    read = lambda x, head, _, last: weights.logits(w, x[jnp.arange(len(x)), last], head)
+    run = weights.runner(w, read, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    if how.prompt:
+        tell(how.prompt, run, w, coder, how)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        for number in range(2**31 * how.interactive):
+            with contextlib.suppress(SystemExit):  # too long: it has been told
+                tell(input("\n> ") or "\n", run, w, coder, how, number)
+
+
+if __name__ == "__main__":
+    main()
