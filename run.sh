@@ -3,6 +3,7 @@
 #
 #   ./run.sh [record | tiny] [--field value ...]
 #   ./run.sh check [--small | --field value ...]
+#   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
 #   ./run.sh test [pytest argument ...]
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
@@ -120,6 +121,15 @@ if [ "${1:-}" = check ]; then
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-.cache/jax}"
   exec .venv/bin/python -m dev.check_gpu "$@"
 fi
+case ${1:-} in
+  sample | hellaswag | loss | export | look)
+    tool=$1
+    shift
+    case $tool in hellaswag | loss | look) install tests tests/requirements.txt ;; esac
+    unlock
+    exec .venv/bin/python "evals/$tool.py" "$@"
+    ;;
+esac
 if [ "${1:-}" = test ]; then
   shift
   install tests tests/requirements.txt

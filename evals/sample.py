@@ -93,7 +93,9 @@ def main() -> None:
         refuse('give a prompt that is not empty, "like this", or --interactive')
     w = weights.open_weights(how.weights, how.script)
     coder = weights.tokenizer(w.c)
-    read = lambda x, head, _, last: weights.logits(w, x[jnp.arange(len(x)), last], head)
+    read = lambda x, head, _, last: weights.logits(
+        w, x[jnp.arange(len(x)), last], head[: w.c.vocab]
+    )
     run = weights.runner(w, read, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     if how.prompt:

@@ -69,7 +69,7 @@ def open_weights(path: Path, script: Path) -> Weights:
         about = (json.loads(arrays.pop(name).item()) for name in ("config", "result", "source"))
         config, result, source = about
     except Exception as error:
-        why = f"{type(error).__name__}: {str(error).split('.')[0]}"
+        why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
         refuse(f"{path} is no whole file of weights that this train_gpt.py has left: {why}")
     code, hint = open_script(script), "name the script that trained it by --script"
     if differ := {field.name for field in dataclasses.fields(code.Config)} ^ config.keys():
@@ -88,9 +88,9 @@ def open_weights(path: Path, script: Path) -> Weights:
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
-    """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head (V, D)
-    without padding. tokens (B, T + 1) have one more than the model reads; their rows, and those of
-    `more` and of what comes back, are spread over the devices."""
+    """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head is
+    (V, D), and V more than the vocabulary, as in training. tokens (B, T + 1) have one more than the
+    model reads; their rows, and those of `more` and of what comes back, are spread over devices."""
     cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
     jax.config.update("jax_compilation_cache_dir", cache)
     found, c = w.code.fit_devices("", dataclasses.replace(w.c, batch=8))
@@ -107,7 +107,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     def on_device(whole: dict, tokens: Array, *more: Array) -> Any:
         pairs = w.code.read_pairs(whole, tokens, c)
         x = w.code.norm(w.code.forward(pairs, tokens[:, :-1], c, w.stage))
-        return read(x, whole["head"][: c.vocab], tokens, *more)
+        return read(x, whole["head"], tokens, *more)
 
     def program(whole: dict, tokens: Array, *more: Array) -> Any:
         specs = (P(), *[P("fsdp")] * (1 + len(more)))

@@ -157,6 +157,20 @@ def test_check_installs_and_reads_no_data(machine):
     assert machine.run("check")[-1] == "python3.12 -m dev.check_gpu"
 
 
+def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(machine):
+    machine.python(12)
+    assert machine.run("sample", "logs/x y.npz", "a  b")[1:] == said(
+        f"{PIP} requirements.txt", "evals/sample.py logs/x y.npz a  b"
+    )
+    assert machine.run("export", "x", "--out", "y") == said("evals/export.py x --out y")
+    tests = f"{PIP} tests/requirements.txt"
+    assert machine.run("look", "x") == said(tests, "evals/look.py x")
+    for tool in "hellaswag", "loss":
+        assert machine.run(tool, "x") == said(f"evals/{tool}.py x")
+        machine.root.joinpath(".venv/installed-tests").unlink()
+        assert machine.run(tool, "x") == said(tests, f"evals/{tool}.py x")
+
+
 def test_a_failed_or_changed_install_is_repeated(machine):
     machine.python(12)
     install = said(f"{PIP} requirements.txt")
@@ -323,6 +337,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 @pytest.mark.parametrize("argv, held, free", [
     ([], "-m -m data/source_code.py", "data/check.py train_gpt.py"),
     (["check"], "-m -m", "-m"),
+    (["loss", "x"], "-m -m -m", "evals/loss.py"),
     (["test"], "-m -m -m", "-m -m -m"),
 ])  # fmt: skip
 def test_only_what_writes_holds_the_lock(machine, argv, held, free):

@@ -1,0 +1,281 @@
+"""Weights that a run has left: read by evals/weights.py, or refused; text of them, streamed."""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sample
+import weights
+
+import train_gpt
+from tests.tools import SMALL, write_shard
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+SAMPLE, TRAIN = ROOT / "evals/sample.py", ROOT / "train_gpt.py"
+ALPHABET = "abcdefghijklmnop"  # the whole of every document
+HOW = dict(tokens=9, samples=1, seed=0, temperature=0.0, top_k=0, top_p=1.0, interactive=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder in which a run of a minute has learned the alphabet by heart; what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    document = [256, *ALPHABET.encode()]
+    write_shard(folder / "x_train_000001.bin", document * 1000)
+    write_shard(folder / "x_val_000000.bin", document * 100)
+    argv = [*SMALL, "--plan", "Skv0 Lxqb@0", "--steps", "40", "--val_every", "40"]
+    argv += ["--stages", "40 256 8 16 0 1 0,1", "--data", str(folder), "--seed", "1"]
+    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run([sys.executable, TRAIN, "tiny", *argv], cwd=folder, env=env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = folder.glob("logs/*.npz")
+    return argparse.Namespace(folder=folder, path=path, out=done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    """The weights in float32, and what makes logits of the last token of rows."""
+    w = weights.open_weights(run.path, TRAIN)
+    w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
+    read = lambda x, head, _, last: weights.logits(w, x[jnp.arange(len(x)), last], head)
+    return w, weights.runner(w, read, 1)
+
+
+@pytest.fixture
+def call(run, monkeypatch, capsys):
+    """sample.py, in this process: exit status, stdout, stderr."""
+
+    def start(*argv, path=run.path):
+        monkeypatch.setattr(sys, "argv", ["sample.py", str(path), *argv])
+        monkeypatch.setattr(sample.signal, "signal", lambda *_: None)
+        try:
+            sample.main()
+            status = 0
+        except SystemExit as error:
+            status = error.code
+        return (status, *capsys.readouterr())
+
+    return start
+
+
+def test_a_run_ends_with_the_command_that_samples_it(run):
+    *_, result, last = run.out
+    assert result.startswith("RESULT {") and last.startswith("next: ./run.sh sample logs/")
+    _, _, tool, *argv = shlex.split(last)
+    command = [sys.executable, ROOT / "evals" / f"{tool}.py", *argv, "--tokens", "3"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith(b"def ")
+    assert re.fullmatch(rb"\[1 x 3 tokens, \d+\.\d a second\]\n", done.stderr)
+
+
+def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
+    status, out, err = call("abc", "--temperature", "0")
+    assert (status, out) == (0, ALPHABET + "\n") and err.startswith("[1 x 14 tokens, ")
+    assert call("abc", "--temperature", "0", "--tokens", "4")[1] == "abcdefg\n"
+    out = call("f", "--temperature", "0", "--samples", "2")[1]
+    heading = "=" * 20
+    assert out == f"{heading} 1\n{ALPHABET[5:]}\n{heading} 2\n{ALPHABET[5:]}\n"
+
+
+def test_the_same_seed_makes_the_same_text_and_another_one_another(call):
+    hot = lambda *argv: call("ab", "--temperature", "3", "--tokens", "20", *argv)[1]
+    assert hot("--seed", "1") == hot("--seed", "1") != hot("--seed", "2")
+    assert hot() in (hot("--seed", "0"),)
+    one, *texts = hot("--samples", "3").split("=" * 20)[1:]
+    assert len({one[3:], *(text[3:] for text in texts)}) == 3
+
+
+# ---- Logits --------------------------------------------------------------------------------------
+def test_padding_and_neighbours_have_no_influence(model):
+    w, run = model
+    rows = np.frombuffer(("xyzabcde" * 9 + ALPHABET * 4).encode(), np.uint8).reshape(2, -1)
+    rows = np.pad(rows.astype(np.int32), ((0, 0), (1, 0)), constant_values=w.c.eot)
+    last, pad = np.array([20, 60]), lambda T: np.pad(rows, ((0, 0), (0, T - 68)))
+    whole = {k: jnp.asarray(v) for k, v in w.arrays.items()}
+    whole |= {k: [*whole[k]] for k in ("qk", "vo", "mlp")}
+    for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
+        tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last one is not read
+        pairs = train_gpt.read_pairs(whole, tokens, w.c)
+        x = train_gpt.norm(train_gpt.forward(pairs, tokens[:, :-1], w.c, w.stage))[0, at]
+        z = np.asarray(x, "f8") @ w.arrays["head"].T.astype("f8")
+        assert np.abs(logits - 23 / (1 + np.exp(-(z + 5) / 7.5))).max() < 1e-4
+        assert logits.shape == (384,)
+    np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
+
+
+def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
+    """The windows of a run that has reached its target early are not those of its last stage."""
+    for steps, stage in (3, 0), (9, 1):
+        stages = "4 256 8 16 0 1 0,1 / 6 256 8 32 0 1 0,1"
+        path = edited(run, tmp_path, result=dict(steps=steps), config=dict(stages=stages, steps=10))
+        assert weights.open_weights(path, TRAIN).stage == stage
+
+
+def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
+    lengths, how = [], argparse.Namespace(**HOW | dict(tokens=500, samples=2))
+
+    def run(tokens, last):
+        assert not tokens[:, last[0] + 1 :].any() and len({*last}) == 1
+        lengths.append(tokens.shape[1])
+        return np.eye(257)[[5, 6]]
+
+    steps = [*sample.generate(run, [256] + 253 * [1], how, 600, 0)]
+    assert steps == [[5, 6]] * (600 - 254)
+    assert lengths == 3 * [257] + 256 * [513] + 87 * [1025]
+
+
+# ---- Drawing -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("change, p", [
+    (dict(temperature=1.0), [0.1, 0.5, 0.05, 0.35]),
+    (dict(temperature=0.5), np.square([0.1, 0.5, 0.05, 0.35])),
+    (dict(temperature=0.0), [0, 1, 0, 0]),
+    (dict(temperature=1.0, top_k=2), [0, 0.5, 0, 0.35]),
+    (dict(temperature=1.0, top_p=0.49), [0, 1, 0, 0]),
+    (dict(temperature=1.0, top_p=0.51), [0, 0.5, 0, 0.35]),
+    (dict(temperature=1.0, top_p=0.9), [0.1, 0.5, 0, 0.35]),
+])  # fmt: skip
+def test_tokens_are_drawn_by_their_probability(change, p):
+    how, rng = argparse.Namespace(**HOW | change), np.random.default_rng(1)
+    logits = np.log(np.float32([0.1, 0.5, 0.05, 0.35])) + 7
+    drawn = [sample.draw(logits, how, rng) for _ in range(4000)]
+    p = np.array(p) / np.sum(p)
+    share = np.bincount(drawn, minlength=4) / 4000
+    assert np.all(np.abs(share - p) <= 4 * np.sqrt(p * (1 - p) / 4000))
+
+
+def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys):
+    """Characters of several bytes as soon as they are whole, what is none as U+FFFD."""
+    coming, out = [*"é€".encode(), 0xFF, *b"!", 256], io.StringIO()
+    whole = ["> ", "> ", "> é", "> é", "> é", "> é€", "> é€\ufffd", "> é€\ufffd!"]
+
+    def run(tokens, last):
+        assert out.getvalue() == whole.pop(0)
+        return np.eye(257)[[coming.pop(0)]]
+
+    monkeypatch.setattr(sys, "stdout", out)
+    how, w = argparse.Namespace(**HOW | dict(tokens=99)), model[0]
+    sample.tell("> ", run, w, weights.tokenizer(w.c), how)
+    assert (out.getvalue(), coming, whole) == ("> é€\ufffd!\n", [], [])
+
+
+def test_prompts_in_a_row(call, monkeypatch):
+    prompts = iter(["abc", "x" * 300, "", "n"])
+
+    def ask(_):
+        try:
+            return next(prompts)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", ask)
+    status, out, err = call("--interactive", "--temperature", "0", "--tokens", "2")
+    assert status == 0 and out.startswith("abcde\n\n") and out.endswith("\nnop\n")
+    assert err.count("the prompt has 300 tokens, more than 254") == 1
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+def edited(run, tmp_path, **change) -> Path:
+    """The weights with other facts (config=..., result=...) or arrays; None: without."""
+    parts = dict(np.load(run.path))
+    for name, value in change.items():
+        if isinstance(value, dict):
+            value = json.dumps(json.loads(parts[name].item()) | value)
+        parts[name] = value
+    np.savez(tmp_path / "x.npz", **{k: v for k, v in parts.items() if v is not None})
+    return tmp_path / "x.npz"
+
+
+def cut(run, tmp_path, size: int) -> Path:
+    (tmp_path / "x.npz").write_bytes(run.path.read_bytes()[:size])
+    return tmp_path / "x.npz"
+
+
+def flipped(run, tmp_path) -> Path:
+    data = bytearray(run.path.read_bytes())
+    data[data.find(b"head.npy") + 60] ^= 1  # in an array's header, which np.load takes as it is
+    (tmp_path / "x.npz").write_bytes(data)
+    return tmp_path / "x.npz"
+
+
+BAD = {
+    "no file": (lambda *_: Path("none.npz"), "none.npz is no whole file of weights"),
+    "a log": (lambda run, _: run.path.with_suffix(".txt"), "is no whole file of weights"),
+    "nothing": (lambda *x: cut(*x, 0), "is no whole file of weights"),
+    "truncated": (lambda *x: cut(*x, 50_000), "is no whole file of weights"),
+    "a flipped bit": (flipped, "head.npy has a wrong checksum"),
+    "another's": (lambda *x: edited(*x, config=None), "KeyError: 'config'"),
+    "older": (lambda *x: edited(*x, result=None), "KeyError: 'result'"),
+    "another width": (lambda *x: edited(*x, config=dict(D=64)), "the shape of embed is (384, 32)"),
+    "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), in"),
+    "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, in"),
+    "a flag more": (lambda *x: edited(*x, config=dict(more=1)), "only one of them has --more"),
+    "another vocabulary": (
+        lambda *x: edited(*x, config=dict(vocab=258), values0=np.zeros((258, 32), "f4")),
+        "there is a tokenizer for bytes and for GPT-2's tokens, none for 258 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
+    make, words = BAD[case]
+    status, out, err = call("x", path=make(run, tmp_path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("sample.py: ") and words in err
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "give a prompt that is not empty"),
+    ([""], "give a prompt that is not empty"),
+    (["x" * 255], "the prompt has 255 tokens, more than 254"),
+    (["x", "--tokens", "0"], "begin at 1"),
+    (["x", "--temperature", "-1"], "begin at 1"),
+    (["x", "--top_p", "0"], "--top_p 0.0 is no share"),
+    (["x", "--top_p", "nan"], "--top_p nan is no share"),
+    (["x", "--topk", "3"], "unrecognized arguments"),
+    (["x", "--script", "none.py"], "--script none.py is no script like train_gpt.py"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_in_a_line(argv, words, call):
+    status, out, err = call(*argv)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_without_gpt2s_vocabulary_a_line_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("tiktoken.get_encoding", lambda _: [][0])
+    with pytest.raises(SystemExit) as error:
+        weights.tokenizer(train_gpt.PRESETS["record"])
+    err = capsys.readouterr().err
+    assert error.value.code == 2 and err.count("\n") == 1
+    assert "(IndexError)" in err and "set TIKTOKEN_CACHE_DIR to it" in err
+
+
+def test_weights_of_another_script_need_it_and_an_older_one_is_refused(run, tmp_path, call):
+    def script(old, new):
+        assert train_gpt.SOURCE.count(old) == 1
+        (tmp_path / "other.py").write_text(train_gpt.SOURCE.replace(old, new))
+        return "--script", str(tmp_path / "other.py")
+
+    greedy = "abc", "--temperature", "0"
+    reversed_head = script(
+        "        embed  = lookup(V, normal(0.005)",
+        "        gain = small((3,), 2.0, a),\n        embed  = lookup(V, normal(0.005)",
+    )
+    path = edited(run, tmp_path, gain=np.ones(3, "f4"))
+    status, out, err = call(*greedy, *reversed_head, path=path)
+    assert (status, out) == (0, ALPHABET + "\n") and "other.py has changed since" in err
+    changed = script("23 * jax.nn.sigmoid(", "-23 * jax.nn.sigmoid(")
+    status, out, err = call(*greedy, *changed)
+    assert status == 0 and not out.startswith("abcd") and err.startswith("warning: ")
+    status, out, err = call(*greedy, *script("def forward(", "def backward("))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "other.py has no forward: it is older than evals/" in err
