@@ -25,7 +25,8 @@ NEEDS = "Config param_table gather forward read_pairs softcap norm make_mesh fit
 class Weights(NamedTuple):
     path: Path
     code: ModuleType  # the train_gpt.py whose model they are of
-    c: Any  # its Config, in the formats of validation
+    c: Any  # its Config, in formats of validation, with the attention that this machine has
+    devices: list[jax.Device]  # 1, 2, 4 or 8
     stage: int  # whose windows and rotation the last validation had
     arrays: dict[str, np.ndarray]  # by name, float32, without padding
     config: dict[str, Any]  # as the run had it
@@ -83,8 +84,10 @@ def open_weights(path: Path, script: Path) -> Weights:
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has, {hint}",
               file=sys.stderr)  # fmt: skip
-    stage = c.stage_at(result["steps"])
-    return Weights(path, code, c.for_validation(), stage, arrays, config, result)
+    devices, fits = code.fit_devices("", dataclasses.replace(c, batch=8))
+    c, stage = c.for_validation(), c.stage_at(result["steps"])
+    c = dataclasses.replace(c, attention=fits.attention)
+    return Weights(path, code, c, devices, stage, arrays, config, result)
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
@@ -93,8 +96,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     model reads; their rows, and those of `more` and of what comes back, are spread over devices."""
     cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
     jax.config.update("jax_compilation_cache_dir", cache)
-    found, c = w.code.fit_devices("", dataclasses.replace(w.c, batch=8))
-    mesh, stored, specs = w.code.make_mesh(found[:devices]), {}, {}
+    mesh, c, stored, specs = w.code.make_mesh(w.devices[:devices]), w.c, {}, {}
     for name, row in w.code.param_table(c).items():
         padded, specs[name] = np.zeros(row.stored_shape, np.float32), row.spec
         flat = padded.reshape(-1, *row.shape[1:]) if padded.ndim > len(row.shape) else padded

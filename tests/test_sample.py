@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import sample
 import weights
 
 import train_gpt
-from tests.tools import SMALL, write_shard
+from tests.tools import SMALL, unoptimized, write_shard
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 SAMPLE, TRAIN = ROOT / "evals/sample.py", ROOT / "train_gpt.py"
@@ -60,7 +61,8 @@ def call(run, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(path), *argv])
         monkeypatch.setattr(sample.signal, "signal", lambda *_: None)
         try:
-            sample.main()
+            with unoptimized():
+                sample.main()
             status = 0
         except SystemExit as error:
             status = error.code
@@ -88,10 +90,15 @@ def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
     assert out == f"{heading} 1\n{ALPHABET[5:]}\n{heading} 2\n{ALPHABET[5:]}\n"
 
 
+def test_weights_from_gpus_are_read_without(run, tmp_path, call):
+    argv, on_gpus = ("abc", "--temperature", "0"), dict(attention="cudnn", microbatch=1)
+    out = call(*argv, path=edited(run, tmp_path, config=on_gpus))[1]
+    assert out == ALPHABET + "\n"
+
+
 def test_the_same_seed_makes_the_same_text_and_another_one_another(call):
     hot = lambda *argv: call("ab", "--temperature", "3", "--tokens", "20", *argv)[1]
     assert hot("--seed", "1") == hot("--seed", "1") != hot("--seed", "2")
-    assert hot() in (hot("--seed", "0"),)
     one, *texts = hot("--samples", "3").split("=" * 20)[1:]
     assert len({one[3:], *(text[3:] for text in texts)}) == 3
 
@@ -107,11 +114,14 @@ def test_padding_and_neighbours_have_no_influence(model):
     for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
         tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last one is not read
         pairs = train_gpt.read_pairs(whole, tokens, w.c)
-        x = train_gpt.norm(train_gpt.forward(pairs, tokens[:, :-1], w.c, w.stage))[0, at]
+        with unoptimized():
+            forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
+            x = train_gpt.norm(forward(pairs, tokens[:, :-1], w.c, w.stage))[0, at]
         z = np.asarray(x, "f8") @ w.arrays["head"].T.astype("f8")
         assert np.abs(logits - 23 / (1 + np.exp(-(z + 5) / 7.5))).max() < 1e-4
         assert logits.shape == (384,)
-    np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
+    with unoptimized():
+        np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
 
 
 def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
