@@ -179,6 +179,18 @@ def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys)
     assert (out.getvalue(), coming, whole) == ("> é€\ufffd!\n", [], [])
 
 
+def test_a_sample_that_has_ended_says_no_more(model, capsys):
+    coming = [*zip([*b"abc"], [256, *b"de"], strict=True), (256, 256)]
+
+    def run(tokens, last):
+        assert [*tokens[0, :3]] == [256, *b"> "]  # a prompt begins a document
+        return np.eye(257)[[*coming.pop(0)]]
+
+    how, w = argparse.Namespace(**HOW | dict(samples=2)), model[0]
+    sample.tell("> ", run, w, weights.tokenizer(w.c), how)
+    assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
+
+
 def test_prompts_in_a_row(call, monkeypatch):
     prompts = iter(["abc", "x" * 300, "", "n"])
 
