@@ -1,0 +1,158 @@
+"""evals/loss.py against sums by hand, and that wrong ones would be seen."""
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import weights
+
+import train_gpt
+from tests.tools import FLOAT32, SMALL, text, unoptimized, write_shard
+
+ROOT = Path(train_gpt.__file__).parent
+SOURCE = (ROOT / "evals/loss.py").read_text()
+FLAGS = ["tiny", *SMALL, *"--steps 10 --stall 0 --stages".split(), "10 256 12 30 0 1 0,1"]
+FLAGS += ["--plan", "Lv0 Spb", *(word for k in FLOAT32 for word in (f"--{k}", "float32"))]
+faults = functools.partial(pytest.mark.parametrize, "old, new")
+
+
+def load(old: str = "", new: str = "") -> ModuleType:
+    """The tool, with other words in one place."""
+    assert not old or SOURCE.count(old) == 1, old
+    module = ModuleType("loss")
+    exec(SOURCE.replace(old, new), module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> SimpleNamespace:
+    """Trained weights; the validation shard has documents of 1 to 100 tokens."""
+    folder, rng = tmp_path_factory.mktemp("loss"), np.random.default_rng(0)
+    tokens = rng.integers(0, 20, 1500)
+    tokens[[0, 130, 131, *np.cumsum(rng.integers(1, 100, 22))]] = 256
+    write_shard(folder / "x_train_000001.bin", text(3000))
+    write_shard(folder / "x_val_000000.bin", tokens)
+    env = os.environ | dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_ENABLE_COMPILATION_CACHE="0")
+    start = lambda *argv: subprocess.run([sys.executable, *map(str, argv)], cwd=folder, env=env,
+                                         capture_output=True, text=True)  # fmt: skip
+    done = start(ROOT / "train_gpt.py", *FLAGS, "--data", folder)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("logs/*.npz")
+    w = weights.open_weights(path, ROOT / "train_gpt.py")
+    hand = functools.cache(functools.partial(by_hand, w.arrays, tokens))
+    with unoptimized():
+        yield SimpleNamespace(w=w, path=path, folder=folder, tokens=tokens, start=start, hand=hand)
+
+
+def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> np.ndarray:
+    """(count, T): the model's own windows are replaced, but not the rotations that go with them."""
+    speed, c = train_gpt.rotation(c, stage), dataclasses.replace(c)
+    c.rows[stage] = c.rows[stage]._replace(S=S, L=L)
+    rows = np.int32([tokens[i * T : (i + 1) * T + 1] for i in range(count)])
+    whole = {k: [*x] if k in ("qk", "vo", "mlp") else jax.numpy.array(x) for k, x in arrays.items()}
+    pairs = lambda rows: train_gpt.read_pairs(whole, rows, c)
+    read = jax.jit(lambda rows: train_gpt.forward(pairs(rows), rows[:, :-1], c, stage))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "rotation", lambda *_: speed)
+        x = np.float64(read(rows))
+    z = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) @ arrays["head"].T
+    scores = 23 / (1 + np.exp(-(z + 5) / 7.5))
+    at_target = np.take_along_axis(scores, rows[:, 1:, None], axis=-1)[..., 0]
+    return np.log(np.exp(scores).sum(axis=-1)) - at_target
+
+
+def test_by_hand_is_the_runs_own_validation(run):
+    loss = run.hand(run.w.c, 0, 64, 16).mean()
+    assert loss == pytest.approx(run.w.result["val_loss"], abs=1e-4)
+
+
+@faults([
+    ("", ""), ("tokens[:, 1:].reshape", "tokens[:, :-1].reshape"),  # a token predicts itself
+    ("steps)])[:count]", "steps)])"),  # rows of padding are counted
+    ("pair[0], head)", "pair[0], head[:257])"),  # in training padding has a share
+    ("[: w.stage + 1]", ""),  # stages that the run has not come to
+    # Windows change places, and rotations go with windows.
+    ("{S} {L} 0 1", "{L} {S} 0 1"), ('f" 0 {c.batch}', 'f" 9 {c.batch}')])  # fmt: skip
+def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
+    stages = "4 256 8 8 0 1 0,1 / 6 256 8 40 0 1 0,1 / 0 256 9 50 0 1 0,1"
+    w = run.w._replace(c=dataclasses.replace(run.w.c, stages=stages), stage=1)
+    cases = (100, 5, 1), (100, 5, 2), (100, 5, 8), (2, 3, 1), (37, 9, 1), (100, 5, 4)
+    for T, count, devices in cases[5 * bool(old) :]:
+        expected, measure = run.hand(w.c, 1, T, count, 4, 60), load(old, new).measure
+        tokens, losses, speed = measure(w, run.tokens, 4, 60, T, count, devices)
+        assert f"on {devices} x cpu" in speed and tokens.shape == (count, T + 1)
+        right = losses.shape == expected.shape and np.abs(losses - expected).max() < 1e-4
+        assert right == (old == "")
+
+
+def positions_by_hand(inputs, losses) -> list[list[float]]:
+    bins = {}
+    for row, nats in zip(inputs, losses, strict=True):
+        read = 0
+        for token, loss in zip(row, nats, strict=True):
+            read = 1 if token == 256 else read + 1
+            bins.setdefault(next(2**i for i in range(99) if 2**i >= read), []).append(loss)
+    return [[size // 2 + 1, size, len(x), np.mean(x), np.std(x) / len(x) ** 0.5]
+            for size, x in sorted(bins.items())]  # fmt: skip
+
+
+@faults([("", ""), ("at, 0)", "0, 0)"), ("at, 0)", "at + 1, 0)"), ("[:, :-1] ==", "[:, 1:] ==")])
+def test_a_position_is_what_was_read_of_the_document(run, old, new):
+    tokens = run.tokens[:1281].reshape(3, 427)  # the second and third begin within a document
+    losses = np.random.default_rng(1).normal(5, 1, (3, 426)).astype("f4")
+    rows = load(old, new).by_position(tokens, losses, 256)
+    expected = np.array(positions_by_hand(tokens[:, :-1], losses))
+    assert (rows.shape == expected.shape and np.allclose(rows, expected)) == (old == "")
+
+
+@faults([
+    ("", ""), ("0 if token == c.eot else len", "len"), ("lengths[targets]", "lengths[tokens]"),
+    ("loss * targets.size / np", "loss * size / np")])  # fmt: skip
+def test_bits_per_byte(run, tmp_path, monkeypatch, capsys, old, new):
+    """Pieces of one to three bytes; of 7 targets one is an end-of-text; the losses are 1 to 7."""
+    shard, loss = write_shard(tmp_path / "x.bin", [7, 3, 4, 5, 256, 8, 8, 2, 2]), load(old, new)
+    piece = lambda token: b"xyz"[: token % 3 + 1]
+    monkeypatch.setattr(weights, "tokenizer", lambda c: SimpleNamespace(piece=piece))
+    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]), "")
+    argv = f"loss.py {run.path} {shard} --T 7 --tokens 13 --out {shard}".split()
+    monkeypatch.setattr(sys, "argv", argv)
+    loss.main()
+    told = f"4.0000 nats per token, {28 / np.log(2) / 15:.4f} bits per byte\n7 tokens, 1 of "
+    assert capsys.readouterr().out.startswith(told) == (old == "")
+
+
+def test_from_the_shell(run):
+    done = run.start(ROOT / "evals/loss.py", run.path, run.folder, "--S", 5, "--tokens", 700)
+    assert (done.returncode, done.stderr) == (0, "")
+    inputs, losses = run.tokens[:640].reshape(10, 64), run.hand(run.w.c, 0, 64, 10, S=5)
+    numbers = [[*map(float, re.findall(r"[\d.]+", line))] for line in done.stdout.splitlines()]
+    np.testing.assert_allclose(numbers[0][0], losses.mean(), atol=2e-4)
+    np.testing.assert_allclose(numbers[4:], positions_by_hand(inputs, losses), atol=2e-4)
+    assert {path.suffix for path in run.path.parent.glob("*_loss.*")} == {".svg", ".png"}
+
+
+@pytest.mark.parametrize("told, argv", [
+    ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("0, 0, 2 and", "{run} --T 1"),
+    ("0, 0, 2 and", "{run} --L -1"), ("0, 0, 2 and --T", "{run} --tokens 63"),
+    ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
+    ("no whole shard", "{here}/cut.bin"), ("./run.sh loss installs it", ""),
+    ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
+def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, told, argv):
+    write_shard(tmp_path / "gpt2.bin", [50256, *range(2000)])
+    write_shard(tmp_path / "cut.bin", [256, *range(200)], count=300)
+    if not argv:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.delitem(sys.modules, "plot", raising=False)
+    words = argv.format(run=run.folder, here=tmp_path).split()
+    monkeypatch.setattr(sys, "argv", ["loss.py", str(run.path), *words])
+    with pytest.raises(SystemExit, match="2"):
+        load().main()
+    assert re.fullmatch(f".*{re.escape(told)}.*\n", capsys.readouterr().err)
