@@ -1,0 +1,199 @@
+"""A folder that stands alone: what is in it, and that its NumPy is the model."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import export
+import numpy as np
+import pytest
+import reference
+import weights
+from safetensors.numpy import load_file
+
+import train_gpt
+from tests.tools import MINI, SMALL, sequences, text, unoptimized, whole_weights, write_shard
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+TRAIN, SOURCE = ROOT / "train_gpt.py", (ROOT / "evals/reference.py").read_text()
+T, replace = 256, dataclasses.replace  # of an export's own comparison; longer than windows here
+MODELS = {  # in the first two YaRN has worked
+    "every mark": replace(MINI, plan="Spxv0 Lkqxgb Snpbv1 -<1 Sxb@2 Lpkgdmv2@2<0"),
+    "record": replace(
+        train_gpt.Config(), D=64, H=4, F=128, E=8, bigrams=80000, dc_window=12, steps=3,
+        stages="1 512 4 12 0 1 0,1 / 1 512 6 20 0 1 0,1 / 1 512 8 40 0 1 0,1"),
+    "tiny": replace(train_gpt.PRESETS["tiny"], D=32, F=64, bigrams=512),
+}  # fmt: skip
+
+
+def save(path: Path, c: train_gpt.Config) -> None:
+    """Random weights, as a run leaves them."""
+    arrays, shapes = whole_weights(c), {k: row.shape for k, row in train_gpt.param_table(c).items()}
+    arrays = {k: np.asarray(arrays[k], "f4")[: x[0]].reshape(x) for k, x in shapes.items()}
+    about = dict(config=dataclasses.asdict(c), source=train_gpt.crc32(train_gpt.SOURCE.encode()))
+    about |= dict(result=dict(val_loss=1.25, steps=c.steps, tokens=999))
+    np.savez(path, **{k: json.dumps(v) for k, v in about.items()}, **arrays)
+
+
+def start(*command, **how) -> subprocess.CompletedProcess:
+    how = dict(env=os.environ | dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1"), text=True) | how
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, **how)
+
+
+def call(tool: ModuleType, *argv) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, argv)])
+        tool.main()
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """By name: the folder, what it is of, and what train_gpt.py computes in float32."""
+    folder, made, runner = tmp_path_factory.mktemp("exports"), {}, weights.runner
+    with pytest.MonkeyPatch.context() as patch, unoptimized():
+        for name, c in MODELS.items():
+            path, out, tokens = folder / f"{name}.npz", folder / name, sequences(c, T, count=1)
+            save(path, c)
+            w = weights.open_weights(path, TRAIN)
+            w = w._replace(c=replace(w.c, compute="float32").without_fp8())
+            run = runner(w, lambda x, head, _, w=w: weights.logits(w, x, head), 1)
+            patch.setattr(weights, "runner", lambda *_, run=run: run)  # it compiles once
+            call(export, path, out)
+            z = lambda x, run=run, c=c: np.asarray(run(x))[0, :, : c.vocab]
+            made[name] = SimpleNamespace(path=path, out=out, tokens=tokens, run=z, z=z(tokens))
+        yield made
+
+
+def distance(code, made: SimpleNamespace) -> float:
+    """The largest, of logits."""
+    z = code.logits(made.tokens[0, :T], *reference.load(made.out))
+    assert z.dtype == np.float32 and z.shape == made.z.shape
+    return np.abs(z - made.z).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_is_the_model(exports, name):
+    assert distance(reference, exports[name]) < 3e-4 < 0.1 < exports[name].z.std(axis=0).min()
+
+
+MUTATIONS = """
+np.float32(c.rotation.speeds) -> np.float32(1024 ** -np.linspace(0, 1, K // 4)) ; % 8192 -> % 4096
+return keep * x + scale * mlp(x, w) -> return x + scale * mlp(x, w) ; + w["gate_x0"] * seen.x0 ->
+(36313 * token ^ 27191 * last) -> (36313 * last ^ 27191 * token) ; back <= window -> back < window
+x, next(depth_nets), 0.1) -> x, next(depth_nets), 0.2) ; if offset else rest -> if False else rest
+np.arange(H) % pair -> np.arange(H) // (H // pair) ; z_TE * (1 + -> np.maximum(z_TE, 0) * (2 + 0 *
+norm(w["gate_dc_from"], 1e-6) -> w["gate_dc_from"] ; np.tanh(w["gate_xsa"]) -> w["gate_xsa"]
+(w["mudd_values"], -> (w["mudd_values"][:, ::-1], ; [start, *early, entry -> [entry, *early, start
+norm(x) @ weights["head"] -> x @ weights["head"] ; sigmoid(w["skip_lambdas"]) -> w["skip_lambdas"]
+x if layer.reads is None else -> x if True else ; *values[:1], *skipped -> *skipped, *values[:1]
+a * cos + b * sin -> a * cos - b * sin ; & (document[:, None] == document) -> ; , 0) ** 2 -> , 0)
+tokens, np.int32 -> tokens, np.int64 ; last[:1] = first -> last[:0] = first ; + rows[:, -1] ->
+norm(source)[:, :6] -> source[:, :6] ; gate(weights["gate_start"]) * -> 0 * ; / 7.5 -> / 7.6
+pair * np.arange(T) -> np.arange(T) ; if layer.composes_heads -> if False ; (scale_v * w_v) -> w_v
+c.rotation.score_scale * -> 0.1 * ; if layer.renews_gates -> if False ; return 23 * -> return 24 *
+x + mix(w["mudd_x"], depths) -> x ; if layer.token_pairs -> if False ; (back >= 0) -> (back >= -1)
+if layer.gates_heads -> if False ; c.dc_window - 1 -> c.dc_window ; if layer.exclusive -> if False
+rotate(norm(q) -> rotate(q ; rotate(norm(k) -> rotate(k ; = 2 * sigmoid -> = sigmoid
+share_T[:, None] * -> 0 * ; (scale_o * w_o) -> w_o ; < K - 4 -> < K ; >> 15 -> >> 14
++ 5) -> + 4)
+"""
+
+
+@pytest.mark.parametrize("mutation", re.split(" ; |\n", MUTATIONS.strip("\n")))
+def test_a_fault_in_the_reference_is_noticed(exports, mutation):
+    (old, new), mutant = f"{mutation} ".split(" -> "), ModuleType("mutant")
+    assert old in SOURCE
+    exec(SOURCE.replace(old, new.strip()), vars(mutant))
+    # Some need the record's four heads, or its many tokens and pairs.
+    assert any(distance(mutant, exports[name]) > 1e-3 for name in ("every mark", "record"))
+
+
+TIKTOKEN = """import types
+get_encoding = dict(gpt2=types.SimpleNamespace(encode_ordinary=lambda text: [*text.encode()],
+                    decode_single_token_bytes=lambda n: b"%d;" % n)).__getitem__"""
+
+
+@pytest.mark.parametrize("name, piece", [("every mark", b"%c"), ("record", b"%d;")])
+def test_the_folder_alone_continues_a_prompt(exports, tmp_path, name, piece):
+    """No module of ours is found, nor jax; the vocabulary of GPT-2 is another here."""
+    for other in "jax", "jaxlib", "train_gpt", "weights":
+        (tmp_path / f"{other}.py").write_text("raise ImportError")
+    (tmp_path / "tiktoken.py").write_text(TIKTOKEN)
+    made, tokens, how = exports[name], [MODELS[name].eot, *b"def "], dict(PYTHONPATH=str(tmp_path))
+    for n in range(4, 16):
+        tokens.append(int(made.run(np.resize(tokens, (1, T + 1)))[n].argmax()))
+    text = b"def " + b"".join(piece % n for n in tokens[5:]) + b"\n"
+    done = start("reference.py", "def ", "--tokens", "12", cwd=made.out, env=how, text=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, text, b"") and len({*tokens}) > 8
+
+
+def test_the_end_of_a_document_ends_a_text(exports, monkeypatch, capfd):
+    coming = [*"é!".encode(), 256, 0]
+    monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
+    monkeypatch.setattr(reference, "logits", lambda *_: np.eye(257)[[coming.pop(0)]])
+    call(reference, "h")
+    assert (capfd.readouterr().out, coming) == ("hé!\n", [0])
+
+
+@pytest.mark.parametrize("name, tokenizer", [("record", "gpt2"), ("tiny", "bytes")])
+def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
+    made, arrays = exports[name], dict(np.load(exports[name].path))
+    found = load_file(made.out / "model.safetensors")
+    assert found.keys() == arrays.keys() - {"config", "result", "source"}
+    for key, x in found.items():
+        np.testing.assert_array_equal(x, arrays[key], strict=True)
+    assert (found["gate_in"].size == 0) == (name == "tiny")
+    size = int.from_bytes((made.out / "model.safetensors").read_bytes()[:8], "little")
+    c = json.loads((made.out / "config.json").read_text())
+    assert size % 8 == 0 and c["tokenizer"] == tokenizer
+    assert c.items() >= dataclasses.asdict(MODELS[name]).items()
+
+
+def test_the_card_of_a_trained_model(tmp_path):
+    """By the command, whose own comparison is in the card, as what the log states."""
+    write_shard(tmp_path / "x_train_000001.bin", text(2000))
+    write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
+    argv = [*SMALL, "--plan", "Spbxv0 -n<0 Lkqdmgv1@0", "--stages", "2 512 8 24 0 1 0,1"]
+    argv += ["--steps", "2", "--stall", "0", "--seed", "1", "--data", "."]
+    assert start(TRAIN, "tiny", *argv, cwd=tmp_path).returncode == 0
+    (path,) = tmp_path.glob("logs/*.npz")
+    done = start(ROOT / "evals/export.py", path, "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "next: python out/ref" in done.stdout
+    card, log = (tmp_path / "out/README.md").read_text(), path.with_suffix(".txt").read_text()
+    assert float(re.search(r"within (\S+) of", card)[1]) < 1e-4
+    facts = re.findall("^(?:versions|devices|driver|git|seed|data) .*", log, re.M)
+    assert len(facts) == 6 and all(f"\n{fact}\n" in card for fact in facts)
+    assert log.splitlines()[-1].partition(', "weights')[0] in card
+    assert "transformers` cannot load it" in card and (ROOT / "LICENSE").read_text() in card
+
+
+@pytest.mark.parametrize("before, argv, told", [
+    ("rm -r out; touch out", "w.npz out", "export.py: out is neither empty nor an export"),
+    ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
+    ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
+    ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is no whole file of"),
+    ("true", "w.npz out --log x.txt", "export.py: out is not whole: FileNotFoundError"),
+    ("echo x > w.txt", "w.npz out", "export.py: w.txt is of another run: name the log of w.npz"),
+    ("true", "w.npz", "export.py: the following arguments are required: OUT"),
+    ("true", "w.npz new", "export.py: evals/reference.py does not compute"),
+    ("cd out; head -c 9999 model.* >x; mv x model.*", "x", "reference.py: ValueError"),
+    ("rm out/config.json", "x", "reference.py: FileNotFoundError"),
+    ("true", "", "reference.py: the following arguments are required: prompt"),
+])  # fmt: skip
+def test_bad_input_is_refused_in_a_line(exports, tmp_path, monkeypatch, capsys, before, argv, told):
+    shutil.copy(exports["tiny"].path, tmp_path / "w.npz")
+    shutil.copytree(exports["tiny"].out, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reference, "logits", lambda *_: np.nan)  # as of another model
+    monkeypatch.setattr(reference, "__file__", tmp_path / "out/reference.py")
+    subprocess.run(before, shell=True, check=True)
+    with pytest.raises(SystemExit) as error:
+        call(sys.modules[told.partition(".")[0]], *argv.split())
+    err = capsys.readouterr().err
+    assert (error.value.code, err.count("\n")) == (2, 1) and err.startswith(told)
