@@ -26,6 +26,20 @@ class Fault(Exception):
     """What is wrong with a file or a folder: words that go on after its name."""
 
 
+def gpt2() -> Any:
+    """tiktoken's encoding; raises Fault if it, or the vocabulary, is not there."""
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # of the network, of the cache, of files that are not the right ones
+        get = "TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
+        raise Fault(
+            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
+            f"network, run {get}, copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR to it"
+        ) from None
+
+
 # ---- Reading -------------------------------------------------------------------------------------
 def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
     """What one pass over every byte of a shard finds; raises Fault if it is none, or OSError."""

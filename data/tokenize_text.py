@@ -245,16 +245,10 @@ def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
 # ---- Tokens --------------------------------------------------------------------------------------
 @functools.cache
 def gpt2() -> Any:
-    """tiktoken's encoding; exits with one line if it, or the vocabulary, is not there."""
     try:
-        import tiktoken
-
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # of the network, of the cache, of files that are not the right ones
-        why = f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__})"
-        get = "TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
-        fail(f"{why}: where there is a network, run {get}, copy the folder gpt2 here and set "
-             "TIKTOKEN_CACHE_DIR to it; or use --bytes")  # fmt: skip
+        return shards.gpt2()
+    except shards.Fault as fault:
+        fail(f"{fault}; or use --bytes")
 
 
 def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:

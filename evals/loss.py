@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +18,12 @@ import weights
 from jax import Array, lax
 from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-sys.path.append(str(weights.ROOT / "records"))
-try:
-    from plot import STYLE, plt
-except SystemExit:
-    weights.refuse("matplotlib is missing: ./run.sh loss installs it")
+# isort: split
+from plot import STYLE, plt, save
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
-    """Of the shard's first sequences tokens (count, T + 1) and losses (count, T), nats; the speed.
+    """Of the shard's first sequences tokens (count, T + 1) and losses (count, T), nats.
     Windows are those of a stage without steps, so that rotations stay as they were trained."""
     c, before = w.c, w.c.stages.split("/")[: w.stage + 1]
     c = dataclasses.replace(c, stages="/".join([*before, f" 0 {c.batch} {S} {L} 0 1 0,1"]))
@@ -40,11 +36,7 @@ def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count
     run = weights.runner(w._replace(c=c, stage=w.stage + 1), losses_of, devices)
     tokens, B = next(w.code.stream([shard], [(count, T, 0)], c)), len(w.devices[:devices])
     steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)  # one on each device
-    run(steps[0]).block_until_ready()  # compiles
-    began = time.perf_counter()
-    losses = np.concatenate([*map(run, steps)])[:count]
-    speed = f"{count * T / (time.perf_counter() - began):.0f} tokens/s"
-    return tokens, losses, f"{speed} on {B} x {w.devices[0].device_kind}"
+    return tokens, np.concatenate([*map(run, steps)])[:count]
 
 
 def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
@@ -64,8 +56,7 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
         axes.errorbar((first * last) ** 0.5, mean, error, marker="o", markersize=4, capsize=3)
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="tokens of the document read", ylabel="nats per token")
-        for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
-            figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
+        save(figure, out)
 
 
 def main() -> None:
@@ -78,24 +69,21 @@ def main() -> None:
     w, given = weights.open_weights(args.weights, args.script), vars(args).get
     c, row, out = w.c, w.c.rows[w.stage], args.out or Path(f"{args.weights.with_suffix('')}_loss")
     S, L, T, asked = map(given, ("S", "L", "T", "tokens"), (row.S, row.L, c.val_T, c.val_tokens))
-    path, count = min(args.shards.glob("[!.]*_val_*.bin"), default=args.shards), asked // max(T, 1)
-    if min(S, L, T - 2, count - 1) < 0:
+    if min(S, L, T - 2, (count := asked // max(T, 1)) - 1) < 0:
         weights.refuse(f"--S {S} --L {L} --T {T} --tokens {asked}: at least 0, 0, 2 and --T")
-    if not path.is_file():
-        weights.refuse(f"{path} is no shard of tokens and holds no *_val_*.bin: see data/README.md")
     if not os.access(out.absolute().parent, os.W_OK):
         weights.refuse(f"{out}.png cannot be written: choose another --out")
-    if len(shard := w.code.open_shard(path)) <= count * T:
-        weights.refuse(f"{path} holds {len(shard)} tokens, not {count * T + 1}: lower --tokens")
-    w.code.check_tokens(shard, [(1, T, 0)], c)
+    if len(shard := weights.val_shard(w, args.shards, T)) <= count * T:
+        weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
+                       "lower --tokens")  # fmt: skip
     piece = weights.tokenizer(c).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
-    tokens, losses, speed = measure(w, shard, S, L, T, count)
+    tokens, losses = measure(w, shard, S, L, T, count)
     targets, loss, rows = tokens[:, 1:], losses.mean(dtype="f8"), by_position(tokens, losses, c.eot)
     size, ends = lengths[targets].sum(), np.count_nonzero(targets == c.eot)
     print(f"{loss:.4f} nats per token, {loss * targets.size / np.log(2) / size:.4f} bits per byte\n"
           f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes\n"
-          f"windows {S}, {L}; T {T}; {speed}\nposition      to    tokens  nats/token")  # fmt: skip
+          f"windows {S}, {L}; T {T}\nposition      to    tokens  nats/token")  # fmt: skip
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
     draw(rows, f"{args.weights.stem}: {loss:.4f} nats per token", out)
 

@@ -1,11 +1,8 @@
-"""Text by a trained model, as it is made. The prompt begins a document, the end of one ends it.
+"""Text by a trained model, as it is made. The prompt begins a document, whose end ends the text;
+Ctrl-C does, too. Of several samples the first streams. Each token takes a whole forward pass, over
+a padded length: there is no cache that could differ from training.
 
-    python evals/sample.py WEIGHTS "prompt" [--tokens 256] [--samples 1] [--seed 0]
-                           [--temperature 0.8] [--top_k 0] [--top_p 0.95] [--script FILE]
-    python evals/sample.py WEIGHTS --interactive
-
-A whole forward for each token, over a padded length: nothing is cached that could differ from
-training. The first of several samples streams. Ctrl-C ends a text.
+    python evals/sample.py WEIGHTS "prompt" | --interactive [--temperature 0.8] ...
 """
 
 import argparse
@@ -85,10 +82,9 @@ def main() -> None:
     cli.add_argument("--top_p", type=float, default=0.95, help="only this share of probability")
     cli.add_argument("--interactive", action="store_true", help="prompt after prompt")
     how = cli.parse_args()
-    if min(how.tokens, how.samples) < 1 or min(how.temperature, how.top_k, how.seed) < 0:
-        refuse("--tokens and --samples begin at 1, --temperature, --top_k and --seed at 0")
-    if not 0 < how.top_p <= 1:
-        refuse(f"--top_p {how.top_p} is no share: give more than 0, and 1 at most")
+    least = min(how.tokens - 1, how.samples - 1, how.temperature, how.top_k, how.seed)
+    if least < 0 or not 0 < how.top_p <= 1:
+        refuse("--tokens and --samples begin at 1, others at 0; --top_p is above 0, 1 at most")
     if how.interactive == bool(how.prompt):
         refuse('give a prompt that is not empty, "like this", or --interactive')
     w = weights.open_weights(how.weights, how.script)

@@ -19,6 +19,9 @@ from jax import Array, P
 from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "data"), str(ROOT / "records")]
+import shards  # noqa: E402
+
 NEEDS = "Config param_table gather forward read_pairs softcap norm make_mesh fit_devices".split()
 
 
@@ -34,7 +37,7 @@ class Weights(NamedTuple):
 
 
 def refuse(message: str) -> NoReturn:
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -49,12 +52,13 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def open_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
     try:
+        spec = importlib.util.spec_from_file_location("train_gpt", path)
         code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
     except Exception as error:
         refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
+    code.refuse = refuse  # by the name of the tool
     if lacks := [name for name in NEEDS if not hasattr(code, name)]:
         refuse(f"--script {path} has no {lacks[0]}: it is older than evals/")
     return code
@@ -88,6 +92,15 @@ def open_weights(path: Path, script: Path) -> Weights:
     c, stage = c.for_validation(), c.stage_at(result["steps"])
     c = dataclasses.replace(c, attention=fits.attention)
     return Weights(path, code, c, devices, stage, arrays, config, result)
+
+
+def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
+    """The tokens of the file, or of the folder's *_val_*.bin, checked for sequences of T."""
+    path = min(place.glob("[!.]*_val_*.bin"), default=place)
+    if not path.is_file():
+        refuse(f"{place} is no shard of tokens and holds no *_val_*.bin: see data/README.md")
+    w.code.check_tokens(shard := w.code.open_shard(path), [(1, T, 0)], w.c)
+    return shard
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
@@ -133,12 +146,7 @@ def tokenizer(c: Any) -> SimpleNamespace:
     if (c.vocab, c.eot) != (50257, 50256):
         refuse(f"there is a tokenizer for bytes and for GPT-2's tokens, none for {c.vocab} tokens")
     try:
-        import tiktoken
-
-        gpt2 = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # of the network, of the cache, of files that are not its own
-        get = "python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
-        refuse(f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): with a network, "
-               f"run TIKTOKEN_CACHE_DIR=gpt2 {get}, copy the folder gpt2 here and set "
-               "TIKTOKEN_CACHE_DIR to it")  # fmt: skip
+        gpt2 = shards.gpt2()
+    except shards.Fault as fault:
+        refuse(fault)
     return SimpleNamespace(encode=gpt2.encode_ordinary, piece=gpt2.decode_single_token_bytes)

@@ -25,7 +25,7 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError:
-    sys.exit("plot.py: matplotlib is missing: pip install -r tests/requirements.txt")
+    sys.exit("matplotlib is missing: pip install -r tests/requirements.txt, as ./run.sh look does")
 
 # Record 21's loss is the mean of nine runs of it and of its equals, its time that of one of them.
 UPSTREAM = Path(__file__).with_name("upstream_record21.csv")
@@ -162,9 +162,26 @@ def plot(
         if differences:
             draw_differences(axes[0, -1], arms)
         figure.suptitle(title.replace("$", r"\$"))
-        for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
-            figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
-        plt.close(figure)
+        save(figure, out)
+
+
+def plot_log(run: verify.Run, out: Path) -> None:
+    """One run's losses from first to last, for evals/look.py."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+        for seen, style in (run.training, "-"), (run.validations, "o-"):
+            axes.plot([v.step for v in seen], [v.loss for v in seen], style, linewidth=1)
+        axes.legend(["training", "validation"])
+        axes.set(yscale="log", xlabel="step", ylabel="loss, nats per token", title=run.name)
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        save(figure, out)
+
+
+def save(figure, out: Path) -> None:
+    """OUT.svg and OUT.png, the same bytes for the same picture."""
+    for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
+        figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
+    plt.close(figure)
 
 
 def main() -> None:

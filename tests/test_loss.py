@@ -87,8 +87,8 @@ def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
     cases = (100, 5, 1), (100, 5, 2), (100, 5, 8), (2, 3, 1), (37, 9, 1), (100, 5, 4)
     for T, count, devices in cases[5 * bool(old) :]:
         expected, measure = run.hand(w.c, 1, T, count, 4, 60), load(old, new).measure
-        tokens, losses, speed = measure(w, run.tokens, 4, 60, T, count, devices)
-        assert f"on {devices} x cpu" in speed and tokens.shape == (count, T + 1)
+        tokens, losses = measure(w, run.tokens, 4, 60, T, count, devices)
+        assert tokens.shape == (count, T + 1)
         right = losses.shape == expected.shape and np.abs(losses - expected).max() < 1e-4
         assert right == (old == "")
 
@@ -121,7 +121,7 @@ def test_bits_per_byte(run, tmp_path, monkeypatch, capsys, old, new):
     shard, loss = write_shard(tmp_path / "x.bin", [7, 3, 4, 5, 256, 8, 8, 2, 2]), load(old, new)
     piece = lambda token: b"xyz"[: token % 3 + 1]
     monkeypatch.setattr(weights, "tokenizer", lambda c: SimpleNamespace(piece=piece))
-    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]), "")
+    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]))
     argv = f"loss.py {run.path} {shard} --T 7 --tokens 13 --out {shard}".split()
     monkeypatch.setattr(sys, "argv", argv)
     loss.main()
@@ -143,14 +143,11 @@ def test_from_the_shell(run):
     ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("0, 0, 2 and", "{run} --T 1"),
     ("0, 0, 2 and", "{run} --L -1"), ("0, 0, 2 and --T", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
-    ("no whole shard", "{here}/cut.bin"), ("./run.sh loss installs it", ""),
+    ("no whole shard", "{here}/cut.bin"),
     ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
 def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, told, argv):
     write_shard(tmp_path / "gpt2.bin", [50256, *range(2000)])
     write_shard(tmp_path / "cut.bin", [256, *range(200)], count=300)
-    if not argv:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        monkeypatch.delitem(sys.modules, "plot", raising=False)
     words = argv.format(run=run.folder, here=tmp_path).split()
     monkeypatch.setattr(sys, "argv", ["loss.py", str(run.path), *words])
     with pytest.raises(SystemExit, match="2"):

@@ -262,8 +262,8 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
     (["x", "--temperature", "-1"], "begin at 1"),
-    (["x", "--top_p", "0"], "--top_p 0.0 is no share"),
-    (["x", "--top_p", "nan"], "--top_p nan is no share"),
+    (["x", "--top_p", "0"], "--top_p is above 0"),
+    (["x", "--top_p", "nan"], "--top_p is above 0"),
     (["x", "--topk", "3"], "unrecognized arguments"),
     (["x", "--script", "none.py"], "--script none.py is no script like train_gpt.py"),
 ])  # fmt: skip

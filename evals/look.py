@@ -1,0 +1,177 @@
+"""Pictures of a run: losses; how far back heads look (reach); scalars and gates; what is added up
+in the last layer and for the head (streams); singular values. A log alone has losses only.
+
+    python evals/look.py logs/<run>.npz | logs/<run>.txt [--out logs/<run>_look] [--data FOLDER]
+"""
+
+import functools
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_shard
+
+# isort: split
+import runs
+from plot import STYLE, plot_log, plt, save
+
+
+def listen(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
+    """What the model's functions are given and make: by layer q, k, window and scale; by name and
+    layer gates (B, T, n); of the sums in the last layer and for the head where it is, names of the
+    terms, and what each adds along the sum: together 1."""
+    calls, inside, own, sums = [], [""], w.code.deal(w.arrays, w.c), []
+
+    def call(name, function, *given):
+        inside.append(name)
+        made = function(*given)
+        inside.pop()
+        calls.append((name, inside[-1], given, made))
+        return made
+
+    def read(*_):  # while the forward pass is traced: arrays are known by identity
+        seen = next(given[3] for name, _, given, _ in calls if name == "block")
+        known = [(name, vars(seen)[name]) for name in ("x0", "pairs", "start")]
+        known += [(f"values{i}", x) for i, x in enumerate(seen.values)]
+        known += [(f"layer {i}", x) for i, x in enumerate(seen.outputs)]
+        known += [(name, made) for name, _, _, made in calls if name in ("attention", "mlp")]
+        n, last, heads, said, shares = 0, len(own) - 1, {}, {}, []
+        for name, where, given, made in calls:
+            if name == "attend":
+                heads[n] = *given[:2], jnp.array([given[3]]), jnp.array([given[4]])
+            elif name == "say":  # gates are under (layer + 1, name), mixtures under a name
+                at = ((k, n) if isinstance(k, str) else (k[1], k[0] - 1) for k in made)
+                said |= zip(at, made.values(), strict=True)
+            elif name == "weighted_sum" and made.ndim == 3 and len(given) > 1:
+                if where == "attention" and len(own[n].value_gates):
+                    said["value_gates", n] = given[1][0][..., :: w.c.D // w.c.H]
+                if n > last or n == last and where:
+                    new = "v" if where == "attention" else "stream"
+                    names = [next((k for k, y in known if y is x), f"own {new}") for _, x in given]
+                    sums.append(("head" if n > last else f"layer {n}, {new}", names))
+                    total = made.astype("float32") / jnp.square(made.astype("float32")).sum()
+                    shares.append(jnp.stack([(a * x * total).sum() for a, x in given]))
+            n += name == "block"
+        return heads, said, [x[None] for x in shares]
+
+    names = "attend", "attention", "block", "mlp", "say", "weighted_sum"
+    hooks = {name: functools.partial(call, name, getattr(w.code, name)) for name in names}
+    with mock.patch.multiple(w.code, **hooks):
+        heads, said, shares = jax.tree.map(np.asarray, runner(w, read, 1)(tokens))
+    return heads, said, [(*names, x[0]) for names, x in zip(sums, shares, strict=True)]
+
+
+def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
+    """(heads, T): of each head's attention the share that lies so many tokens back, of the queries
+    in far (B, T). q, k: (B, n T, heads / n, K), where n heads share keys; window in positions."""
+    (B, P, H, _), T = q.shape, far.shape[1]
+    back = np.arange(P)[:, None] - np.arange(P)
+    scores = scale * np.einsum("BPHK,BSHK->BHPS", np.float32(q), np.float32(k))
+    mass = jax.nn.softmax(np.where((0 <= back) & (back <= window), scores, -np.inf))
+    mass = np.asarray(mass).reshape(B, H, T, P // T, T, P // T).sum(axis=-1)
+    mass = np.einsum("BHTNS,BT->NHTS", mass, far / far.sum()).reshape(-1, T, T)
+    return np.array([[x.trace(-distance) for distance in range(T)] for x in mass])
+
+
+def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
+    t, words = np.arange(tokens.shape[1] - 1), w.c.plan.split()
+    history = t - np.maximum.accumulate(np.where(tokens[:, :-1] == w.c.eot, t, 0), axis=1)
+    least, rows = int(np.quantile(history, 0.75)), []  # where a document starts, nothing is far
+    for n, (*qk, window, scale) in heads.items():
+        p = attended(*qk, window, scale, history >= least)
+        within = [(p.cumsum(axis=1) < part).sum(axis=1) for part in (0.5, 0.9)]
+        rows.append((n + np.linspace(-0.3, 0.3, len(p)), p @ t, *within))
+    x, *far = np.concatenate(rows, axis=1)
+    figure, ax = plt.subplots(figsize=(3 + 0.9 * len(words), 4.8), layout="constrained")
+    windows = [int(window[0]) * len(t) // q.shape[1] for q, _, window, _ in heads.values()]
+    ax.bar([*heads], windows, alpha=0.2, label="window")
+    ax.axhline(least, color="tab:red", ls=":", label="text before each of the queries, at least")
+    for y, mark, name in zip(far, "o_^", ("mean", "half within", "90 % within"), strict=True):
+        ax.plot(x, y, mark, color="black", label=f"attention of a head: {name}")
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set(xlabel="layer, its heads from left to right", ylabel="tokens back", ylim=0)
+    ax.set_xticks(range(len(words)), [f"{n}\n{word}" for n, word in enumerate(words)])
+    figure.legend(loc="outside lower center", ncols=3)
+    save(figure, out / "reach")
+
+
+def draw_gates(out: Path, w: Weights, said: dict) -> None:
+    """A dot for each number: the mean of tokens; a line: from 10 to 90 % of them."""
+    own = [owned._asdict().items() for owned in w.code.deal(w.arrays, w.c)]
+    lambdas = {(k, n): np.ravel(x) for n, rows in enumerate(own) for k, x in rows if "_l" in k}
+    found = said | {at: x for at, x in lambdas.items() if x.size}
+    rows = -(-len(names := sorted({name for name, _ in found})) // 4)
+    figure, axes = plt.subplots(rows, 4, figsize=(13, 2.2 * rows), layout="constrained")
+    for (name, n), x in found.items():
+        x, ax = np.float32(x).reshape(-1, x.shape[-1]), axes.flat[names.index(name)]
+        at = n - 0.4 + (np.arange(x.shape[1]) + 0.5) / x.shape[1] * 0.8
+        ax.vlines(at, *np.quantile(x, (0.1, 0.9), axis=0), alpha=0.4, lw=3)
+        ax.plot(at, x.mean(axis=0), ".", color="black")
+        ax.set(title=name, xlim=(-1.5, len(own) + 0.5), xticks=range(-1, len(own) + 1))
+        ax.axhline(0, color="black", lw=0.5)
+    for ax in axes.flat[len(names) :]:
+        ax.set_visible(False)
+    figure.supxlabel("layer (-1: before them; the head's is last), its numbers from left to right")
+    save(figure, out / "gates")
+
+
+def draw_streams(out: Path, sums: list[tuple]) -> None:
+    size = dict(height_ratios=[len(names) for _, names, _ in sums], squeeze=False)
+    height = 0.27 * sum(size["height_ratios"]) + 0.6 * len(sums)
+    figure, axes = plt.subplots(len(sums), figsize=(8, height), layout="constrained", **size)
+    for ax, (where, names, shares) in zip(axes.flat, sums, strict=True):
+        ax.bar_label(ax.barh(range(len(names)), shares), [f" {x:+.1%}" for x in shares])
+        ax.set_yticks(range(len(names)), names)
+        ax.set_title(where, loc="left")
+        ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(-0.3, 1.3))
+    ax.set_xlabel("what the term adds along the sum: all of them add up to 100 %")
+    save(figure, out / "streams")
+
+
+def draw_singular(out: Path, w: Weights) -> None:
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    panels, L = dict(zip("q k v o fc proj".split(), axes.T.flat, strict=True)), len(w.c.layers)
+    for n, own in enumerate(w.code.deal(w.arrays, w.c)):
+        qk = np.split(np.concatenate(own.qk), 2) if len(own.qk) else []
+        for names, matrices in ("qk", qk), ("vo", own.vo), (("fc", "proj"), own.mlp):
+            for name, x in zip(names, matrices, strict=False):
+                values = np.linalg.svd(x, compute_uv=False)
+                panels[name].plot(values / values[0], color=plt.cm.viridis(n / L), label=n)
+                panels[name].set(title=name, yscale="log", ylim=(1e-3, 1.2))
+    figure.legend(*panels["fc"].get_legend_handles_labels(), loc="outside right", title="layer")
+    figure.supxlabel("rank")
+    figure.supylabel("singular value / the largest")
+    save(figure, out / "singular")
+
+
+def main() -> None:
+    cli = parser(__doc__)
+    cli.add_argument("--out", type=Path, help="folder of the pictures; default: <run>_look")
+    cli.add_argument("--data", type=Path, help="folder of the text; default: that of the run")
+    args = cli.parse_args()
+    path = args.weights.with_suffix(".npz")
+    log = path.with_suffix(".txt") if args.weights == path else args.weights
+    out = args.out or path.with_name(f"{path.stem}_look")
+    plt.rcParams.update(STYLE)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if log == args.weights or log.exists():
+            plot_log(runs.read(log), out / "loss")
+    except (OSError, runs.Unreadable) as error:
+        refuse(f"{log} is no log of a run, or {out} no folder: {error}")
+    if path.exists() or args.weights == path:
+        w = open_weights(path, args.script)
+        shard = val_shard(w, args.data or ROOT / w.config["data"], 1024)
+        tokens = next(w.code.stream([shard], [(4, 1024, 0)], w.c))
+        heads, said, sums = listen(w, tokens)
+        draw_reach(out, w, tokens, heads)
+        draw_gates(out, w, said)
+        draw_streams(out, sums)
+        draw_singular(out, w)
+    print(f"pictures are in {out}")
+
+
+if __name__ == "__main__":
+    main()
