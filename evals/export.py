@@ -28,6 +28,7 @@ def describe(w: weights.Weights) -> dict:
     ]
     speeds, scale = w.code.rotation(c, w.stage)
     return w.config | dict(
+        data=Path(w.config["data"]).name,  # and no folder of this machine
         model_type="jnanogpt", format_version=1, layers=layers, read_again=c.again("reads"),
         skip_again=c.again("skip"), rotation=dict(speeds=[*speeds], score_scale=scale),
         tokenizer=kinds.get((c.vocab, c.eot)), parameters=sum(x.size for x in w.arrays.values()),
@@ -49,17 +50,16 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("out", type=Path, metavar="OUT", help="folder: new, empty or of an export")
-    cli.add_argument("--log", type=Path, help="of the run; else WEIGHTS with the ending .txt")
     args = cli.parse_args()
     weights.jax.config.update("jax_platforms", "cpu")  # float32, not a GPU's TF32
     w, out = weights.open_weights(args.weights, args.script), args.out
-    log, found = args.log or w.path.with_suffix(".txt"), {path.name for path in out.glob("[!_]*")}
+    log, found = w.path.with_suffix(".txt"), {path.name for path in out.glob("[!_]*")}
     if out.is_file() or found and not {"reference.py"} <= found <= FILES:
         refuse(f"{out} is neither empty nor an export, to be replaced: name a new folder")
     try:
-        text = log.read_text(encoding="utf-8") if args.log or log.exists() else ""
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
         if text and json.dumps(w.result)[1:-1] not in text:
-            refuse(f"{log} is of another run: name the log of {w.path} by --log")
+            refuse(f"{log} is not the log of {w.path}: put the right one there, or none")
         out.mkdir(parents=True, exist_ok=True)  # reference.py first: by it an export is known
         (out / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
         config, about = describe(w), dict(run=w.path.stem, result=json.dumps(w.result))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
-NEEDS = "Config param_table gather forward read_pairs softcap norm make_mesh fit_devices".split()
+NEEDS = "param_table rotation make_mesh gather deal forward read_pairs norm softcap".split()
 
 
 class Weights(NamedTuple):
