@@ -152,7 +152,7 @@ def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
     size = int.from_bytes((made.out / "model.safetensors").read_bytes()[:8], "little")
     c = json.loads((made.out / "config.json").read_text())
     assert size % 8 == 0 and c["tokenizer"] == tokenizer
-    folder = dict(data=MODELS[name].data.removeprefix("data/"))  # where it lies is nobody's business
+    folder = dict(data=MODELS[name].data.removeprefix("data/"))
     assert c.items() >= (dataclasses.asdict(MODELS[name]) | folder).items()
 
 
