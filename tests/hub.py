@@ -19,8 +19,8 @@ from collections.abc import Callable
 ROUTES = {
     "info": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)",
     "paths": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)",
-    "get": r"/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>[^/]+)",
-    "cdn": r"/cdn/(?P<revision>[^/]+)/(?P<name>[^/]+)",
+    "get": r"/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)",
+    "cdn": r"/cdn/(?P<revision>[^/]+)/(?P<name>.+)",
 }
 
 

@@ -1,0 +1,199 @@
+"""evals/hellaswag.py: every loss as by one row at a time, planted faults, bad files, a hub."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import jax
+import numpy as np
+import pyarrow
+import pytest
+from hub import Hub
+from pyarrow import parquet
+
+import train_gpt
+from tests.test_tokenize import gpt2  # noqa: F401, a fixture
+from tests.tools import FLOAT32, SMALL, unoptimized, write_shard
+
+TRAIN = Path(train_gpt.__file__).resolve()
+sys.path.insert(0, str(TRAIN.parent / "evals"))
+import hellaswag  # noqa: E402
+import weights  # noqa: E402
+
+SCRIPT, SOURCE = Path(hellaswag.__file__), Path(hellaswag.__file__).read_text()
+ENCODE = weights.tokenizer(train_gpt.PRESETS["tiny"]).encode
+read = lambda path: [*hellaswag.read_examples(path, ENCODE, 99)]
+PHRASE, CONTEXT = "the cat sat on a mat, ", "a mat, the cat"  # all that the model learns; a part
+ON = "sat on a mat, the cat " * 3  # so it goes on
+EXAMPLES = [  # endings, label, and whether acc and acc_norm find it
+    ([ON[:20], "dog ran to the sea x", "qqq", "zzz"], 0, 1, 1),
+    (["zzz", "qqq", ON[:20], "the the the the the "], 2, 1, 1),
+    (["szt on a mzt, the czt", "Q", "q", "z"], 0, 0, 1),  # likelier a byte, but longer
+    (["saQ", "szt" + ON[3:47] + "czt", "zzz", "QQQ"], 0, 1, 0),  # the other way round
+    ([ON[:51], "Q", "z", "zzz"], 3, 0, 0),
+    ([ON[:51], "Qqq", "zzz", "éx"], 0, 1, 1),
+    (["Q", "z", "q", "szt xn a mzt, the czt"], 3, 0, 1),
+]
+ROWS = [dict(ind=7, ctx=CONTEXT, endings=e[0], label=e[1], split="val") for e in EXAMPLES]
+FOUND = np.array([e[2:] for e in EXAMPLES], bool).T
+
+
+def start(*argv, cwd=None, **env):
+    env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1") | env
+    return subprocess.run([sys.executable, *argv], env=env, cwd=cwd, text=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def its(tmp_path_factory):
+    """A file, weights that know the phrase, and sums of losses, a row at a time, nothing padded."""
+    folder = tmp_path_factory.mktemp("hellaswag")
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    tokens = [[256, *ENCODE((PHRASE * 7)[i % 22 :][:120])] for i in range(600)]
+    write_shard(folder / "x_train_000001.bin", np.concatenate(tokens))
+    write_shard(folder / "x_val_000000.bin", np.concatenate(tokens[:10]))
+    flags = [*SMALL, *(f"--{name}=float32" for name in FLOAT32), "--stages=120 512 8 64 0 1 0,1"]
+    flags += f"--plan=Lkpv0 --seed=1 --steps=120 --stall=0 --data={folder}".split()
+    assert not start(TRAIN, "tiny", *flags, cwd=folder).returncode
+    w = weights.open_weights(next(folder.glob("logs/*.npz")), TRAIN)
+    whole = {k: [*x] if x.ndim == 3 else jax.device_put(x) for k, x in w.arrays.items()}
+    head = w.arrays["head"][:257]
+
+    @jax.jit
+    def stream(tokens):
+        pairs = train_gpt.read_pairs(whole, tokens, w.c)
+        return train_gpt.norm(train_gpt.forward(pairs, tokens[:, :-1], w.c, w.stage))
+
+    def loss(ending):
+        row, begin = f"{CONTEXT} {ending}".encode(), len(CONTEXT)
+        z = np.asarray(stream(np.array([[*row]], np.int32))[0], "f8") @ head.T
+        z = 23 / (1 + np.exp(-(z + 5) / 7.5))[begin - 1 :]  # what foretells the ending
+        log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        return -sum(log_p[i, token] for i, token in enumerate(row[begin:]))
+
+    # In place of weights.runner: the model is compiled once for whatever reads it.
+    runner = lambda _, read: lambda x, *of: jax.jit(read)(np.asarray(stream(x)), head, x, *of)
+    with unoptimized():
+        sums = np.array([[loss(ending) for ending in e[0]] for e in EXAMPLES])
+    return SimpleNamespace(file=folder / "val.jsonl", w=w, sums=sums, runner=runner)
+
+
+def load(source=SOURCE):
+    """The tool with another text; its batches are so small that the examples make several."""
+    exec(compile(source, "mutant", "exec"), vars(it := ModuleType("it")))
+    it.TOKENS, it.CHUNK = 1024, 128
+    return it
+
+
+def told(capsys, call, *of):
+    with pytest.raises(SystemExit, match="2"):
+        call(*of)
+    assert re.fullmatch(".+: .+\n", (said := capsys.readouterr()).err) and not said.out
+    return said.err
+
+
+def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, capsys):
+    assert sorted(max(map(len, e[0])) for e in read(its.file))[-3:] == [65, 66, 66]  # T = 64, 128
+    it = load()
+    it.tqdm = lambda **of: hellaswag.tqdm(**of | dict(disable=False, mininterval=0, miniters=1))
+    with unoptimized():
+        sums, right = it.score(its.w, read(its.file))
+    np.testing.assert_allclose(sums, its.sums, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(right, FOUND)
+    bar = re.findall(r"([267])/7 [^]]*?acc (.*?), acc_norm (.*?)]", capsys.readouterr().err)
+    assert bar == [("2", "50.00%", "50.00%"), ("6", "50.00%", "66.67%"), ("7", "57.14%", "71.43%")]
+
+
+FAULTS = {  # what stands in the tool: what could
+    "": [""], "np.argmin": ["np.argmax"], "int(label)": ["3 - int(label)"],
+    "[sums, sums / counts]": ["[sums / counts] * 2", "[sums, sums]", "[sums / counts, sums]"],
+    "spans[..., 1] - spans[..., 0]": ["spans[..., 1]", "spans[..., 1] - spans[..., 0] + 1"],
+    "spans[:, :1] <= at": ["spans[:, :1] < at", "spans[:, :1] - 1 <= at", "0 <= at"],
+    "at < spans[:, 1:]": ["at < spans[:, 1:] - 1", "at <= spans[:, 1:]", "at < 99"],
+    "jnp.arange(1, tokens.shape[1])": ["jnp.arange(tokens.shape[1] - 1)"],
+    "tokens[:, 1:])": ["tokens[:, :-1])"], "= encode(ctx)": ["= [256, *encode(ctx)]"],
+    '" " + ending': ["ending", '"  " + ending', 'ending + " "'], "[some] =": ["[np.sort(some)] ="],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("old, new", [(old, new) for old in FAULTS for new in FAULTS[old]])
+def test_a_planted_fault_shows(old, new, its, monkeypatch):
+    assert not old or SOURCE.count(old) == 1
+    monkeypatch.setattr(weights, "runner", its.runner)
+    it = load(SOURCE.replace(old, new))
+    with unoptimized():
+        sums, right = it.score(its.w, [*it.read_examples(its.file, ENCODE, 99)])
+    assert (not old) == (np.allclose(sums, its.sums, 0, 1e-4) and np.array_equal(right, FOUND))
+
+
+def test_a_run_tells_scores_and_takes_the_first_of_the_file(its):
+    tool = SCRIPT, its.w.path, "--file", its.file
+    first, *rest = start(*tool).stdout.splitlines()
+    assert re.fullmatch(rf"HellaSwag of {its.w.path}: 7 examples in \d+\.\d s", first)
+    assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
+                    "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
+                    "tokens are bytes: nobody else's figures compare with these"]  # fmt: skip
+    done = start(*tool, "--limit", "2")
+    assert re.findall(r"\d+ of \d+", done.stdout) == ["2 of 2"] * 2 and not done.stderr
+    done = start(*tool, "--limit", "-1")
+    assert done.returncode == 2 and re.fullmatch("hellaswag.py: no example .*\n", done.stderr)
+
+
+def test_gpt2s_tokens_and_figures_and_nan(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
+    row = dict(ctx="A man", endings=["sits", "thrée", "<|endoftext|>", ""], label="2")
+    (file := tmp_path / "x.jsonl").write_text(json.dumps(row))
+    w = its.w._replace(c=SimpleNamespace(vocab=50257, eot=50256))
+    losses, seen = np.ones(256, "f4"), []
+    monkeypatch.setattr(weights, "open_weights", lambda *_: w)
+    monkeypatch.setattr(weights, "runner", lambda *_: lambda *of: seen.append(of) or losses)
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", "x", "--file", str(file)])
+    hellaswag.main()
+    assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in capsys.readouterr().out
+    for ending, tokens, span in zip(row["endings"], *seen[0], strict=False):
+        wanted = gpt2.encode_ordinary("A man") + gpt2.encode_ordinary(f" {ending}")
+        assert [*tokens] == wanted + [0] * (65 - len(wanted)) and [*span] == [2, len(wanted)]
+    losses[:] = np.nan
+    assert "some losses are not finite" in told(capsys, hellaswag.main)
+
+
+def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, capsys, monkeypatch):
+    changes = [dict(endings=["a", "b", "c"]), dict(endings=["a", "b", "c", 4]), dict(label=4)]
+    changes += [dict(label=""), *(dict(ctx=ctx) for ctx in ("", None, "\ud800", "a" * 2029))]
+    bad = [json.dumps(ROWS[0] | change).encode() for change in changes]
+    for line in (b"{", b"[1]", b"", b'"\xe9"', *bad):
+        (file := tmp_path / "x").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
+        assert f"{file}:2 is no example of HellaSwag: " in told(capsys, read, file)
+    good, bad, other, gone = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z", "gone"))
+    rows = [row | dict(label=str(row["label"])) for row in ROWS]  # as the hub has it
+    parquet.write_table(pyarrow.Table.from_pylist(rows), good)
+    assert read(good) == read(its.file)
+    bad.write_bytes(b"PAR1 no")
+    parquet.write_table(pyarrow.table(dict(text=["a"])), other)
+    for path, words in (bad, f"{bad} is no"), (other, f"{other}:1 is no"), (gone, "gone.parquet"):
+        assert words in told(capsys, read, path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "./run.sh hellaswag installs" in told(capsys, read, good)
+
+
+def test_the_validation_set_is_fetched_once_and_checked(tmp_path):
+    content = b"the bytes of a parquet file"
+    hub = Hub(hellaswag.REPO, {hellaswag.COMMIT: {hellaswag.NAME: content}})
+    digest, file = hashlib.sha256(content).hexdigest(), tmp_path / hellaswag.NAME
+    code = f"import sys, hellaswag as it; it.PLACE, it.SHA256 = {str(tmp_path)!r}, {digest!r}\n"
+    code += "sys.argv = ['hellaswag.py']; print(it.fetch())"
+    env = dict(HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path), PYTHONPATH=str(SCRIPT.parent))
+    env |= dict(HF_TOKEN="good", NO_PROXY="*")
+    done = start("-c", code, **env)
+    assert (done.stdout, done.stderr) == (f"{file}\n", "") and hub.asked("cdn") == [hellaswag.NAME]
+    hub.close()
+    assert start("-c", code, **env).stdout == done.stdout  # without a network
+    file.write_bytes(content[:-1])
+    done = start("-c", code, **env)
+    assert done.returncode == 2 and f", not {digest}: delete it" in done.stderr
+    file.unlink()
+    done = start("-c", code, **env, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and re.fullmatch("hellas.*network.* --file\n", done.stderr)
