@@ -31,7 +31,6 @@ TOLD = {257: "tokens are bytes: nobody else's figures compare with these", 50257
 
 
 def fetch() -> Path:
-    sys.path.append(str(weights.ROOT / "data"))
     from cached_fineweb10B import explain, hf_hub_download
 
     try:
@@ -73,7 +72,7 @@ def read_examples(path: Path, encode: Callable, limit: int) -> Iterator[tuple[li
 
 def ending_loss(w: weights.Weights, x: Array, head: Array, tokens: Array, spans: Array) -> Array:
     """(B,) sums of the losses, in nats, of tokens[start:stop] of each row; spans are (B, 2)."""
-    of_row = lambda row: cross_entropy(weights.logits(w, row[0], head), row[1])
+    of_row = lambda row: cross_entropy(weights.logits(w, row[0], head[: w.c.vocab]), row[1])
     losses = lax.map(of_row, (x, tokens[:, 1:]), batch_size=CHUNK // x.shape[1])
     at = jnp.arange(1, tokens.shape[1])  # the first token is given
     return losses.sum(axis=1, where=(spans[:, :1] <= at) & (at < spans[:, 1:]))
