@@ -12,6 +12,7 @@ import struct
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,17 @@ STAMP = ".checked.json"
 
 class Fault(Exception):
     """What is wrong with a file or a folder: words that go on after its name."""
+
+
+def coder(vocab: int, eot: int) -> SimpleNamespace:
+    """encode(text) -> tokens, piece(token) -> bytes. Bytes of UTF-8 for `tiny`, else GPT-2's."""
+    if (vocab, eot) == (257, 256):
+        encode = lambda text: [*text.encode("utf-8", "surrogateescape")]
+        return SimpleNamespace(encode=encode, piece=lambda token: bytes([token]))
+    if (vocab, eot) != (GPT2["vocab"], GPT2["eot"]):
+        raise Fault(f"there is a tokenizer for bytes and for GPT-2's tokens, none for {vocab}")
+    of = gpt2()
+    return SimpleNamespace(encode=of.encode_ordinary, piece=of.decode_single_token_bytes)
 
 
 def gpt2() -> Any:

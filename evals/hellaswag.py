@@ -1,16 +1,13 @@
 """HellaSwag by completion likelihood, counted as llm.c and modded-nanogpt count it.
 
-    python evals/hellaswag.py WEIGHTS [--file hellaswag_val.jsonl] [--limit N] [--script FILE]
+    python evals/hellaswag.py WEIGHTS [--file hellaswag_val.jsonl] [--script FILE]
 
 Losses are of an ending's tokens alone, given all before them: acc takes the ending of the least
 sum, acc_norm of the least mean. Without --file, the validation set is fetched to data/hellaswag.
 """
 
-import hashlib
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,9 +17,10 @@ from jax import Array, lax
 from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
 from tqdm import tqdm
 
-REPO, COMMIT = "Rowan/hellaswag", "218ec52e09a7e7462a5400043bb9a69a41d06b76"
-NAME, PLACE = "data/validation-00000-of-00001.parquet", weights.ROOT / "data/hellaswag"
-SHA256 = "899813071e1e95efafec90f856e1987d2150fa4d020fc005df6962c259f660cd"
+# isort: split
+import cached_hellaswag
+import shards
+
 LENGTHS = [64, 128, 256, 512, 1024, 2048]  # tokens that rows are padded to: a program for each
 TOKENS = 2**14  # in a batch: 8 rows at least, so that any number of devices divides them
 CHUNK = 2**12  # tokens whose logits a device holds at once: 0.8 GB of GPT-2's vocabulary
@@ -30,44 +28,14 @@ TOLD = {257: "tokens are bytes: nobody else's figures compare with these", 50257
         "10042: acc 28.59%, acc_norm 29.55% (stated by llm.c, not measured by us)"}  # fmt: skip
 
 
-def fetch() -> Path:
-    from cached_fineweb10B import explain, hf_hub_download
-
-    try:
-        path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=PLACE)
-    except Exception as error:
-        weights.refuse(f"{explain(error, REPO, COMMIT)}; or name a hellaswag_val.jsonl by --file")
-    if (found := hashlib.sha256(Path(path).read_bytes()).hexdigest()) != SHA256:
-        weights.refuse(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")
-    return Path(path)
-
-
-def read_examples(path: Path, encode: Callable, limit: int) -> Iterator[tuple[list, list, int]]:
+def tokenize(examples: Iterable, encode: Callable) -> Iterator[tuple[list, list, int]]:
     """Of each its four rows of tokens, start and stop of the ending in each, and the label."""
-    at = path
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            lines = parquet.read_table(path).to_pylist()
-        else:
-            lines = path.read_bytes().splitlines()
-        for number, line in enumerate(lines[: max(0, limit)], 1):
-            at = f"{path}:{number}"
-            match json.loads(line) if isinstance(line, bytes) else line:
-                case {"ctx": str(ctx), "endings": [str(), str(), str(), str()] as endings,
-                      "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label} if ctx:  # fmt: skip
-                    context = encode(ctx)
-                    rows = [context + encode(" " + ending) for ending in endings]
-                case _:
-                    raise ValueError('it needs a "ctx", four "endings" and a "label" of 0 to 3')
-            if (longest := max(map(len, rows))) > LENGTHS[-1] + 1:
-                raise ValueError(f"{longest} tokens, more than {LENGTHS[-1] + 1}: leave it out")
-            yield rows, [(len(context), len(row)) for row in rows], int(label)
-    except ImportError:
-        weights.refuse(f"{path} needs the package pyarrow: ./run.sh hellaswag installs it")
-    except (OSError, ValueError) as error:
-        weights.refuse(f"{at} is no example of HellaSwag: {error}")
+    for number, (ctx, endings, label) in enumerate(examples, 1):
+        context = encode(ctx)
+        rows = [context + encode(" " + ending) for ending in endings]
+        if (longest := max(map(len, rows))) > LENGTHS[-1] + 1:
+            raise shards.Fault(f"row {number} has {longest} tokens, more than {LENGTHS[-1] + 1}")
+        yield rows, [(len(context), len(row)) for row in rows], label
 
 
 def ending_loss(w: weights.Weights, x: Array, head: Array, tokens: Array, spans: Array) -> Array:
@@ -97,21 +65,22 @@ def score(w: weights.Weights, examples: list[tuple]) -> tuple[np.ndarray, np.nda
             shares = right[:, sums[:, 0] != -1].mean(axis=1)  # of those that are done
             bar.set_postfix_str("acc {:.2%}, acc_norm {:.2%}".format(*shares), refresh=False)
             bar.update(len(some))
-    if not np.isfinite(sums).all():
-        weights.refuse(f"{w.path}: some losses are not finite: it is of a run that diverged")
     return sums, right
 
 
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or the same as .parquet")
-    cli.add_argument("--limit", type=int, default=sys.maxsize, metavar="N", help="the first N only")
     args = cli.parse_args()
     w = weights.open_weights(args.weights, args.script)
-    coder, path, began = weights.tokenizer(w.c), args.file or fetch(), time.perf_counter()
-    examples = [*read_examples(path, coder.encode, args.limit)]
+    coder, began = weights.tokenizer(w.c), time.perf_counter()
+    try:
+        path = args.file or cached_hellaswag.fetch()
+        examples = [*tokenize(cached_hellaswag.read(path), coder.encode)]
+    except shards.Fault as fault:
+        weights.refuse(f"{fault}; --file names another hellaswag_val.jsonl")
     if not examples:
-        weights.refuse(f"no example in {path}, or none that --limit leaves")
+        weights.refuse(f"{path} is empty")
     sums, right = score(w, examples)
     print(f"HellaSwag of {w.path}: {len(sums)} examples in {time.perf_counter() - began:.1f} s")
     for name, found in zip(("acc", "acc_norm"), right, strict=True):

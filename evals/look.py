@@ -18,6 +18,13 @@ import runs
 from plot import STYLE, plot_log, plt, save
 
 
+def text(w: Weights, place: Path) -> np.ndarray:
+    """The first four sequences of the validation shard, (4, T + 1)."""
+    if len(shard := val_shard(w, place, T := min(1024, w.c.val_T))) <= 4 * T:
+        refuse(f"{shard.filename} has {len(shard)} tokens, not {4 * T + 1}: name a longer --data")
+    return next(w.code.stream([shard], [(4, T, 0)], w.c))
+
+
 def listen(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
     """What the model's functions are given and make: by layer q, k, window and scale; by name and
     layer gates (B, T, n); of the sums in the last layer and for the head where it is, names of the
@@ -90,8 +97,7 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
     ax.axhline(least, color="tab:red", ls=":", label="text before each of the queries, at least")
     for y, mark, name in zip(far, "o_^", ("mean", "half within", "90 % within"), strict=True):
         ax.plot(x, y, mark, color="black", label=f"attention of a head: {name}")
-    ax.set_yscale("symlog", linthresh=1)
-    ax.set(xlabel="layer, its heads from left to right", ylabel="tokens back", ylim=0)
+    ax.set(xlabel="layer, its heads from left to right", ylabel="tokens back", yscale="symlog")
     ax.set_xticks(range(len(words)), [f"{n}\n{word}" for n, word in enumerate(words)])
     figure.legend(loc="outside lower center", ncols=3)
     save(figure, out / "reach")
@@ -118,15 +124,13 @@ def draw_gates(out: Path, w: Weights, said: dict) -> None:
 
 
 def draw_streams(out: Path, sums: list[tuple]) -> None:
-    size = dict(height_ratios=[len(names) for _, names, _ in sums], squeeze=False)
-    height = 0.27 * sum(size["height_ratios"]) + 0.6 * len(sums)
-    figure, axes = plt.subplots(len(sums), figsize=(8, height), layout="constrained", **size)
-    for ax, (where, names, shares) in zip(axes.flat, sums, strict=True):
-        ax.bar_label(ax.barh(range(len(names)), shares), [f" {x:+.1%}" for x in shares])
-        ax.set_yticks(range(len(names)), names)
-        ax.set_title(where, loc="left")
-        ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(-0.3, 1.3))
-    ax.set_xlabel("what the term adds along the sum: all of them add up to 100 %")
+    names = [f"{where}:  {name}" for where, names, _ in sums for name in names]
+    shares, at = np.concatenate([shares for *_, shares in sums]), -np.arange(len(names))
+    figure, ax = plt.subplots(figsize=(8, 1 + 0.25 * len(names)), layout="constrained")
+    colors = [f"C{i}" for i, (_, names, _) in enumerate(sums) for _ in names]  # one for each sum
+    ax.bar_label(ax.barh(at, shares, color=colors), [f" {share:+.1%}" for share in shares])
+    ax.set_yticks(at, names)
+    ax.set(xlim=(-0.3, 1.3), xlabel="what the term adds along the sum: together 1")
     save(figure, out / "streams")
 
 
@@ -156,15 +160,15 @@ def main() -> None:
     out = args.out or path.with_name(f"{path.stem}_look")
     plt.rcParams.update(STYLE)
     try:
+        run = runs.read(log) if log == args.weights or log.exists() else None
         out.mkdir(parents=True, exist_ok=True)
-        if log == args.weights or log.exists():
-            plot_log(runs.read(log), out / "loss")
     except (OSError, runs.Unreadable) as error:
-        refuse(f"{log} is no log of a run, or {out} no folder: {error}")
+        refuse(str(error) if isinstance(error, OSError) else f"{log} is no log of a run: {error}")
+    if run:
+        plot_log(run, out / "loss")
     if path.exists() or args.weights == path:
         w = open_weights(path, args.script)
-        shard = val_shard(w, args.data or ROOT / w.config["data"], 1024)
-        tokens = next(w.code.stream([shard], [(4, 1024, 0)], w.c))
+        tokens = text(w, args.data or ROOT / w.config["data"])
         heads, said, sums = listen(w, tokens)
         draw_reach(out, w, tokens, heads)
         draw_gates(out, w, said)

@@ -119,18 +119,15 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     gather = on_mesh(lambda p: w.code.gather(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
 
-    def on_device(whole: dict, tokens: Array, *more: Array) -> Any:
+    def on_device(whole: dict, given: tuple[Array, ...]) -> Any:
+        tokens, *more = given
         pairs = w.code.read_pairs(whole, tokens, c)
         x = w.code.norm(w.code.forward(pairs, tokens[:, :-1], c, w.stage))
         return read(x, whole["head"], tokens, *more)
 
-    def program(whole: dict, tokens: Array, *more: Array) -> Any:
-        specs = (P(), *[P("fsdp")] * (1 + len(more)))
-        return on_mesh(on_device, in_specs=specs, out_specs=P("fsdp"))(whole, tokens, *more)
-
-    options = w.code.OPTIONS.get(mesh.devices.flat[0].platform)
-    program = jax.jit(program, compiler_options=options)
-    return lambda tokens, *more: program(whole, jnp.asarray(tokens, "int32"), *more)
+    program = on_mesh(on_device, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    program = jax.jit(program, compiler_options=w.code.OPTIONS.get(w.devices[0].platform))
+    return lambda tokens, *more: program(whole, (jnp.asarray(tokens, "int32"), *more))
 
 
 def logits(w: Weights, x: Array, head: Array) -> Array:
@@ -139,14 +136,7 @@ def logits(w: Weights, x: Array, head: Array) -> Array:
 
 
 def tokenizer(c: Any) -> SimpleNamespace:
-    """encode(text) -> tokens, piece(token) -> bytes. Bytes of UTF-8 for `tiny`, else GPT-2's."""
-    if (c.vocab, c.eot) == (257, 256):
-        encode = lambda text: [*text.encode("utf-8", "surrogateescape")]
-        return SimpleNamespace(encode=encode, piece=lambda token: bytes([token]))
-    if (c.vocab, c.eot) != (50257, 50256):
-        refuse(f"there is a tokenizer for bytes and for GPT-2's tokens, none for {c.vocab} tokens")
     try:
-        gpt2 = shards.gpt2()
+        return shards.coder(c.vocab, c.eot)
     except shards.Fault as fault:
         refuse(fault)
-    return SimpleNamespace(encode=gpt2.encode_ordinary, piece=gpt2.decode_single_token_bytes)

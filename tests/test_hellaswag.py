@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import cached_hellaswag
 import hellaswag
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import weights
 from hub import Hub
 from pyarrow import parquet
+from shards import Fault
 
 import train_gpt
 from tests.test_tokenize import gpt2  # noqa: F401, a fixture
@@ -25,7 +27,7 @@ from tests.tools import FLOAT32, SMALL, unoptimized, write_shard
 TRAIN = Path(train_gpt.__file__).resolve()
 SCRIPT, SOURCE = Path(hellaswag.__file__), Path(hellaswag.__file__).read_text()
 ENCODE = weights.tokenizer(train_gpt.PRESETS["tiny"]).encode
-read = lambda path: [*hellaswag.read_examples(path, ENCODE, 99)]
+read = lambda path: [*hellaswag.tokenize(cached_hellaswag.read(path), ENCODE)]
 PHRASE, CONTEXT = "the cat sat on a mat, ", "a mat, the cat"  # all that the model learns; a part
 ON = "sat on a mat, the cat " * 3  # so it goes on
 EXAMPLES = [  # endings, label, and whether acc and acc_norm find it
@@ -87,11 +89,11 @@ def load(source=SOURCE):
     return it
 
 
-def told(capsys, call, *of):
-    with pytest.raises(SystemExit, match="2"):
-        call(*of)
-    assert re.fullmatch(".+: .+\n", (said := capsys.readouterr()).err) and not said.out
-    return said.err
+def told(path):
+    with pytest.raises(Fault) as fault:
+        read(path)
+    assert "\n" not in str(fault.value)
+    return str(fault.value)
 
 
 def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, capsys):
@@ -107,7 +109,7 @@ def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, caps
 
 
 FAULTS = {  # what stands in the tool: what could
-    "": [""], "np.argmin": ["np.argmax"], "int(label)": ["3 - int(label)"],
+    "": [""], "np.argmin": ["np.argmax"], "row in rows], label": ["row in rows], 3 - label"],
     "[sums, sums / counts]": ["[sums / counts] * 2", "[sums, sums]", "[sums / counts, sums]"],
     "spans[..., 1] - spans[..., 0]": ["spans[..., 1]", "spans[..., 1] - spans[..., 0] + 1"],
     "spans[:, :1] <= at": ["spans[:, :1] < at", "spans[:, :1] - 1 <= at", "0 <= at"],
@@ -124,24 +126,23 @@ def test_a_planted_fault_shows(old, new, its, monkeypatch):
     monkeypatch.setattr(weights, "runner", its.runner)
     it = load(SOURCE.replace(old, new))
     with unoptimized():
-        sums, right = it.score(its.w, [*it.read_examples(its.file, ENCODE, 99)])
+        sums, right = it.score(its.w, [*it.tokenize(cached_hellaswag.read(its.file), ENCODE)])
     assert (not old) == (np.allclose(sums, its.sums, 0, 1e-4) and np.array_equal(right, FOUND))
 
 
-def test_a_run_tells_scores_and_takes_the_first_of_the_file(its):
+def test_a_run_tells_scores(its):
     tool = SCRIPT, its.w.path, "--file", its.file
     first, *rest = start(*tool).stdout.splitlines()
     assert re.fullmatch(rf"HellaSwag of {its.w.path}: 7 examples in \d+\.\d s", first)
     assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
                     "tokens are bytes: nobody else's figures compare with these"]  # fmt: skip
-    done = start(*tool, "--limit", "2")
-    assert re.findall(r"\d+ of \d+", done.stdout) == ["2 of 2"] * 2 and not done.stderr
-    done = start(*tool, "--limit", "-1")
-    assert done.returncode == 2 and re.fullmatch("hellaswag.py: no example .*\n", done.stderr)
+    (empty := its.file.with_name("empty.jsonl")).touch()
+    done = start(*tool[:3], empty)
+    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: {empty} is empty\n")
 
 
-def test_gpt2s_tokens_and_figures_and_nan(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
+def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
     row = dict(ctx="A man", endings=["sits", "thrée", "<|endoftext|>", ""], label="2")
     (file := tmp_path / "x.jsonl").write_text(json.dumps(row))
     w = its.w._replace(c=SimpleNamespace(vocab=50257, eot=50256))
@@ -154,17 +155,16 @@ def test_gpt2s_tokens_and_figures_and_nan(its, tmp_path, monkeypatch, capsys, gp
     for ending, tokens, span in zip(row["endings"], *seen[0], strict=False):
         wanted = gpt2.encode_ordinary("A man") + gpt2.encode_ordinary(f" {ending}")
         assert [*tokens] == wanted + [0] * (65 - len(wanted)) and [*span] == [2, len(wanted)]
-    losses[:] = np.nan
-    assert "some losses are not finite" in told(capsys, hellaswag.main)
 
 
-def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, capsys, monkeypatch):
+def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, monkeypatch):
     changes = [dict(endings=["a", "b", "c"]), dict(endings=["a", "b", "c", 4]), dict(label=4)]
     changes += [dict(label=""), *(dict(ctx=ctx) for ctx in ("", None, "\ud800", "a" * 2029))]
     bad = [json.dumps(ROWS[0] | change).encode() for change in changes]
     for line in (b"{", b"[1]", b"", b'"\xe9"', *bad):
         (file := tmp_path / "x").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
-        assert f"{file}:2 is no example of HellaSwag: " in told(capsys, read, file)
+        words = f"{file}:2 is no example of HellaSwag: ", "row 2 has 2050 tokens, more than 2049"
+        assert told(file).startswith(words)
     good, bad, other, gone = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z", "gone"))
     rows = [row | dict(label=str(row["label"])) for row in ROWS]  # as the hub has it
     parquet.write_table(pyarrow.Table.from_pylist(rows), good)
@@ -172,26 +172,30 @@ def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, capsys, monkeyp
     bad.write_bytes(b"PAR1 no")
     parquet.write_table(pyarrow.table(dict(text=["a"])), other)
     for path, words in (bad, f"{bad} is no"), (other, f"{other}:1 is no"), (gone, "gone.parquet"):
-        assert words in told(capsys, read, path)
+        assert words in told(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "./run.sh hellaswag installs" in told(capsys, read, good)
+    assert "./run.sh hellaswag has it" in told(good)
 
 
-def test_the_validation_set_is_fetched_once_and_checked(tmp_path):
-    content = b"the bytes of a parquet file"
-    hub = Hub(hellaswag.REPO, {hellaswag.COMMIT: {hellaswag.NAME: content}})
-    digest, file = hashlib.sha256(content).hexdigest(), tmp_path / hellaswag.NAME
-    code = f"import sys, hellaswag as it; it.PLACE, it.SHA256 = {str(tmp_path)!r}, {digest!r}\n"
-    code += "sys.argv = ['hellaswag.py']; print(it.fetch())"
+def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
+    of, content = cached_hellaswag, b"the bytes of a parquet file"
+    commits = {"0" * 40: b"later", of.COMMIT: content}  # the first is main
+    hub = Hub(of.REPO, {commit: {of.NAME: it} for commit, it in commits.items()})
+    digest, file = hashlib.sha256(content).hexdigest(), tmp_path / of.NAME
+    code = "import sys, weights, hellaswag, cached_hellaswag as it\n"
+    code += f"it.OUT, it.SHA256, sys.argv = {str(tmp_path)!r}, {digest!r}, ['hellaswag.py', "
+    code += f"{str(its.w.path)!r}]\n"
     env = dict(HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path), PYTHONPATH=str(SCRIPT.parent))
     env |= dict(HF_TOKEN="good", NO_PROXY="*")
-    done = start("-c", code, **env)
-    assert (done.stdout, done.stderr) == (f"{file}\n", "") and hub.asked("cdn") == [hellaswag.NAME]
+    done = start("-c", code + "print(it.fetch())", **env)
+    assert (done.stdout, done.stderr) == (f"{file}\n", "") and hub.asked("cdn") == [of.NAME]
     hub.close()
-    assert start("-c", code, **env).stdout == done.stdout  # without a network
+    assert start("-c", code + "print(it.fetch())", **env).stdout == done.stdout  # no network
     file.write_bytes(content[:-1])
-    done = start("-c", code, **env)
+    done = start("-c", code + "hellaswag.main()", **env)
     assert done.returncode == 2 and f", not {digest}: delete it" in done.stderr
     file.unlink()
-    done = start("-c", code, **env, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and re.fullmatch("hellas.*network.* --file\n", done.stderr)
+    done = start("-c", code + "hellaswag.main()", **env, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and re.fullmatch("hellas.*network.*jsonl\n", done.stderr)
+    done = start(of.__file__, **env, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and re.fullmatch("cached_hellas.*network.*\n", done.stderr)

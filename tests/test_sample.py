@@ -244,7 +244,7 @@ BAD = {
     "a flag more": (lambda *x: edited(*x, config=dict(more=1)), "only one of them has --more"),
     "another vocabulary": (
         lambda *x: edited(*x, config=dict(vocab=258), values0=np.zeros((258, 32), "f4")),
-        "there is a tokenizer for bytes and for GPT-2's tokens, none for 258 tokens"),
+        "there is a tokenizer for bytes and for GPT-2's tokens, none for 258"),
 }  # fmt: skip
 
 

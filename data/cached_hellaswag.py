@@ -1,0 +1,63 @@
+"""HellaSwag's validation set, which evals/hellaswag.py scores: python data/cached_hellaswag.py
+
+downloads it from a pinned revision of the author's repository on the hub: 10,042 rows of parquet.
+Its sha256 is the one that two public sources state; we have not downloaded the file ourselves.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import shards
+from cached_fineweb10B import explain, hf_hub_download
+
+REPO, COMMIT = "Rowan/hellaswag", "218ec52e09a7e7462a5400043bb9a69a41d06b76"
+NAME = "data/validation-00000-of-00001.parquet"
+SHA256 = "899813071e1e95efafec90f856e1987d2150fa4d020fc005df6962c259f660cd"
+OUT = pathlib.Path(__file__).resolve().parent / "hellaswag"
+
+
+def fetch() -> pathlib.Path:
+    """The file, which is fetched once; raises shards.Fault."""
+    try:
+        path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
+    except Exception as error:
+        raise shards.Fault(explain(error, REPO, COMMIT)) from None
+    if (found := hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()) != SHA256:
+        raise shards.Fault(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")
+    return pathlib.Path(path)
+
+
+def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
+    """Context, four endings and label of each row, of the .parquet or the published .jsonl; raises
+    shards.Fault."""
+    at = path
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows = parquet.read_table(path).to_pylist()
+        else:
+            rows = path.read_bytes().splitlines()
+        for number, row in enumerate(rows, 1):
+            at = f"{path}:{number}"
+            match json.loads(row) if isinstance(row, bytes) else row:
+                case {"ctx": str(ctx), "endings": [str(), str(), str(), str()] as endings,
+                      "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label} if ctx:  # fmt: skip
+                    "".join([ctx, *endings]).encode()  # JSON may hold half a character
+                    yield ctx, endings, int(label)
+                case _:
+                    raise ValueError('it needs a "ctx", four "endings" and a "label" of 0 to 3')
+    except ImportError:
+        raise shards.Fault(f"{path} needs the package pyarrow: ./run.sh hellaswag has it") from None
+    except (OSError, ValueError) as error:
+        raise shards.Fault(f"{at} is no example of HellaSwag: {error}") from None
+
+
+if __name__ == "__main__":
+    try:
+        print(fetch())
+    except shards.Fault as fault:
+        sys.exit(f"cached_hellaswag.py: {fault}")

@@ -1,0 +1,178 @@
+"""Pictures of runs: the numbers that are drawn, of weights and attention that are known."""
+
+import dataclasses
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import look
+import numpy as np
+import plot
+import pytest
+import runs
+import weights
+
+from tests.tools import SMALL, text, unoptimized, write_shard
+
+TRAIN, RNG = weights.ROOT / "train_gpt.py", np.random.default_rng(0)
+LOG = max(weights.ROOT.glob("records/example/*.txt"))
+ENV = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
+PLANS = {"Sbv0 Lkqb Spb -<1 Sbv1@2 Lkqv2@2": ["--E", "0"], "Spxbv0 Lkqgn -<0 Lkgdmv1@1": []}
+VARY = "gate_heads", "value_gates"  # over tokens; the rest is their bias
+GATES = "(gate|mudd)_(?!in|scale)|value_gates"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder; of runs like `tiny` and the record float32 weights, changed, and what is heard."""
+    folder, found = tmp_path_factory.mktemp("look"), []
+    for name, n in dict(x_train=6000, x_val=2000, y_val=256, z_val=300).items():
+        (folder / name[0]).mkdir(exist_ok=True)
+        write_shard(folder / f"{name[0]}/{name}_000000.bin", text(n) + 200 * (name == "z_val"))
+    for plan, more in PLANS.items():
+        argv = [*SMALL, "--plan", plan, "--stages", "9 512 8 24 0 1 0,1", "--data", folder / "x"]
+        argv += ["--steps", "1", "--H", "4", *more]
+        subprocess.run([sys.executable, TRAIN, "tiny", *argv], cwd=folder, env=ENV, check=True)
+        w = weights.open_weights(max(folder.glob("logs/*.npz")), TRAIN)
+        for name, x in w.arrays.items():
+            if re.match(GATES, name):
+                x[:] = RNG.normal(size=x.shape)
+                x[..., :-1] *= name in VARY
+        w.arrays["mudd_head"][:], w.arrays["mlp_lambdas"][-1] = 0, (3, 0)
+        w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
+        with unoptimized():
+            found.append((w, *look.listen(w, look.text(w, folder / "x"))))
+    return folder, *found
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """The figure that a function draws."""
+
+    def draw(function, *given):
+        saved = []
+        monkeypatch.setattr(look, "save", lambda figure, out: saved.append(figure))
+        function(tmp_path, *given)
+        return saved[0]
+
+    return draw
+
+
+def test_reach_of_attention_that_is_known():
+    even, late, t = np.zeros((1, 32, 1, 8)), np.arange(32)[None] >= 20, np.arange(32)
+    for far, keys in (late, 17), (t[None] == 4, 5):  # where the window is full, and is not
+        p = look.attended(even, even, 16, 1.0, far)
+        np.testing.assert_allclose(p, [[1 / keys] * keys + [0] * (32 - keys)], rtol=1e-6)
+    # The second is out of its window; in the third 2 t, 2 t + 1 are token t of heads 0, 1 and 2, 3.
+    known = (32, [0, 3, 12], 12, [0, 3, 12]), (32, [12], 11, [5.5]), (64, [6, 9], 12, [3, 5, 3, 4])
+    for P, backs, window, tokens in known:
+        q = np.stack([np.eye(P, k=-d) for d in backs], axis=1)[None]  # to the one so far back
+        k = np.broadcast_to(np.eye(P)[:, None], q.shape)
+        np.testing.assert_allclose(look.attended(q, k, window, 50.0, late) @ t, tokens, atol=1e-4)
+
+
+def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypatch, drawn):
+    (folder, _, (w, heads, *_)), asked, bars, lines = trained, [], [], []
+    p = np.zeros((4, 64))
+    p[:, [2, 5, 10, 30]] = 0.4, 0.2, 0.35, 0.05
+    monkeypatch.setattr(look, "attended", lambda *x: asked.append(x) or p)
+    for name, calls in ("bar", bars), ("axhline", lines):
+        monkeypatch.setattr(look.plt.Axes, name, lambda _, *x, calls=calls, **__: calls.append(x))
+    figure = drawn(look.draw_reach, w, tokens := look.text(w, folder / "x"), heads)
+    assert tokens.shape == (4, 65) and bars == [([0, 1, 3], [4, 24, 24])]
+    history = np.minimum(t := np.arange(64), (64 * np.arange(4)[:, None] + t) % 50)
+    assert lines == [(least := int(np.quantile(history, 0.75)),)] and 20 < least < 49
+    for window, (_, _, *given, far) in zip([8, 24, 24], asked, strict=True):  # in positions
+        assert given == [window, np.float32(0.1)] and np.all(far == (history >= least))
+    far = [[*{*map(float, x.get_ydata().round(4))}] for x in figure.axes[0].lines]
+    assert far == [[6.8], [5], [10]]  # mean, and within which half and 90 % lie
+
+
+def test_gates_are_as_nets_say_them_and_lambdas_as_they_are(trained, drawn):
+    for w, _, said, _ in trained[1:]:
+        ends = dict(gate_start=[-1], mudd_head=[len(w.c.layers)])
+        figure = drawn(look.draw_gates, w, said)
+        panels = {ax.get_title(): ax for ax in figure.axes if ax.get_visible()}
+        for name, row in w.code.param_table(w.c).items():
+            x, scale = w.arrays[name], 0.1 if name[:4] == "mudd" else w.arrays["gate_scale"]
+            if x.size and re.search(f"^({GATES})|_lambdas", name):
+                ax, x = panels.pop(name), scale * x[..., -1] if re.match(GATES, name) else x
+                layers = ends.get(name, np.flatnonzero(row.layers))
+                dots = [line for line in ax.lines if line.get_marker() == "."]
+                spans = [lines.get_segments() for lines in ax.collections]
+                for n, numbers in zip(layers, np.reshape(x, (len(layers), -1)), strict=True):
+                    (i,) = [i for i, dot in enumerate(dots) if round(dot.get_xdata().mean()) == n]
+                    mean, ends_of = dots[i].get_ydata(), np.array(spans[i])[:, :, 1].T
+                    if name in VARY:
+                        assert np.all((ends_of[0] < mean) & (mean < ends_of[1]))
+                        assert len({*mean}) == w.c.H
+                    else:
+                        np.testing.assert_allclose([mean, *ends_of], [numbers] * 3, rtol=1e-5)
+        assert not panels
+
+
+def test_streams_are_all_terms_of_the_last_sums(trained):
+    told = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
+    assert " / ".join(told) == (
+        "layer 5, v: own v values2 / layer 5, stream: layer 4 attention x0 / layer 5, stream: own "
+        "stream mlp / layer 3, v: own v start layer 1 layer 2 values1 / layer 3, stream: layer 2 "
+        "start layer 1 layer 2 / layer 3, stream: own stream attention start pairs / layer 3, "
+        "stream: own stream mlp / head: layer 3 start layer 1 layer 2 values0 layer 0")  # fmt: skip
+    for *_, sums in trained[1:]:
+        for _, _, x in sums:
+            assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
+        np.testing.assert_allclose(x, [1, *[0] * (len(x) - 1)], atol=1e-5)
+
+
+def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
+    w, flat, ones = trained[1][0], 3 * np.eye(64, 32), np.ones((64, 32))
+    qk, vo, mlp = [flat[:32], ones[:32]] * 5, [ones[:32], flat[:32]] * 5, [flat, ones] * 6
+    arrays = w.arrays | dict(qk=qk, vo=vo, mlp=mlp)
+    figure = drawn(look.draw_singular, w._replace(arrays=arrays))
+    curves = {ax.get_title(): [x.get_ydata() for x in ax.lines] for ax in figure.axes}
+    second = {name: [round(float(y[1]), 4) for y in each] for name, each in curves.items()}
+    assert second == dict(q=[1] * 5, k=[0] * 5, v=[0] * 5, o=[1] * 5, fc=[1] * 6, proj=[0] * 6)
+
+
+def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, capsys):
+    labels = dict(
+        loss="step", reach="window", gates="gate_x0", streams="head:  start", singular="proj"
+    )
+    for path, names in (trained[2][0].path, labels), (LOG, ["loss"]):
+        monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
+        with unoptimized():
+            look.main()
+        out = tmp_path / path.stem
+        assert capsys.readouterr().out == f"pictures are in {out}\n"
+        files = {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
+        assert {file.name for file in out.iterdir()} == files
+        for name in names:
+            assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+            assert f"<!-- {labels[name]} -->" in (out / f"{name}.svg").read_text()
+
+
+def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    plot.plot_log(runs.read(LOG), tmp_path)
+    for line, kind in zip(figures[0].axes[0].lines, ("train", "val"), strict=True):
+        points = re.findall(rf"^step:(\d+)/\d+ {kind}_loss:(\S+)", LOG.read_text(), re.M)
+        assert len(points) > 4 and np.array_equal(line.get_xydata(), np.float64(points))
+
+
+def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
+    folder, (w, *_), _ = trained
+    for argv, words in {
+        f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
+        f"{w.path} --data {folder}/none": "none is no shard of tokens and holds no *_val_*.bin",
+        f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
+        f"{w.path} --data {folder}/z": "z/z_val_000000.bin: its largest token is 456 (--vocab 257)",
+        f"{w.path} --out {w.path}": "no folder: [Errno 17] File exists",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["look.py", *argv.split()])
+        with pytest.raises(SystemExit, match="^2$"):
+            runpy.run_path(look.__file__, run_name="__main__")
+        out, err = capsys.readouterr()
+        assert (out, err[:9], err.count("\n")) == ("", "look.py: ", 1) and words in err
