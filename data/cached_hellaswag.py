@@ -4,6 +4,7 @@ downloads it from a pinned revision of the author's repository on the hub: 10,04
 Its sha256 is the one that two public sources state; we have not downloaded the file ourselves.
 """
 
+import argparse
 import hashlib
 import json
 import pathlib
@@ -57,6 +58,7 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     try:
         print(fetch())
     except shards.Fault as fault:

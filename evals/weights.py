@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
-NEEDS = "param_table rotation make_mesh gather deal forward read_pairs norm softcap".split()
+NEEDS = "param_table rotation make_mesh gather deal forward read_pairs norm softcap "
+NEEDS += "attend attention block mlp say weighted_sum"
 
 
 class Weights(NamedTuple):
@@ -59,7 +60,7 @@ def open_script(path: Path) -> ModuleType:
     except Exception as error:
         refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
     code.refuse = refuse  # by the name of the tool
-    if lacks := [name for name in NEEDS if not hasattr(code, name)]:
+    if lacks := [name for name in NEEDS.split() if not hasattr(code, name)]:
         refuse(f"--script {path} has no {lacks[0]}: it is older than evals/")
     return code
 

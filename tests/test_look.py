@@ -140,7 +140,8 @@ def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, ca
     labels = dict(
         loss="step", reach="window", gates="gate_x0", streams="head:  start", singular="proj"
     )
-    for path, names in (trained[2][0].path, labels), (LOG, ["loss"]):
+    ours = trained[2][0].path
+    for path, names in (ours, labels), (ours.with_suffix(".txt"), labels), (LOG, ["loss"]):
         monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
         with unoptimized():
             look.main()

@@ -16,11 +16,12 @@ import train_gpt
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "README.md", "records/README.md", "records/LOG.md", "dev/README.md", "data/README.md"
-PAGES += ("dev/hosts.md",)
+PAGES += "dev/hosts.md", "evals/README.md"
 ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
 TESTED = {  # how commands begin, and where each is run: a test file, and what stands there
     "./run.sh": ("test_run_sh.py", "assert machine.run() == everything"),
     "./run.sh check --small": ("test_run_sh.py", 'machine.run("check", "--small")'),
+    "./run.sh sample": ("test_run_sh.py", 'machine.run("sample"'),
     "./run.sh test": ("test_run_sh.py", 'machine.run("test"'),
     "./run.sh tiny": ("test_run_sh.py", '(["tiny", "--seed", "1"]'),
     "python data/tokenize_text.py": ("test_own_text.py", "tokenize_text.main()"),
