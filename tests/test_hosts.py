@@ -110,7 +110,8 @@ def finish(run) -> SimpleNamespace:
     facts = {name: json.loads(value) for name, value in re.findall(r"^([a-z]+) (.*)$", rest, re.M)}
     losses = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", rest, re.M)
     weights = dict(np.load(log.with_suffix(".npz")))
-    weights.pop("config")
+    for name in "config", "result", "source":
+        weights.pop(name)
     return SimpleNamespace(
         **vars(run), log=log, facts=facts, weights=weights,
         losses={int(step): float(loss) for step, loss in losses},
@@ -142,7 +143,7 @@ def test_two_hosts_train_as_one_with_the_seed_of_the_first(start, pair):
 def test_the_first_host_alone_writes(pair):
     assert [path.suffix for path in pair.folder.glob("logs/*.*")].count(".txt") == 1
     assert len([*pair.folder.glob("logs/*.npz")]) == 1 and pair.out[1] == ""
-    assert pair.out[0].splitlines()[-1].startswith("RESULT {")
+    assert pair.out[0].splitlines()[-2].startswith("RESULT {")
     assert [host.split(": ")[1] for host in pair.facts["hosts"]] == ["4 x cpu", "4 x cpu"]
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
+from zlib import crc32
 
 import jax
 import numpy as np
@@ -106,6 +107,7 @@ def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(r
     assert real.out == [
         f"tiny on 2 x cpu, head in float32, log in logs/{real.path.name}",
         *["compiling 6 programs ...", *real.lines[-6:]],
+        f"next: ./run.sh sample logs/{real.path.stem}.npz 'def f('",
     ]
 
 
@@ -175,8 +177,12 @@ def test_the_result_sums_the_run_up(real):
 
 
 def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data):
-    config = json.loads(real.weights.pop("config").item())
-    assert real.facts["config"] == dict(preset="tiny", **config)
+    of = {
+        name: json.loads(real.weights.pop(name).item()) for name in ("config", "result", "source")
+    }
+    assert real.result == of["result"] | dict(weights=f"{real.path.stem}.npz")
+    assert of["source"] == crc32(TRAIN.read_bytes())
+    assert real.facts["config"] == dict(preset="tiny", **(config := of["config"]))
     c, params = train_gpt.Config(**config), {}
     for name, row in train_gpt.param_table(c).items():
         assert real.weights[name].shape == row.shape
@@ -266,7 +272,7 @@ def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
     monkeypatch.setattr(train_gpt, "prepare", prepare)
     cold = run("--seed", "7")
     assert warm.losses == cold.losses != other.losses
-    for name in warm.weights.keys() - {"config"}:
+    for name in warm.weights.keys() - {"config", "result", "source"}:
         np.testing.assert_array_equal(warm.weights[name], cold.weights[name])
         same = np.array_equal(warm.weights[name], other.weights[name])
         assert same == (warm.weights[name].size == 0)
