@@ -22,13 +22,13 @@ def describe(w: weights.Weights) -> dict:
     layers = [
         layer._asdict()
         | {name: mark in layer.marks for mark, name in MARKS.items()}
-        | dict(window=getattr(stage, layer.window, None))  # tokens
+        | dict(window=getattr(stage, layer.window, None))  # positions: of paired heads, two a token
         | dict(rows={name: n for name, n in rows._asdict().items() if n != []})
         for layer, rows in zip(c.layers, w.code.deal(numbers, c), strict=True)
     ]
     speeds, scale = w.code.rotation(c, w.stage)
-    return w.config | dict(
-        data=Path(w.config["data"]).name,  # and no folder of this machine
+    names = {k: Path(w.config[k]).name for k in ("data", "prefixes", "resume")}  # no paths of ours
+    return w.config | names | dict(
         model_type="jnanogpt", format_version=1, layers=layers, read_again=c.again("reads"),
         skip_again=c.again("skip"), rotation=dict(speeds=[*speeds], score_scale=scale),
         tokenizer=kinds.get((c.vocab, c.eot)), parameters=sum(x.size for x in w.arrays.values()),
@@ -78,7 +78,7 @@ def main() -> None:
         (out / "README.md").write_text(card.format(**config | w.result | about | more))
     except Exception as error:  # of a disk, a log, or a model that reference.py does not know
         refuse(f"{out} is not whole: {type(error).__name__}: {error}")
-    print(f"{out}: {', '.join(sorted(FILES))}\nnext: python {out}/reference.py 'The'")
+    print(f"{out}: {', '.join(sorted(FILES))}\nnext: .venv/bin/python '{out}/reference.py' 'The'")
 
 
 if __name__ == "__main__":

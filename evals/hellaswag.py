@@ -1,10 +1,7 @@
 """HellaSwag by completion likelihood, counted as llm.c and modded-nanogpt count it.
 
-    python evals/hellaswag.py WEIGHTS [--file hellaswag_val.jsonl] [--script FILE]
-
 Losses are of an ending's tokens alone, given all before them: acc takes the ending of the least
-sum, acc_norm of the least mean. Without --file, the validation set is fetched to data/hellaswag.
-"""
+sum, acc_norm of the least mean. Without --file, the validation set is fetched to data/hellaswag."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

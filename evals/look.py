@@ -1,8 +1,6 @@
 """Pictures of a run: losses; how far back heads look (reach); scalars and gates; what is added up
 in the last layer and for the head (streams); singular values. A log alone has losses only.
-
-    python evals/look.py logs/<run>.npz | logs/<run>.txt [--out logs/<run>_look] [--data FOLDER]
-"""
+WEIGHTS may be a log, logs/<run>.txt, too."""
 
 import functools
 from pathlib import Path
@@ -108,6 +106,7 @@ def draw_gates(out: Path, w: Weights, said: dict) -> None:
     own = [owned._asdict().items() for owned in w.code.deal(w.arrays, w.c)]
     lambdas = {(k, n): np.ravel(x) for n, rows in enumerate(own) for k, x in rows if "_l" in k}
     found = said | {at: x for at, x in lambdas.items() if x.size}
+    found |= {(k, -1): w.arrays[k] for k in ("gate_scale", "smear_gate", "smear_lambda")}
     rows = -(-len(names := sorted({name for name, _ in found})) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(13, 2.2 * rows), layout="constrained")
     for (name, n), x in found.items():
@@ -117,8 +116,7 @@ def draw_gates(out: Path, w: Weights, said: dict) -> None:
         ax.plot(at, x.mean(axis=0), ".", color="black")
         ax.set(title=name, xlim=(-1.5, len(own) + 0.5), xticks=range(-1, len(own) + 1))
         ax.axhline(0, color="black", lw=0.5)
-    for ax in axes.flat[len(names) :]:
-        ax.set_visible(False)
+    _ = [ax.remove() for ax in axes.flat[len(names) :]]
     figure.supxlabel("layer (-1: before them; the head's is last), its numbers from left to right")
     save(figure, out / "gates")
 
@@ -155,6 +153,8 @@ def main() -> None:
     cli.add_argument("--out", type=Path, help="folder of the pictures; default: <run>_look")
     cli.add_argument("--data", type=Path, help="folder of the text; default: that of the run")
     args = cli.parse_args()
+    if not args.weights.is_file():
+        refuse(f"there is no file {args.weights}")
     path = args.weights.with_suffix(".npz")
     log = path.with_suffix(".txt") if args.weights == path else args.weights
     out = args.out or path.with_name(f"{path.stem}_look")

@@ -69,13 +69,14 @@ def main() -> None:
     w, given = weights.open_weights(args.weights, args.script), vars(args).get
     c, row, out = w.c, w.c.rows[w.stage], args.out or Path(f"{args.weights.with_suffix('')}_loss")
     S, L, T, asked = map(given, ("S", "L", "T", "tokens"), (row.S, row.L, c.val_T, c.val_tokens))
+    S, L = min(S, T), min(L, T)  # longer ones are the same
     if min(S, L, T - 2, (count := asked // max(T, 1)) - 1) < 0:
         weights.refuse(f"--S {S} --L {L} --T {T} --tokens {asked}: at least 0, 0, 2 and --T")
-    if not os.access(out.absolute().parent, os.W_OK):
+    if not out.name or not os.access(out.absolute().parent, os.W_OK):
         weights.refuse(f"{out}.png cannot be written: choose another --out")
     if len(shard := weights.val_shard(w, args.shards, T)) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
-                       "lower --tokens")  # fmt: skip
+                       "lower --tokens or --T")  # fmt: skip
     piece = weights.tokenizer(c).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     tokens, losses = measure(w, shard, S, L, T, count)

@@ -1,9 +1,6 @@
 """Text by a trained model, as it is made. The prompt begins a document, whose end ends the text;
 Ctrl-C does, too. Of several samples the first streams. Each token takes a whole forward pass, over
-a padded length: there is no cache that could differ from training.
-
-    python evals/sample.py WEIGHTS "prompt" | --interactive [--temperature 0.8] ...
-"""
+a padded length: there is no cache that could differ from training."""
 
 import argparse
 import codecs
@@ -82,8 +79,8 @@ def main() -> None:
     cli.add_argument("--top_p", type=float, default=0.95, help="only this share of probability")
     cli.add_argument("--interactive", action="store_true", help="prompt after prompt")
     how = cli.parse_args()
-    least = min(how.tokens - 1, how.samples - 1, how.temperature, how.top_k, how.seed)
-    if least < 0 or not 0 < how.top_p <= 1:
+    least = min(how.tokens - 1, how.samples - 1, how.top_k, how.seed)
+    if least < 0 or not how.temperature >= 0 or not 0 < how.top_p <= 1:
         refuse("--tokens and --samples begin at 1, others at 0; --top_p is above 0, 1 at most")
     if how.interactive == bool(how.prompt):
         refuse('give a prompt that is not empty, "like this", or --interactive')
@@ -94,6 +91,7 @@ def main() -> None:
     )
     run = weights.runner(w, read, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show
     if how.prompt:
         tell(how.prompt, run, w, coder, how)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

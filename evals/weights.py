@@ -57,11 +57,11 @@ def open_script(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location("train_gpt", path)
         code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
     code.refuse = refuse  # by the name of the tool
     if lacks := [name for name in NEEDS.split() if not hasattr(code, name)]:
-        refuse(f"--script {path} has no {lacks[0]}: it is older than evals/")
+        refuse(f"--script {path} has no {lacks[0]}: it is older than evals/, or no train_gpt.py")
     return code
 
 
@@ -76,22 +76,26 @@ def open_weights(path: Path, script: Path) -> Weights:
         config, result, source = about
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
-        refuse(f"{path} is no whole file of weights that this train_gpt.py has left: {why}")
+        refuse(f"{path} is no whole file of weights, as train_gpt.py now leaves them: {why}")
     code, hint = open_script(script), "name the script that trained it by --script"
     if differ := {field.name for field in dataclasses.fields(code.Config)} ^ config.keys():
         refuse(f"{path} and {script}: only one of them has --{min(differ)}; {hint}")
-    c = code.Config(**config)
-    shapes = {name: row.shape for name, row in code.param_table(c).items()}
+    try:
+        c = code.Config(**config)
+        stage, rows = c.stage_at(result["steps"]), code.param_table(c)
+    except Exception as error:  # a --plan of words that it does not know, or alike
+        refuse(f"{path} is not of {script}'s form: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
+    shapes = {name: row.shape for name, row in rows.items()}
     for name in shapes | arrays:
         if (a := found.get(name)) != (b := shapes.get(name)):
             refuse(f"{path}: the shape of {name} is {a}, in {script} it is {b}; {hint}")
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has, {hint}",
               file=sys.stderr)  # fmt: skip
-    devices, fits = code.fit_devices("", dataclasses.replace(c, batch=8))
-    c, stage = c.for_validation(), c.stage_at(result["steps"])
-    c = dataclasses.replace(c, attention=fits.attention)
+    devices = jax.devices()[: 1 << min(8, jax.device_count()).bit_length() - 1]
+    _, fits = code.fit_devices("", dataclasses.replace(c, batch=1))
+    c = dataclasses.replace(c.for_validation(), attention=fits.attention)
     return Weights(path, code, c, devices, stage, arrays, config, result)
 
 

@@ -25,7 +25,9 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError:
-    sys.exit("matplotlib is missing: pip install -r tests/requirements.txt, as ./run.sh look does")
+    words = "matplotlib is missing: pip install -r tests/requirements.txt, as ./run.sh look does"
+    print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr)
+    sys.exit(2)
 
 # Record 21's loss is the mean of nine runs of it and of its equals, its time that of one of them.
 UPSTREAM = Path(__file__).with_name("upstream_record21.csv")
@@ -171,7 +173,7 @@ def plot_log(run: verify.Run, out: Path) -> None:
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
         for seen, style in (run.training, "-"), (run.validations, "o-"):
             axes.plot([v.step for v in seen], [v.loss for v in seen], style, linewidth=1)
-        axes.legend(["training", "validation"])
+        axes.legend(["training, all targets", "validation"])
         axes.set(yscale="log", xlabel="step", ylabel="loss, nats per token", title=run.name)
         axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
         save(figure, out)

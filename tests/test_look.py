@@ -94,7 +94,7 @@ def test_gates_are_as_nets_say_them_and_lambdas_as_they_are(trained, drawn):
     for w, _, said, _ in trained[1:]:
         ends = dict(gate_start=[-1], mudd_head=[len(w.c.layers)])
         figure = drawn(look.draw_gates, w, said)
-        panels = {ax.get_title(): ax for ax in figure.axes if ax.get_visible()}
+        panels = {ax.get_title(): ax for ax in figure.axes}
         for name, row in w.code.param_table(w.c).items():
             x, scale = w.arrays[name], 0.1 if name[:4] == "mudd" else w.arrays["gate_scale"]
             if x.size and re.search(f"^({GATES})|_lambdas", name):
@@ -110,7 +110,9 @@ def test_gates_are_as_nets_say_them_and_lambdas_as_they_are(trained, drawn):
                         assert len({*mean}) == w.c.H
                     else:
                         np.testing.assert_allclose([mean, *ends_of], [numbers] * 3, rtol=1e-5)
-        assert not panels
+        rest = {name: ax.lines[0].get_ydata() for name, ax in panels.items()}
+        assert rest.keys() == {"gate_scale", "smear_gate", "smear_lambda"}
+        assert all(np.array_equal(x, w.arrays[name]) for name, x in rest.items())
 
 
 def test_streams_are_all_terms_of_the_last_sums(trained):
@@ -167,6 +169,7 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
     folder, (w, *_), _ = trained
     for argv, words in {
         f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
+        f"{folder}/none.npz": "there is no file ",
         f"{w.path} --data {folder}/none": "none is no shard of tokens and holds no *_val_*.bin",
         f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
         f"{w.path} --data {folder}/z": "z/z_val_000000.bin: its largest token is 456 (--vocab 257)",

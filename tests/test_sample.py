@@ -145,6 +145,13 @@ def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
     assert lengths == 3 * [257] + 256 * [513] + 87 * [1025]
 
 
+def test_every_prompt_of_a_session_has_its_own_randomness():
+    run, how = lambda tokens, last: np.zeros((1, 257)), argparse.Namespace(**HOW)
+    how.temperature = 1.0
+    first, again, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
+    assert len(first) == 9 and first == again != second
+
+
 # ---- Drawing -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("change, p", [
     (dict(temperature=1.0), [0.1, 0.5, 0.05, 0.35]),
@@ -241,6 +248,7 @@ BAD = {
     "another width": (lambda *x: edited(*x, config=dict(D=64)), "the shape of embed is (384, 32)"),
     "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), in"),
     "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, in"),
+    "a mark more": (lambda *x: edited(*x, config=dict(plan="Lz")), "is not of "),
     "a flag more": (lambda *x: edited(*x, config=dict(more=1)), "only one of them has --more"),
     "another vocabulary": (
         lambda *x: edited(*x, config=dict(vocab=258), values0=np.zeros((258, 32), "f4")),
@@ -262,6 +270,7 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
     (["x", "--temperature", "-1"], "begin at 1"),
+    (["x", "--temperature", "nan"], "begin at 1"),
     (["x", "--top_p", "0"], "--top_p is above 0"),
     (["x", "--top_p", "nan"], "--top_p is above 0"),
     (["x", "--topk", "3"], "unrecognized arguments"),
