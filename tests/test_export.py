@@ -79,7 +79,7 @@ def distance(code, made: SimpleNamespace) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_is_the_model(exports, name):
-    assert distance(reference, exports[name]) < 3e-4 < 0.1 < exports[name].z.std(axis=0).min()
+    assert distance(reference, exports[name]) < 1e-3 < 0.1 < exports[name].z.std(axis=0).min()
 
 
 MUTATIONS = """
