@@ -1443,7 +1443,7 @@ def main(argv: list[str]) -> None:
         log.lap("save")
         log.end(f"RESULT {json.dumps(result)}")
     if "weights" in result:
-        print(f"next: ./run.sh sample {path} '{'def f(' if c.vocab == 257 else 'The'}'")
+        print(f"next: ./run.sh sample {path} '{'def ' if c.vocab == 257 else 'The'}'")
 
 
 if __name__ == "__main__":

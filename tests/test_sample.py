@@ -77,7 +77,7 @@ def test_a_run_ends_with_the_command_that_samples_it(run):
     _, _, tool, *argv = shlex.split(last)
     command = [sys.executable, ROOT / "evals" / f"{tool}.py", *argv, "--tokens", "3"]
     done = subprocess.run(command, cwd=run.folder, capture_output=True)
-    assert done.returncode == 0 and done.stdout.startswith(b"def f(")
+    assert done.returncode == 0 and done.stdout.startswith(b"def ")
     assert re.fullmatch(rb"\[1 x 3 tokens, \d+\.\d a second\]\n", done.stderr)
 
 
