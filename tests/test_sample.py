@@ -145,6 +145,12 @@ def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
     assert lengths == 3 * [257] + 256 * [513] + 87 * [1025]
 
 
+def test_of_three_devices_two_are_used(run, monkeypatch):
+    """Rows are spread evenly over those that divide 8 matrices."""
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    assert len(weights.open_weights(run.path, TRAIN).devices) == 2
+
+
 def test_every_prompt_of_a_session_has_its_own_randomness():
     run, how = lambda tokens, last: np.zeros((1, 257)), argparse.Namespace(**HOW)
     how.temperature = 1.0
