@@ -3,6 +3,7 @@
 #
 #   ./run.sh [record | tiny] [--field value ...]
 #   ./run.sh check [--small | --field value ...]
+#   ./run.sh basics/NAME.py [argument ...]                            basics/README.md
 #   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
 #   ./run.sh test [pytest argument ...]
 #
@@ -122,6 +123,11 @@ if [ "${1:-}" = check ]; then
   exec .venv/bin/python -m dev.check_gpu "$@"
 fi
 case ${1:-} in
+  basics/*.py)
+    case " $* " in *" --draw"*) install tests tests/requirements.txt ;; esac # for matplotlib
+    unlock
+    exec .venv/bin/python "$@"
+    ;;
   sample | hellaswag | loss | export | look)
     tool=$1
     shift

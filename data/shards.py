@@ -116,6 +116,20 @@ def examine(
     stamp(folder, whole)
 
 
+def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
+    """All tokens of a folder's *_train_*.bin or *_val_*.bin shards, in order, (N,) of uint16: not
+    copied, unless there are several. Raises Fault."""
+    arrays = []
+    for path in sorted(folder.glob(f"[!.]*_{split}_*.bin")):
+        magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+        if (magic, version, path.stat().st_size) != (MAGIC, VERSION, HEADER + 2 * max(1, count)):
+            raise Fault(f"{path} is no whole shard of tokens: python data/check.py {folder}")
+        arrays.append(np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,)))
+    if not arrays:
+        raise Fault(f"{folder} has no {split} shard: data/README.md says how to make some")
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 # ---- Folders -------------------------------------------------------------------------------------
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """MANIFEST.json; {} where there is none."""

@@ -30,6 +30,7 @@ SHARDS = {  # name: sha256
     "source_val_000000.bin": "eb0c3850de1d7907726f5284d57b12f871789a36f2f8255625e055ee5e205534",
 }
 EOT = 256
+FOLDER = pathlib.Path(__file__).resolve().parent / "source_code"
 MAX_BYTES = 2048  # of a document: else one list of names is 17 steps of tiny in a row
 FIRST_SHARD_TOKENS = 600_000  # the rest is in the second: tiny crosses from one to the next
 
@@ -128,11 +129,8 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def main():
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = pathlib.Path(__file__).resolve().parent
-    cli.add_argument("--out", type=pathlib.Path, default=here / "source_code", help="folder")
-    out = cli.parse_args().out
+def make(out: pathlib.Path) -> None:
+    """The shards and their manifest, in `out`; what is there and whole is left."""
     try:
         there = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
         if there != SHARDS:
@@ -148,6 +146,12 @@ def main():
         shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
     except OSError as error:  # no space, no permission
         sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
+
+
+def main():
+    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder")
+    make(cli.parse_args().out)
 
 
 if __name__ == "__main__":

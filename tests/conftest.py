@@ -6,7 +6,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "dev", "evals", "records")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "basics", "data", "dev", "evals", "records")]
 
 import jax  # noqa: E402
 

@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import train_gpt
 
+ROOT = Path(__file__).resolve().parent.parent
 FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
 MINI = dataclasses.replace(
@@ -113,3 +117,19 @@ def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
         params={name: put(name, like) for name, like in state.params.items()},
         tables={name: put(name, like) for name, like in state.tables.items()},
     )
+
+
+def basic(tmp_path: Path, name: str, *flags: str, plant: tuple[str, str] | None = None):
+    """A file of basics/ run as its readers do, in a process that has to ask for its devices itself;
+    if wanted with a fault (old, new) planted in its text. Returns subprocess.CompletedProcess."""
+    source = (ROOT / f"basics/{name}.py").read_text(encoding="utf-8")
+    if plant:
+        assert source.count(plant[0]) == 1, plant
+        source = source.replace(*plant)
+    (tmp_path / "basics").mkdir(exist_ok=True)
+    (tmp_path / "data").exists() or (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / f"basics/{name}.py").write_text(source, encoding="utf-8")
+    hidden = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"
+    env = {key: value for key, value in os.environ.items() if key not in hidden}
+    return subprocess.run([sys.executable, f"basics/{name}.py", *flags], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
