@@ -1,0 +1,250 @@
+"""GPT-2 as the world knows it: where train_gpt.py starts from, with its author's weights.
+
+Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
+        ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
+        ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --batch 32 --accumulate 16
+            --steps 20000 --lr 6e-4 --mesh 8 1   on 8 GPUs or TPUs
+Look    at `table`: all there is to know of a parameter; `forward`, the model; `optimizer`
+Dims    B sequence  T position  D model  F hidden  H head  L layer  V token; x residual stream
+Source  Radford et al. 2019, github.com/openai/gpt-2; AdamW, warm-up, cosine, clipping and the
+        decay of matrices as in Brown et al. 2020, arXiv:2005.14165; no dropout
+In train_gpt.py  `param_table` is the table and `block` the layer. `norm` has no weights, `rotation`
+        replaces learned positions, `mlp` squares a ReLU, `softcap` bounds the logits; `normuon`
+        moves the matrices, `gather` shards all of it, `layout` keeps documents whole
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, P, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+
+class Config(NamedTuple):
+    L: int = 12
+    H: int = 12
+    D: int = 768
+    T: int = 1024
+    V: int = 50257
+    compute: str = "bfloat16"  # format of activations; the weights themselves are float32
+
+
+SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config(), "openai": Config()}
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+
+# ---- Model ---------------------------------------------------------------------------------------
+def table(c: Config) -> dict[str, tuple]:
+    """Of each parameter its shape, its split over the mesh, and mean and deviation of its first
+    values. Names are OpenAI's; those of all layers, h.*, are one array. What writes to the stream
+    begins smaller, for 2 L such outputs are added up there."""
+    L, D, F, V, wide, write = c.L, c.D, 4 * c.D, c.V, 0.02, 0.02 / math.sqrt(2 * c.L)
+    # fmt: off
+    return {
+        "wte.weight":           ((V, D),       P(),                          0, wide),
+        "wpe.weight":           ((c.T, D),     P(),                          0, wide / 2),
+        "h.ln_1.weight":        ((L, D),       P(),                          1, 0),
+        "h.ln_1.bias":          ((L, D),       P(),                          0, 0),
+        "h.attn.c_attn.weight": ((L, D, 3, D), P(None, None, None, "model"), 0, wide),  # q, k, v
+        "h.attn.c_attn.bias":   ((L, 3, D),    P(None, None, "model"),       0, 0),
+        "h.attn.c_proj.weight": ((L, D, D),    P(None, "model", None),       0, write),
+        "h.attn.c_proj.bias":   ((L, D),       P(),                          0, 0),
+        "h.ln_2.weight":        ((L, D),       P(),                          1, 0),
+        "h.ln_2.bias":          ((L, D),       P(),                          0, 0),
+        "h.mlp.c_fc.weight":    ((L, D, F),    P(None, None, "model"),       0, wide),
+        "h.mlp.c_fc.bias":      ((L, F),       P(None, "model"),             0, 0),
+        "h.mlp.c_proj.weight":  ((L, F, D),    P(None, "model", None),       0, write),
+        "h.mlp.c_proj.bias":    ((L, D),       P(),                          0, 0),
+        "ln_f.weight":          ((D,),         P(),                          1, 0),
+        "ln_f.bias":            ((D,),         P(),                          0, 0),
+    }  # fmt: on
+
+
+def forward(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
+    """Logits of the token after each, (B, T, V), float32."""
+    x = params["wte.weight"][tokens_BT] + params["wpe.weight"][: tokens_BT.shape[1]]
+    layers = {name[2:]: p for name, p in params.items() if name.startswith("h.")}
+    x, _ = lax.scan(lambda x, w: (block(x, w, c), None), x.astype(c.compute), layers)
+    x = layer_norm(x, params, "ln_f")
+    head = params["wte.weight"].astype(x.dtype)  # tied: one table is read at both ends
+    return jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
+
+
+def block(x: Array, w: dict[str, Array], c: Config) -> Array:
+    """One layer: attention, then the MLP, each of what is normalized, each added to the stream."""
+    linear = lambda x, name: jnp.tensordot(x, w[f"{name}.weight"], 1) + w[f"{name}.bias"]
+    (B, T, D), w = x.shape, {name: p.astype(x.dtype) for name, p in w.items()}
+    qkv = linear(layer_norm(x, w, "ln_1"), "attn.c_attn").reshape(B, T, 3, c.H, D // c.H)
+    y = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+    x = x + linear(y.reshape(B, T, D), "attn.c_proj")
+    y = jax.nn.gelu(linear(layer_norm(x, w, "ln_2"), "mlp.c_fc"), approximate=True)
+    return x + linear(y, "mlp.c_proj")
+
+
+def layer_norm(x: Array, w: dict[str, Array], name: str) -> Array:
+    y = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-5)  # bfloat16 would lose the squares
+    return (y * w[f"{name}.weight"] + w[f"{name}.bias"]).astype(x.dtype)
+
+
+def loss_fn(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
+    """Mean of -log p of the next tokens, nats; tokens_BT has one more than the model reads."""
+    logits = forward(params, tokens_BT[:, :-1], c)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens_BT[:, 1:]).mean()
+
+
+# ---- Training ------------------------------------------------------------------------------------
+def optimizer(lr: float, steps: int, accumulate: int) -> optax.GradientTransformation:
+    """MultiSteps waits for the gradients of `accumulate` microbatches; AdamW takes their mean."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, steps, lr / 10)
+    mask = lambda params: {k: k.endswith("weight") and "ln" not in k for k in params}
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+    return optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), adamw), accumulate)
+
+
+def initial(c: Config, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    normal = lambda shape, mean, std: mean + np.float32(std) * rng.standard_normal(shape, "f4")
+    return {name: normal(shape, *rest) for name, (shape, _, *rest) in table(c).items()}
+
+
+def batches(tokens: np.ndarray, B: int, T: int) -> Iterator[np.ndarray]:
+    """(B, T + 1), one after the other, without end: after the last token comes the first again."""
+    for start in itertools.count(0, B * T):
+        at = (start + np.arange(B)[:, None] * T + np.arange(T + 1)) % len(tokens)
+        yield tokens[at].astype(np.int32)
+
+
+def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) -> dict[str, Array]:
+    tx = optimizer(args.lr, args.steps, args.accumulate)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, state, tokens_BT):
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens_BT, c)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    val_step = jax.jit(lambda params, tokens_BT: loss_fn(params, tokens_BT, c))
+    split = lambda batch: jax.device_put(batch, NamedSharding(mesh, P("data")))
+    state, losses, start = tx.init(params), [], time.perf_counter()
+    stream, microbatch = batches(texts[0], args.batch, c.T), args.batch * c.T
+    for step in range(args.steps + 1):
+        if step % args.val_every == 0 or step == args.steps:
+            unseen = batches(texts[1], args.batch, c.T)
+            part = itertools.islice(unseen, max(1, args.val_tokens // microbatch))
+            losses.append(np.mean([val_step(params, split(batch)) for batch in part]))
+            print(f"step:{step}/{args.steps} tokens:{step * args.accumulate * microbatch}",
+                  f"val_loss:{losses[-1]:.4f} time:{time.perf_counter() - start:.1f}s",
+                  flush=True)  # fmt: skip
+        for _ in range(args.accumulate if step < args.steps else 0):
+            params, state, _ = train_step(params, state, split(next(stream)))
+    check(f"the loss falls by {losses[0] - losses[-1]:.2f}", losses[-1] < losses[0])
+    return params
+
+
+def read_openai(c: Config) -> dict[str, np.ndarray]:
+    """A file of safetensors: 8 bytes tell the size of a JSON header, behind which the data is."""
+    from huggingface_hub import hf_hub_download
+
+    data = np.memmap(hf_hub_download("openai-community/gpt2", "model.safetensors"), "u1", "r")
+    size = int(data[:8].view("<u8")[0])
+    header, data = json.loads(bytes(data[8 : 8 + size])), data[8 + size :]
+
+    def read(name: str) -> np.ndarray:
+        start, end = header[name]["data_offsets"]
+        return data[start:end].view("<f4").reshape(header[name]["shape"])
+
+    stack = lambda name: np.stack([read(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
+    return {name: (stack if name.startswith("h.") else read)(name).reshape(shape)
+            for name, (shape, *_) in table(c).items()}  # fmt: skip
+
+
+def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
+    """The prompt without the token that begins a text, and what follows, up to `count` tokens. One
+    program, of all T positions, does for every token: none sees what stands behind it."""
+
+    @jax.jit
+    def next_token(params, tokens_T, last, key):
+        logits, tokens = lax.top_k(forward(params, tokens_T[None], c)[0, last], 40)  # as OpenAI's
+        return tokens[jax.random.categorical(key, logits)]
+
+    end, keys = min(c.T, len(prompt) + count), jax.random.split(jax.random.key(seed), c.T)
+    tokens = np.pad(np.int32(prompt), (0, c.T - len(prompt)))
+    for n in range(len(prompt), end):
+        tokens[n] = next_token(params, tokens, n - 1, keys[n])
+        if tokens[n] == tokens[0]:
+            return tokens[1:n].tolist()
+    return tokens[1:end].tolist()
+
+
+def check(what: str, right: bool) -> None:
+    print("ok   " if right else "WRONG", what, flush=True)
+    if not right:
+        sys.exit(1)
+
+
+def prove(params: dict[str, Array], c: Config) -> None:
+    two = np.stack([np.arange(16), np.where(np.arange(16) == 8, 99, np.arange(16))])
+    change = np.abs(np.subtract(*jax.jit(lambda two: forward(params, two, c))(two))).max(axis=-1)
+    right = not change[:8].any() and change[8:].all()
+    check("a token changes what is said at its place and later, nothing before", right)
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    add = (cli := argparse.ArgumentParser(description=__doc__, formatter_class=form)).add_argument
+    add("--size", choices=SIZES, default="small", help="openai: its 124M, 0.5 GB, not trained on")
+    add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
+    add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
+    add("--steps", type=int, default=368, help="updates of the weights")
+    add("--batch", type=int, default=4, help="sequences in a microbatch")
+    add("--accumulate", type=int, default=1, help="microbatches in a step")
+    add("--lr", type=float, default=2e-3, help="highest rate")
+    add("--val_every", type=int, default=92, help="steps")
+    add("--val_tokens", type=int, default=65536)
+    add("--seed", type=int, default=0)
+    add("--prompt", default="def ", help="what the sample continues")
+    args = cli.parse_args()
+    sys.path.append(str(DATA))
+    import shards
+    import source_code
+
+    jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))  # read on CPUs only
+    mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
+    check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
+    print("gpt2.py", vars(args) | dict(data=args.data.name, jax=jax.__version__))
+    c, about = SIZES[args.size], shards.GPT2
+    try:
+        if args.data == DATA / "source_code":
+            source_code.make(args.data)
+        if train_it := args.size != "openai":
+            texts = [shards.tokens(args.data, split) for split in ("train", "val")]
+            about = shards.read_manifest(args.data) or about
+            c = c._replace(V=about["vocab"])
+        coder = shards.coder(about["vocab"], about["eot"])
+    except shards.Fault as fault:
+        sys.exit(f"gpt2.py: {fault}")
+    split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
+    params = jax.device_put(initial(c, args.seed) if train_it else read_openai(c), split)
+    prove(params, c)
+    if train_it:
+        params = train(params, c, mesh, texts, args)
+    prompt = [about["eot"], *coder.encode(args.prompt)][: c.T]
+    tokens = sample(params, prompt, 100, c, args.seed)
+    print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
