@@ -1,6 +1,7 @@
 """basics/gpt2.py: it runs, its checks catch faults, and its model is OpenAI's, in float64."""
 
 import math
+import os
 import urllib.request
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from safetensors.numpy import load_file, save_file
-from tools import basic
+from tools import basic, write_shard
 
 SMALL = gpt2.Config(L=3, H=2, D=32, T=24, V=61, compute="float32")
 QUICK = "--steps", "8", "--val_every", "8", "--val_tokens", "4096"
@@ -39,9 +40,15 @@ def test_a_planted_fault_is_found(tmp_path, plant, says):
     assert done.stdout.splitlines()[-1].startswith("WRONG") and says in done.stdout.splitlines()[-1]
 
 
-def test_bad_input_gets_a_line(tmp_path):
+@pytest.mark.parametrize(
+    ("size", "says"), [(0, "train_000001.bin is no whole"), (500, "val shard")]
+)
+def test_bad_input_gets_a_line(tmp_path, size, says):
+    """A shard that was cut off, and one alone."""
+    shard = write_shard(tmp_path / "a_train_000001.bin", range(500))
+    os.truncate(shard, shard.stat().st_size - 500 + size)
     done = basic(tmp_path, "gpt2", "--data", str(tmp_path))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "train shard" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
 # ---- OpenAI's model in NumPy, from its file ------------------------------------------------------

@@ -171,6 +171,15 @@ def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(mac
         assert machine.run(tool, "x") == said(tests, f"evals/{tool}.py x")
 
 
+def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
+    machine.python(12)
+    assert machine.run("basics/gpt2.py", "--prompt", "a  b")[1:] == said(
+        f"{PIP} requirements.txt", "basics/gpt2.py --prompt a  b"
+    )
+    draws = said(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
+    assert machine.run("basics/fsdp.py", "--draw", "x.svg") == draws
+
+
 def test_a_failed_or_changed_install_is_repeated(machine):
     machine.python(12)
     install = said(f"{PIP} requirements.txt")

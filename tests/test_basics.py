@@ -1,0 +1,57 @@
+"""What all files of basics/ have in common: they are short, stand alone, and are on the map."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+
+BASICS = Path(train_gpt.__file__).resolve().parent / "basics"
+README = (BASICS / "README.md").read_text(encoding="utf-8")
+ORDER = ("gpt2 attention data_parallel fsdp tensor_parallel pipeline_parallel context_parallel "
+         "cluster muon fp8").split()  # fmt: skip
+LINES = dict(gpt2=250, pipeline_parallel=200)
+ALLOWED = {"jax", "numpy", "optax", "matplotlib", "huggingface_hub", "shards", "source_code"}
+
+
+def test_the_map_has_every_file_in_reading_order():
+    assert sorted(ORDER) == sorted(path.stem for path in BASICS.glob("*.py"))
+    assert re.findall(r"^## (\w+)\.py: ", README, re.M) == ORDER
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_file_is_short_and_needs_no_other(name):
+    text = (BASICS / f"{name}.py").read_text(encoding="utf-8")
+    assert len(lines := text.splitlines()) <= LINES.get(name, 150) and max(map(len, lines)) <= 100
+    nodes = [*ast.walk(ast.parse(text))]
+    imported = {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names <= ALLOWED
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    assert max(node.end_lineno - node.lineno for node in functions) < 60
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_what_it_says_of_train_gpt_names_what_is_there(name):
+    tree = ast.parse((BASICS / f"{name}.py").read_text(encoding="utf-8"))
+    heads = re.findall(r"^(Run|Look|Source|In train_gpt\.py) +\S", ast.get_docstring(tree), re.M)
+    assert [*dict.fromkeys(heads)] == ["Run", "Look", "Source", "In train_gpt.py"]
+    names = re.findall(r"`([^`]+)`", ast.get_docstring(tree).partition("\nIn train_gpt.py")[2])
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    known = lambda n: hasattr(train_gpt, n) or n in train_gpt.Config.__dataclass_fields__
+    assert names and [n for n in names if not known(n) and n not in own] == []
+    assert any(map(known, names))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_its_section_has_a_picture_and_two_exercises_that_are_answered(name):
+    section = re.search(rf"^## {name}\.py: .*?(?=^## |\Z)", README, re.M | re.S)[0]
+    assert "](pictures/" in section
+    told = re.findall(r"`(test_exercise_\w+)`", section)
+    answers = (BASICS.parent / f"tests/test_basics_{name}.py").read_text(encoding="utf-8")
+    assert told == re.findall(r"^def (test_exercise_\w+)\(", answers, re.M) and len(told) == 2
