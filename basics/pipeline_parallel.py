@@ -1,0 +1,198 @@
+"""Pipeline parallelism: every device keeps a few layers, and microbatches pass through them all.
+
+Run     ./run.sh basics/pipeline_parallel.py [--draw FILE.svg]
+Look    at the two tables, `gpipe` and `one_f_one_b`, which say what each stage does in each tick,
+        and at `pipeline`, which does what a table says and knows neither of them. What differs is
+        how many inputs wait for their backward pass, not how long a stage is idle
+Source  GPipe: Huang et al. 2018, arXiv:1811.06965; 1F1B with a flush: Narayanan et al. 2021,
+        arXiv:2104.04473
+In train_gpt.py  nothing like it: the model fits every device. `gather` splits weights, not layers:
+        each device has all of them while it computes and waits for no other's output. `train_step`
+        adds up gradients of microbatches, as here, to save memory: `microbatch` is how many
+        sequences a device runs at once
+"""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, P, lax
+from jax.sharding import AxisType, Mesh
+
+S, L, D, F, B = 4, 2, 32, 64, 64  # stages, layers of each, width, hidden width, rows at a time
+COUNTS = 4, 8, 16  # of microbatches, to be tried
+IDLE, FORWARD, BACKWARD = range(3)
+
+
+# A table, (ticks, stages, 2), says what a stage does in a tick, and with which microbatch.
+def gpipe(M: int) -> np.ndarray:
+    """M microbatches go forward, one behind the other; then all of them go back."""
+    table = np.zeros((2 * (M + S - 1), S, 2), int)
+    for s, m in np.ndindex(S, M):
+        table[s + m, s] = FORWARD, m
+        table[M + S - 1 + (S - 1 - s) + m, s] = BACKWARD, m
+    return table
+
+
+def one_f_one_b(M: int) -> np.ndarray:
+    """A microbatch goes back as soon as it can. Stage s takes S - s of them, then no further one
+    before it has sent one back: one forward, one backward, by turns."""
+    table = np.zeros((2 * (M + S - 1), S, 2), int)
+    for s, m in np.ndindex(S, M):
+        table[s + m if m < S - s else s + 2 * m, s] = FORWARD, m
+        table[S + (S - 1 - s) + 2 * m, s] = BACKWARD, m
+    return table
+
+
+def in_flight(table: np.ndarray) -> np.ndarray:
+    """Of each tick and stage: microbatches that have gone forward and not yet back."""
+    return np.cumsum((table[..., 0] == FORWARD) * 1 - (table[..., 0] == BACKWARD), axis=0)
+
+
+def depth(table: np.ndarray) -> int:
+    """Inputs that a stage must hold at once: from their arrival, when the stage before is done with
+    them, to their backward pass. The most of all stages, for all run one program."""
+    arrived = np.cumsum(table[:, :-1, 0] == FORWARD, axis=0)
+    left = np.cumsum(table[:, 1:, 0] == BACKWARD, axis=0)
+    return int((arrived - left).max())
+
+
+def layers(weights: tuple, x: Array) -> Array:
+    for w_in, w_out in zip(*weights, strict=True):
+        x = x + jnp.tanh(x @ w_in) @ w_out
+    return x
+
+
+def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
+    """Loss and gradients of weights (S, L, ..), of which each device has one stage, and of inputs
+    and targets (M, B, D), which all have, but which only the first and the last stage read."""
+    M, slots = table[..., 1].max() + 1, depth(table)
+
+    def run(weights, inputs, targets):
+        s, weights = lax.axis_index("stage"), jax.tree.map(lambda w: w[0], weights)
+        zero = lax.pcast(jnp.zeros((B, D)), "stage", to="varying")
+
+        def tick(carry, row):
+            stash, left, grads, loss = carry
+            (what, m), last = row[s], s == S - 1
+            x = jnp.where(s == 0, inputs[m], stash[m % slots])
+
+            def both(weights, x):
+                y = layers(weights, x)
+                return y, jnp.square(y - targets[m]).mean()
+
+            def backward():  # forward again, as only the input was kept; then back
+                (_, error), pull = jax.vjp(both, weights, x)
+                # The gradient comes from the right, in the tick before; but the last stage's from
+                # the loss, which is a mean over microbatches.
+                share = jnp.where(last, 1 / M, 0.0)
+                dw, dx = pull((jnp.where(last, 0, left), share))
+                return zero, dx, jax.tree.map(jnp.add, grads, dw), loss + share * error
+
+            idle = lambda: (zero, zero, grads, loss)
+            forward = lambda: (layers(weights, x), zero, grads, loss)
+            right, left, grads, loss = lax.switch(what, (idle, forward, backward))
+            # All devices take part in each exchange, whatever they did.
+            right = lax.ppermute(right, "stage", [(i, i + 1) for i in range(S - 1)])
+            left = lax.ppermute(left, "stage", [(i + 1, i) for i in range(S - 1)])
+            sent, m = row[s - 1]  # by the stage before; the first one has none, and reads none
+            stash = stash.at[m % slots].set(jnp.where(sent == FORWARD, right, stash[m % slots]))
+            return (stash, left, grads, loss), None
+
+        none = jnp.stack(slots * [zero]), zero, jax.tree.map(jnp.zeros_like, weights), zero[0, 0]
+        (_, _, grads, loss), _ = lax.scan(tick, none, jnp.asarray(table))
+        return lax.psum(loss, "stage"), jax.tree.map(lambda g: g[None], grads)
+
+    specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+
+
+def example(M: int) -> tuple:
+    rng = np.random.default_rng(0)
+    draw = lambda scale, *shape: np.float32(scale * rng.normal(size=shape))
+    weights = draw(D**-0.5, S, L, D, F), draw(F**-0.5, S, L, F, D)
+    return weights, draw(1, M, B, D), draw(1, M, B, D)
+
+
+@jax.jit
+def one_device(weights: tuple, inputs: Array, targets: Array) -> tuple[Array, tuple]:
+    """All layers, all rows at once."""
+
+    def loss(weights):
+        whole = [w.reshape(S * L, *w.shape[2:]) for w in weights]
+        return jnp.square(layers(whole, inputs.reshape(-1, D)) - targets.reshape(-1, D)).mean()
+
+    return jax.value_and_grad(loss)(weights)
+
+
+NAMES = {gpipe: "GPipe", one_f_one_b: "1F1B"}
+
+
+def measure(make: Callable, M: int, mesh: Mesh) -> int:
+    """Bytes of temporary memory on a device, in the program of a table that has been checked."""
+    table, arrays = make(M), example(M)
+    idle, most = (table[..., 0] == IDLE).mean(), in_flight(table).max(axis=0).tolist()
+    program = pipeline(table, mesh).lower(*arrays).compile()
+    pairs = zip(*map(jax.tree.leaves, (program(*arrays), one_device(*arrays))), strict=True)
+    error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+    memory = program.memory_analysis().temp_size_in_bytes
+    print(f"{NAMES[make]:<13}{M:>12}{len(table):>8}{idle:>8.1%}{memory / 1e3:>8.0f} kB   {most}")
+    check(f"loss and gradients are one device's but for {error:.1e}, below 1e-5", error < 1e-5)
+    expected = (S - 1) / (M + S - 1)
+    check(f"idle by the table {idle:.4f}, by formula {expected:.4f}", abs(idle - expected) < 1e-9)
+    bound = [M if make is gpipe else min(M, S - s) for s in range(S)]
+    check(f"microbatches in flight by the table {most}, by formula {bound}", most == bound)
+    return memory
+
+
+def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    figure = plt.figure(figsize=(7.5, 3.4), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 1))
+    graph, center = figure.add_subplot(grid[:, 1]), dict(ha="center", va="center", fontsize=8)
+    colors = np.array([[255, 255, 255], [158, 202, 225], [253, 174, 107]], np.uint8)
+    for row, (make, name) in enumerate(NAMES.items()):
+        plot, table = figure.add_subplot(grid[row, 0]), make(M)
+        plot.imshow(colors[table[..., 0].T], aspect="auto", interpolation="none")
+        for t, s in np.argwhere(table[..., 0]):
+            plot.text(t, s, " FB"[table[t, s, 0]] + str(table[t, s, 1]), **center)
+        plot.set(ylabel="stage", yticks=range(S), xlabel="tick", xticks=range(0, len(table), 3))
+        plot.set_title(f"{name}: forward (F) and backward (B) of {M} microbatches")
+        graph.plot(COUNTS, np.array(memory[make]) / 1e3, "os"[row] + "-", label=name)
+    graph.set(xlabel="microbatches", ylabel="temporary memory, kB", ylim=0, xticks=COUNTS)
+    graph.legend(loc="lower right")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def check(what: str, right: bool) -> None:
+    print("ok   " if right else "WRONG", what)
+    if not right:
+        sys.exit(1)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
+    jax.config.update("jax_num_cpu_devices", 8)
+    cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    cli.add_argument("--draw", metavar="FILE.svg")
+    file = cli.parse_args().draw
+    mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
+    print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")
+    memory = {make: [measure(make, M, mesh) for M in COUNTS] for make in NAMES}
+    more = [(sizes[-1] - sizes[0]) / (COUNTS[-1] - COUNTS[0]) for sizes in memory.values()]
+    own = 4 * B * D  # bytes of an input
+    text = (
+        f"a microbatch more is {own} bytes; memory grows by {more[0]:.0f} in GPipe, {more[1]:.0f} "
+    )
+    check(text + "in 1F1B", more[0] > 0.9 * own and more[1] < 0.1 * own)
+    if file:
+        draw(file, memory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""basics/pipeline_parallel.py runs, finds faults that people make, and its exercises' answers."""
+
+import jax
+import numpy as np
+import pipeline_parallel as pp
+import pytest
+from jax.sharding import AxisType
+from tools import basic
+
+
+def test_it_runs(tmp_path):
+    run = basic(tmp_path, "pipeline_parallel", "--draw", "pipeline.svg")
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    assert run.stdout.count("ok   ") == 19 and "WRONG" not in run.stdout
+    assert (tmp_path / "pipeline.svg").stat().st_size < 80_000
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('(right, "stage", [(i, i + 1)', '(right, "stage", [(i + 1, i)'),  # the wrong direction
+        ('(left, "stage", [(i + 1, i)', '(left, "stage", [((i + 2) % S, i)'),  # off by one
+        ("max() + 1, depth(table)", "max() + 1, depth(table) - 1"),  # overwritten before its use
+        ("jnp.where(last, 1 / M, 0.0)", "jnp.where(last, 1.0, 0.0)"),  # the sum, not the mean
+    ],
+)
+def test_faults_are_found(tmp_path, old, new):
+    run = basic(tmp_path, "pipeline_parallel", plant=(old, new))
+    assert run.returncode == 1 and run.stderr == "", run.stderr
+    assert "WRONG loss and gradients" in run.stdout.splitlines()[-1], run.stdout
+
+
+def error(table: np.ndarray) -> float:
+    """Of loss and gradients by this table, relative to one device's."""
+    mesh = jax.make_mesh((pp.S,), ("stage",), axis_types=(AxisType.Auto,))
+    arrays = pp.example(table[..., 1].max() + 1)
+    results = pp.pipeline(table, mesh)(*arrays), pp.one_device(*arrays)
+    pairs = zip(*map(jax.tree.leaves, results), strict=True)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def test_exercise_1_gpipe_in_two_halves_has_half_the_memory_and_more_bubble():
+    M = 8
+    half = pp.gpipe(M // 2)
+    later = half + np.where(half[..., :1] == pp.IDLE, 0, [0, M // 2])
+    table = np.concatenate((half, later))
+    assert pp.depth(table) == M // 2 and (pp.in_flight(table).max(axis=0) == M // 2).all()
+    idle = [(t[..., 0] == pp.IDLE).mean() for t in (table, pp.gpipe(M))]
+    assert np.allclose(idle, [3 / 7, 3 / 11])
+    assert error(table) < 1e-5
+
+
+def test_exercise_2_forwards_at_every_second_tick_need_a_slot_less_and_no_more_time():
+    M, S = 8, pp.S
+    table = np.zeros_like(pp.one_f_one_b(M))
+    for s, m in np.ndindex(S, M):
+        table[s + 2 * m, s] = pp.FORWARD, m
+        table[S + (S - 1 - s) + 2 * m, s] = pp.BACKWARD, m
+    assert (pp.depth(pp.one_f_one_b(M)), pp.depth(table)) == (S, S - 1)
+    assert error(table) < 1e-5
