@@ -4,7 +4,7 @@ Run     ./run.sh basics/attention.py [--draw FILE.svg]
 Look    at `attend` and `apart`, which say what a token may read, and at `sees`, what it does read
 Source  Vaswani et al. 2017, arXiv:1706.03762; windows: arXiv:2004.05150; documents: 2107.02027
 In train_gpt.py  `attend` counts otherwise: a token sees itself and a window more. `positions` makes
-        the documents' code, for four channels of q and k, not four more. `compose` is banded
+        the documents' code, which replaces four channels of q and k. `compose` reads in bands
 """
 
 import sys
@@ -91,9 +91,9 @@ def who_sees_whom() -> dict[str, np.ndarray]:
 
 
 def learn(causal: bool, steps: int = 120) -> np.ndarray:
-    """Losses, (steps, positions), of a layer: the next of 16 tokens is one of four, by chance."""
+    """Losses (steps, positions) in training. The last position's next token is not in the input."""
     rng, adam = np.random.default_rng(0), optax.adam(0.03)
-    texts = np.cumsum(rng.integers(1, 5, (steps, 32, T + 1)), axis=-1) % 16
+    texts = np.cumsum(rng.integers(1, 5, (steps, 32, T + 1)), axis=-1) % 16  # ln 4 a token
     start = [rng.normal(0, 0.5, size) for size in ((16, 3, H, 16), (T, 3, H, 16), (D, 16))]
 
     def losses(weights, text):  # weights: q, k and v of each token and of each position; head
