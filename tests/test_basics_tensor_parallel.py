@@ -1,0 +1,75 @@
+"""basics/tensor_parallel.py: it runs, faults are seen, and the answers of its exercises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensor_parallel as tp
+from jax import P
+
+from tests.tools import basic
+
+FAULTS = [
+    (
+        'down=P("model", None),  # by rows',
+        'down=P(None, "model"),',
+        "theory: all-gather over model",
+    ),
+    (
+        'qkv=P(None, None, "model", None)',
+        'qkv=P("model")',
+        "theory: all-reduce over data 1 x 1, all-",
+    ),
+    ('(split, P("data"), P("data"))', "(split, P(), P())", "theory: \n"),
+    ("jax.jit(step)(*args)", "jax.jit(step)(w, args[2], args[1])", "off one device's numbers"),
+]
+
+
+def test_it_runs(tmp_path):
+    ran = basic(tmp_path, "tensor_parallel")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count("ok   ") == 11 and "WRONG" not in ran.stdout
+
+
+@pytest.mark.parametrize("old, new, words", FAULTS)
+def test_fault_is_seen(tmp_path, old, new, words):
+    ran = basic(tmp_path, "tensor_parallel", plant=(old, new))
+    assert (ran.returncode, ran.stderr) == (1, "")
+    assert words in ran.stdout.split("WRONG")[1]
+
+
+def arguments():
+    rng = np.random.default_rng(1)
+    noise = lambda *shape: rng.normal(size=shape).astype("f4")
+    w = {name: noise(*shape) / 8 for name, shape in tp.SHAPES.items()}
+    return w, noise(tp.B, tp.T, tp.D), noise(tp.B, tp.T, tp.D)
+
+
+def test_exercise_1_attention_whole_on_every_device():
+    args = arguments()
+    split = tp.SPLIT | dict(qkv=P(), out=P())
+    _, forward, both = tp.run(2, split, args, jax.device_get(jax.jit(tp.step)(*args)))
+    sums = [("all-reduce over model", tp.B // 4 * tp.T * tp.D)]  # the MLP's, no more
+    assert [call for call in forward if "model" in call[0]] == sums
+    assert [call for call in both if "model" in call[0]] == 2 * sums
+
+
+def test_exercise_2_qkv_as_one_matrix(monkeypatch):
+    def block(w, x):
+        q, k, v = jnp.split(tp.norm(x) @ w["qkv"], 3, axis=-1)
+        heads = lambda a: a.reshape(tp.B, tp.T, tp.H, tp.D // tp.H)
+        y = jax.nn.dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
+        x = x + jnp.einsum("BTHK,HKD->BTD", y, w["out"])
+        return x + jnp.square(jax.nn.relu(tp.norm(x) @ w["up"])) @ w["down"]
+
+    (w, x, target), whole = arguments(), (tp.D, 3 * tp.D)
+    loss, (dw, dx) = jax.device_get(jax.jit(tp.step)(w, x, target))  # of the file's own block
+    expected = loss, (dw | dict(qkv=dw["qkv"].reshape(whole)), dx)
+    loss_fn = lambda w, x, target: jnp.square(block(w, x) - target).mean()
+    monkeypatch.setattr(tp, "loss_fn", loss_fn)
+    monkeypatch.setattr(tp, "step", jax.value_and_grad(loss_fn, argnums=(0, 1)))
+    args = w | dict(qkv=w["qkv"].reshape(whole)), x, target
+    _, forward, both = tp.run(2, tp.SPLIT | dict(qkv=P(None, "model")), args, expected)
+    for found, backward in (forward, False), (both, True):
+        assert set(tp.theory(2, backward)) <= set(found)
+        assert any("all-reduce" not in what for what, _ in found)  # to bring heads together
