@@ -100,10 +100,9 @@ def draw(work: dict[str, np.ndarray], path: str) -> None:
         image = panel.imshow(met, cmap="Blues", vmin=0, vmax=8)  # light enough for black digits
         for me, r in np.ndindex(N, N):
             panel.text(r, me, (me - r) % N, ha="center", va="center")
-        panel.set(title=f"{name}: takes {met.max(axis=0).sum()}", xlabel="round")
+        panel.set(title=f"{name}: {N} rounds take {met.max(axis=0).sum()}", xlabel="round")
     panels[0].set(ylabel="device; in its row: whose keys visit it")
-    ticks = dict(boundaries=np.arange(6) - 0.5, ticks=range(5))
-    figure.colorbar(image, ax=panels, label="work: pairs of chunks", **ticks)
+    figure.colorbar(image, ax=panels, label="work, pairs of chunks", values=range(5))
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -114,32 +113,33 @@ def main() -> None:
     cli.formatter_class = argparse.RawDescriptionHelpFormatter
     cli.add_argument("--draw", metavar="FILE.svg")
     path = cli.parse_args().draw
-    mesh = jax.make_mesh((N,), ("seq",), axis_types=(AxisType.Auto,))
-    specs = P("seq"), P("seq"), P("seq"), P()
-    ring = jax.shard_map(ring_attention, mesh=mesh, in_specs=specs, out_specs=P("seq"))
+    mesh, seq = jax.make_mesh((N,), ("seq",), axis_types=(AxisType.Auto,)), P("seq")
+    ring = jax.shard_map(ring_attention, mesh=mesh, in_specs=(*[seq] * 3, P()), out_specs=seq)
     library = lambda *qkv: (jax.nn.dot_product_attention(*qkv, is_causal=True), 0)
     program = lambda attention: jax.jit(functools.partial(with_gradients, attention))
     qkvg = np.random.default_rng(0).normal(size=(4, T, H, K)).astype("f4")
     ours, one = program(ring).lower(*qkvg, PLAIN).compile(), program(plain).lower(*qkvg).compile()
     exact, work = np.stack((one(*qkvg)[0], program(library)(*qkvg)[0])), {}
+    print(f"{T} tokens over {N} devices in {2 * N} chunks, {H} heads of {K} channels")
     for name, chunks in dict(contiguous=PLAIN, zigzag=ZIGZAG).items():
         order = (chunks[:, :, None] * C + np.arange(C)).reshape(-1)  # tokens, device by device
         results, met = map(np.asarray, ours(*qkvg[:, order], chunks))
         off = np.abs(results - exact[:, :, order]).max() / np.abs(exact).max(axis=(2, 3, 4)).min()
-        check(f"{name}: y and gradients off by {off:.1e} of the largest, below 1e-5", off < 1e-5)
+        check(f"{name}: y and gradients off by {off:.1e} of the largest, below 2e-5", off < 2e-5)
         work[name] = np.diff(met.reshape(N, N), prepend=0)
         mask, (me, r) = (order[:, None] >= order).reshape(N, 2, C, N, 2, C), np.ogrid[:N, :N]
         needed = mask.any(axis=(2, 5)).sum(axis=(1, 3))[me, me - r]  # pairs of chunks with a score
-        slow = work[name].max(axis=0)
+        slow, busy = work[name].max(axis=0), (work[name] > 0).sum(axis=1)
         says = f"slowest device, by round: {slow}, sum {slow.sum()}; mean {needed.sum() // N}"
         check(f"  pairs of chunks, {says}", np.array_equal(work[name], needed))
+        print(f"        rounds with work, by device: {busy}")
     shapes = re.findall(r" = f32\[(.*?)\]\S* collective-permute\(", ours.as_text())
     sent = [4 * math.prod(map(int, shape.split(","))) for shape in shapes]
     rounds = re.findall(r'known_trip_count":\{"n":"(\d+)"', ours.as_text())
     right = sent == 2 * [4 * 2 * T // N * H * K] and rounds == 2 * [str(N - 1)]
-    check(f"messages forward, back: {rounds} of {sent} bytes, k and v of T / {N} tokens", right)
+    check(f"messages forward, back: {rounds}, each k and v of T / {N} tokens, {sent} bytes", right)
     here, alone = (p.memory_analysis().temp_size_in_bytes / 1000 for p in (ours, one))
-    check(f"working memory: {here:.0f} kB, on one device {alone:.0f} kB", alone > 8 * here)
+    check(f"works in {here:.0f} kB, alone in {alone:.0f} kB: over 8 times that", alone > 8 * here)
     kB = lambda n: f"{4 * H * n * n / 1000:.1f} kB"
     print(f"  scores: {kB(T)} of T x T, {kB(T // N)} of (T / {N})^2, {kB(C)} of those held at once")
     if path:

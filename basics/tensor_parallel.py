@@ -37,6 +37,7 @@ step = jax.value_and_grad(loss_fn, argnums=(0, 1))  # a block below would need t
 
 
 def block(w: dict[str, Array], x: Array) -> Array:
+    """The model as for one device: nothing in it says where anything is."""
     q, k, v = jnp.einsum("BTD,DsHK->sBTHK", norm(x), w["qkv"])
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # head by head
     x = x + jnp.einsum("BTHK,HKD->BTD", y, w["out"])  # sums over heads, so over devices
@@ -105,7 +106,7 @@ def draw(rows: list[dict], path: str) -> None:
         device = np.arange(4).reshape((4, 1) if name in ("out", "down") else (1, 4))
         left.imshow(device, extent=(x, x + w, y, y + h), cmap="tab10", vmax=9)
         left.text(x, y + h + 0.4, name)
-    left.set(xlim=(-1, 21), ylim=(-6.5, 15), title="A colour: parts of one of 4 devices")
+    left.set(xlim=(-1, 21), ylim=(-6.5, 15), title="One colour: one of 4 devices")
     left.text(0, -5, "q, k, v, up: by columns\nout, down: by rows")
     left.axis("off")
     for i, name in enumerate(("weights held", "sent over data", "sent over model")):
@@ -125,18 +126,16 @@ def main() -> None:
     cli.add_argument("--draw", metavar="FILE.svg")
     path, rng, rows = cli.parse_args().draw, np.random.default_rng(0), []
     noise = lambda *shape: rng.normal(size=shape).astype("f4")
-    w = {name: noise(*shape) / math.sqrt(D) for name, shape in SHAPES.items()}
-    args = w, noise(B, T, D), noise(B, T, D)
+    args = {n: noise(*s) / math.sqrt(D) for n, s in SHAPES.items()}, noise(B, T, D), noise(B, T, D)
+    print("Below, 2 x 4,096 are two arrays of 4,096 numbers each, on every device")
     expected = jax.device_get(jax.jit(step)(*args))  # on one device
     tell = lambda x: ", ".join(f"{what} {x.count((what, n))} x {n:,}" for what, n in sorted({*x}))
     for model, split in (1, SPLIT), (2, SPLIT), (4, SPLIT), (4, WRONG):
         row, forward, both = run(model, split, args, expected)
         rows.append(row)
         if split is SPLIT:
-            check(
-                f"  forward as in theory: {tell(forward)}", forward == theory(model, backward=False)
-            )
-            check(f"  with backward: {tell(both)}", both == theory(model, backward=True))
+            check(f"  forward as in theory: {tell(forward)}", forward == theory(model, False))
+            check(f"  with backward: {tell(both)}", both == theory(model, True))
     hidden = "all-gather over model", B // 2 * T * F
     check(f"  but `down` is split by columns; forward: {tell(forward)}", hidden in forward)
     print("\nkB on a device               ", *(f"{name:>16}" for name in rows[0] if name != "mesh"))

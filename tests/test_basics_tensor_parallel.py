@@ -21,7 +21,11 @@ FAULTS = [
         "theory: all-reduce over data 1 x 1, all-",
     ),
     ('(split, P("data"), P("data"))', "(split, P(), P())", "theory: \n"),
-    ("jax.jit(step)(*args)", "jax.jit(step)(w, args[2], args[1])", "off one device's numbers"),
+    (
+        "jax.jit(step)(*args)",
+        "jax.jit(step)(args[0], args[2], args[1])",
+        "off one device's numbers",
+    ),
 ]
 
 
