@@ -15,11 +15,6 @@ FAULTS = [
         'down=P(None, "model"),',
         "theory: all-gather over model",
     ),
-    (
-        'qkv=P(None, None, "model", None)',
-        'qkv=P("model")',
-        "theory: all-reduce over data 1 x 1, all-",
-    ),
     ('(split, P("data"), P("data"))', "(split, P(), P())", "theory: \n"),
     (
         "jax.jit(step)(*args)",
