@@ -1,0 +1,60 @@
+"""basics/data_parallel.py runs, sees planted faults, and its exercises have these answers."""
+
+import jax
+import numpy as np
+import pytest
+from data_parallel import SPECS, by_hand, loss_sum, make, whole
+from jax import lax
+from jax.sharding import AxisType
+
+from tests.tools import basic
+
+
+def test_it_runs(tmp_path):
+    run = basic(tmp_path, "data_parallel")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.count("ok   ") == 5 and "WRONG" not in run.stdout
+
+
+PSUM = 'total, count, grads = lax.psum((total, count, grads), "data")'
+MEANS = """(total, grads), count = lax.pmean(
+        jax.tree.map(lambda x: x / count, (total, grads)), "data"), 1"""
+FAULTS = {
+    "mean of means": (PSUM, MEANS, "by hand"),
+    "gradients averaged, losses added": (
+        PSUM, 'total, count, grads = *lax.psum((total, count), "data"), lax.pmean(grads, "data")',
+        "by hand",
+    ),
+    "added up twice": ('own = lax.pcast(params, "data", to="varying")', "own = params", "by hand"),
+    "every device has the whole batch": ('P(), P("data")  #', "P(), P()  #", "jit"),
+    "no check": ("check_vma=vma", "check_vma=False", "check_vma=True refuses it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_sees(tmp_path, fault):
+    *plant, word = FAULTS[fault]
+    run = basic(tmp_path, "data_parallel", plant=plant)
+    assert run.returncode == 1 and f"WRONG {word}" in run.stdout, run.stdout + run.stderr
+
+
+def assert_right(function):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    data = make(shortest=8)
+    got = jax.shard_map(function, mesh=mesh, in_specs=SPECS, out_specs=jax.P())
+    for a, b in zip(*map(jax.tree.leaves, (jax.jit(got)(*data), whole(*data))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_exercise_1_a_mean_instead_of_the_sum_divides_both_sides_of_the_fraction(monkeypatch):
+    monkeypatch.setattr(lax, "psum", lax.pmean)
+    assert_right(by_hand)
+
+
+def test_exercise_2_by_parameters_that_do_not_vary_the_gradients_are_added_up_already():
+    def without_cast(params, tokens):
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens)
+        total, count = lax.psum((total, count), "data")
+        return total / count, jax.tree.map(lambda g: g / count, grads)
+
+    assert_right(without_cast)
