@@ -1,0 +1,82 @@
+"""basics/fsdp.py runs, sees planted faults, and its exercises have these answers."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fsdp import EIGHTH, ROWS, gather, loss_of, make
+from jax import lax
+from jax.sharding import AxisType
+
+from tests.tools import basic
+
+
+def test_it_runs(tmp_path):
+    run = basic(tmp_path, "fsdp")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.count("ok   ") == 9 and "WRONG" not in run.stdout
+
+
+FAULTS = {
+    "the wrong dimension": ("scatter_dimension=0", "scatter_dimension=1", "psum_scatter"),
+    "means of own rows, added": ("(BATCH * WIDTH)", "x.size", "all"),
+    "all have the whole batch": ("specs, ROWS, ROWS)", "specs, P(), P())", "all"),
+    "nothing is sharded": ('"an eighth": (EIGHTH, gather,', '"an eighth": (P(), whole,', "all but"),
+    "all is kept": ("jax.checkpoint(layer) if twice else layer", "layer", "gathered twice, they"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_sees(tmp_path, fault):
+    *plant, word = FAULTS[fault]
+    run = basic(tmp_path, "fsdp", plant=plant)
+    assert run.returncode == 1 and f"WRONG {word}" in run.stdout, run.stdout + run.stderr
+
+
+def spread(function, ins=(EIGHTH, ROWS, ROWS)):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=EIGHTH))
+
+
+def gradients(gather):
+    return jax.grad(functools.partial(loss_of, gather=gather, twice=False))
+
+
+def test_exercise_1_a_norm_is_of_all_eighths():
+    clip = 0.1
+
+    def own_norms(grads):
+        return optax.clip_by_global_norm(clip).update(grads, optax.EmptyState())[0]
+
+    def all_norms(grads):
+        squares = sum((g * g).sum() for g in grads.values())
+        norm = lax.psum(squares, "fsdp") ** 0.5
+        return jax.tree.map(lambda g: g * lax.min(1.0, clip / norm), grads)
+
+    grads = jax.jit(gradients(lambda weights: weights))(*make(0))
+    right = own_norms(grads)  # one device has all of them
+    far = {}
+    for clipped in own_norms, all_norms:
+        got = spread(clipped, (EIGHTH,))(grads)
+        far[clipped] = max(
+            np.abs(got[k] / optax.tree.norm(right) - right[k] / clip).max() for k in right
+        )
+    assert far[all_norms] < 1e-6 < 1e-2 < far[own_norms]
+
+
+def test_exercise_2_the_transpose_of_a_cast_rounds_what_is_added():
+    def gather_half(eighths):
+        half = gather(jax.tree.map(lambda p: p.astype("bfloat16"), eighths))
+        return jax.tree.map(lambda p: p.astype("float32"), half)
+
+    data = make(0)
+    text = str(jax.make_jaxpr(spread(gradients(gather_half)))(*data))
+    for name in "all_gather", "reduce_scatter":
+        sent = [line for line in text.splitlines() if f"= {name}" in line]
+        assert len(sent) == 2 and all("bf16" in line for line in sent)
+    right, rounded = (spread(gradients(how))(*data) for how in (gather, gather_half))
+    for name in right:
+        error = np.linalg.norm(rounded[name] - right[name]) / np.linalg.norm(right[name])
+        assert 1e-3 < error < 0.1
