@@ -1,0 +1,71 @@
+"""basics/cluster.py runs, sees planted faults, leaves no process, and its exercises have these
+answers."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools import ROOT, basic
+
+FEED = """parts = [np.split(rows, jax.process_count())[part] for rows in data]
+        x, y, numbers = (jax.make_array_from_process_local_data(spread, rows) for rows in parts)"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    yield lambda plant=None: basic(tmp_path, "cluster", plant=plant)
+    left = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True).stdout
+    assert f"{tmp_path.name}/basics/cluster.py" not in left
+
+
+def test_it_runs(run):
+    ran = run()
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count("ok   ") == 5 and "WRONG" not in ran.stdout
+
+
+FAULTS = {
+    "the same half twice": ('"own": jax.process_index()', '"own": 0', "every row"),
+    "the whole batch twice": (FEED, FEED.replace("for rows in parts", "for rows in data"), "every"),
+    "each has a mesh of its own": (
+        'jax.make_mesh((jax.device_count(),), ("data",),',
+        'jax.make_mesh((4,), ("data",), devices=jax.local_devices(),',
+        "losses, weights",
+    ),
+    "other weights in each": ("default_rng(0)", "default_rng(os.getpid())", "two processes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_it_sees(run, fault):
+    *plant, word = FAULTS[fault]
+    ran = run(plant)
+    assert ran.returncode == 1 and f"WRONG {word}" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
+    whole = "jax.make_array_from_process_local_data(spread, rows, rows.shape) for rows in data)"
+    ran = run((FEED, f"x, y, numbers = ({whole}"))
+    assert "ok    every row" in ran.stdout and "ok    losses, weights" in ran.stdout
+    assert "WRONG the same half twice" in ran.stdout  # this way it cannot happen
+
+
+def test_exercise_2_who_is_left_is_ended_by_jax():
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    hidden = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"
+    env = {key: value for key, value in os.environ.items() if key not in hidden}
+    env |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port - 1), WORLD_SIZE="2")
+    start = lambda rank, *flags: subprocess.Popen(
+        [sys.executable, ROOT / "basics/cluster.py", "--join", *flags], env=env | dict(RANK=rank),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    left, dies = start("0"), start("1", "", "dies")
+    try:
+        assert dies.wait(timeout=120) == -9
+        assert left.wait(timeout=60) not in (0, -9)  # 134: aborted, after heartbeats of 20 s
+    finally:
+        left.kill()
+        dies.kill()
