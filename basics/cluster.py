@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, P
 from jax.sharding import AxisType, NamedSharding
 
-ROWS, WIDTH, STEPS, RATE = 64, 32, 40, 0.25
+ROWS, WIDTH, STEPS, RATE = 64, 32, 40, 0.15
 
 
 def join() -> None:
