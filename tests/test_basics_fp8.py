@@ -1,0 +1,75 @@
+"""basics/fp8.py: it runs, it finds people's usual faults, and its exercises have these answers."""
+
+import fp8
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tools import basic
+
+FAULTS = {
+    "the logits keep their scale": (
+        'matmul(x8, w8, 1, 1) / (scales["x"] * scales["w"])', "matmul(x8, w8, 1, 1)", "WRONG FP8",
+    ),
+    "dw is divided by another scale": (
+        '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])', "WRONG FP8",
+    ),
+    "dx sums over tokens": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 0, 0)", "WRONG float32"),
+    "w is not transposed in dx": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 1, 1)", "WRONG float32"),
+    "nothing is clipped": ("if clip else", "if False else", "WRONG 2^-1"),
+    "e5m2 where e4m3 belongs": ("FP8 = E4M3, E5M2", "FP8 = E5M2, E5M2", "WRONG FP8 "),
+}  # fmt: skip
+
+
+def test_it_runs(tmp_path):
+    done = basic(tmp_path, "fp8")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.count("ok   ") == 11 and "WRONG" not in done.stdout
+
+
+@pytest.mark.parametrize("old, new, said", FAULTS.values(), ids=FAULTS)
+def test_it_finds(old, new, said, tmp_path):
+    done = basic(tmp_path, "fp8", plant=(old, new))
+    assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
+
+
+def rows(seed: int = 0, size: int = fp8.SIZE):
+    rng = np.random.default_rng(seed)
+    x, w = rng.normal(size=(2, size, size)).astype("f4")
+    return x, 0.02 * w, rng.integers(size, size=size)
+
+
+def test_exercise_1_a_scale_that_each_tensor_sets_itself():
+    """Its largest number, to the next power of two below, fills the format whatever comes."""
+
+    def own_scale(x, dtype):
+        return 2.0 ** jnp.floor(jnp.log2(float(jnp.finfo(dtype).max) / jnp.abs(x).max()))
+
+    for seed, factor in ((0, 1.0), (1, 1e-6), (2, 3e5)):
+        x, w, targets = rows(seed)
+        scale = own_scale(factor * x, fp8.E4M3)
+        assert 224 < np.abs(factor * x).max() * scale <= 448
+        got = fp8.quantize(factor * x, scale, fp8.E4M3, clip=False).astype(jnp.float32) / scale
+        assert 0.025 < fp8.error(got, factor * x) < 0.028
+    scales = dict(x=own_scale(x, fp8.E4M3), w=own_scale(w, fp8.E4M3), g=fp8.SCALES["g"])
+    (_, z), _ = fp8.run(x, w, targets, scales, fp8.FP8)
+    assert fp8.error(z, x @ w.T) < 0.045
+
+
+def test_exercise_2_the_gradient_in_e4m3():
+    """Twice as fine, if its scale is chosen for it: of so few tokens none is too small."""
+    x, w, targets = rows()
+    exact = jax.grad(lambda x, w: fp8.loss_fn(x @ w.T, targets), (0, 1))(x, w)
+    by = {
+        d: fp8.run(x, w, targets, fp8.SCALES, (fp8.E4M3, d, True))[1] for d in (fp8.E4M3, fp8.E5M2)
+    }
+    for i in (0, 1):
+        fine, wide = (fp8.error(by[d][i], np.asarray(exact[i])) for d in (fp8.E4M3, fp8.E5M2))
+        assert fine < 0.045 and wide > 0.06
+    # but two thousandths of that scale cost it what e5m2 still holds
+    small = fp8.SCALES | dict(g=fp8.SCALES["g"] / 2**11)
+    by = {d: fp8.run(x, w, targets, small, (fp8.E4M3, d, True))[1] for d in (fp8.E4M3, fp8.E5M2)}
+    assert fp8.error(by[fp8.E4M3][1], np.asarray(exact[1])) > fp8.error(
+        by[fp8.E5M2][1], np.asarray(exact[1])
+    )
