@@ -17,7 +17,7 @@ FAULTS = {
     ),
     "dx sums over tokens": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 0, 0)", "WRONG float32"),
     "w is not transposed in dx": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 1, 1)", "WRONG float32"),
-    "nothing is clipped": ("if clip else", "if False else", "WRONG 2^-1"),
+    "nothing is clipped": ("if clip else", "if False else", "WRONG one x"),
     "e5m2 where e4m3 belongs": ("FP8 = E4M3, E5M2", "FP8 = E5M2, E5M2", "WRONG FP8 "),
 }  # fmt: skip
 
@@ -67,9 +67,8 @@ def test_exercise_2_the_gradient_in_e4m3():
     for i in (0, 1):
         fine, wide = (fp8.error(by[d][i], np.asarray(exact[i])) for d in (fp8.E4M3, fp8.E5M2))
         assert fine < 0.045 and wide > 0.06
-    # but two thousandths of that scale cost it what e5m2 still holds
-    small = fp8.SCALES | dict(g=fp8.SCALES["g"] / 2**11)
-    by = {d: fp8.run(x, w, targets, small, (fp8.E4M3, d, True))[1] for d in (fp8.E4M3, fp8.E5M2)}
-    assert fp8.error(by[fp8.E4M3][1], np.asarray(exact[1])) > fp8.error(
-        by[fp8.E5M2][1], np.asarray(exact[1])
-    )
+    # With a scale that fits neither, the wider one loses less.
+    small = fp8.SCALES | dict(g=fp8.SCALES["g"] / 2**15)
+    runs = [fp8.run(x, w, targets, small, (fp8.E4M3, d, True))[1][1] for d in by]
+    fine, wide = (fp8.error(dw, np.asarray(exact[1])) for dw in runs)
+    assert fine > 0.9 and wide < 0.2

@@ -1,0 +1,53 @@
+"""basics/muon.py: it runs, it finds people's usual faults, and its exercises have these answers."""
+
+import jax
+import jax.numpy as jnp
+import muon
+import numpy as np
+import pytest
+
+from tests.tools import basic
+
+FAULTS = {
+    "quintics swapped": ("(b * A + c * A @ A) @ X", "(c * A + b * A @ A) @ X", "WRONG X is"),
+    "too large to begin with": ("X = X / (1.02 *", "X = X / (0.3 *", "WRONG X is"),
+    "all matrices share a norm": ("axis=(-2, -1), keep", "axis=None, keep", "WRONG by matrices"),
+    "each device has rows": ('matrices=P("fsdp")', 'matrices=P(None, "fsdp")', "WRONG by matrices"),
+}
+
+
+def test_it_runs(tmp_path):
+    done = basic(tmp_path, "muon")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.count("ok   ") == 9 and "WRONG" not in done.stdout
+
+
+@pytest.mark.parametrize("old, new, said", FAULTS.values(), ids=FAULTS)
+def test_it_finds(old, new, said, tmp_path):
+    done = basic(tmp_path, "muon", plant=(old, new))
+    assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
+
+
+def polar(G):
+    U, _, Vt = np.linalg.svd(np.float64(G), full_matrices=False)
+    return U @ Vt
+
+
+def test_exercise_1_rows_that_are_orthogonalized_alone():
+    """Each of 8 devices takes its rows for a whole matrix: no collective, and another update."""
+    G = jax.random.normal(jax.random.key(0), (16, 64, 128))
+    alone = muon.orthogonalize(G.reshape(16 * 8, 8, 128)).reshape(G.shape)
+    whole = muon.orthogonalize(G)
+    assert 0.3 < jnp.linalg.norm(alone - whole) / jnp.linalg.norm(whole) < 0.5
+
+
+def test_exercise_2_as_many_steps_as_it_takes():
+    """Newton and Schulz's cubic, 1.5 x - 0.5 x^3, has its fixed point at 1 and converges, slowly:
+    a small singular value grows by 1.5 a step, where Jordan's quintic makes 3.4445 of it."""
+    G = np.random.default_rng(0).normal(size=(24, 24))
+    U, _, Vt = np.linalg.svd(G)
+    G = jnp.float32(U * np.geomspace(1, 1e-2, 24) @ Vt)
+    far = lambda n: np.abs(muon.orthogonalize(G, ((1.5, -0.5, 0.0),) * n) - polar(G)).max()
+    assert far(5) > 0.2 and far(20) < 1e-4
+    jordan = np.abs(muon.orthogonalize(G, muon.JORDAN * 4) - polar(G)).max()
+    assert jordan > 0.05  # it stays between 0.68 and 1.13, however many steps it takes
