@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tools import basic
+
+from tests.tools import basic
 
 
 def test_it_runs(tmp_path):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from safetensors.numpy import load_file, save_file
-from tools import basic, write_shard
+
+from tests.tools import basic, write_shard
 
 SMALL = gpt2.Config(L=3, H=2, D=32, T=24, V=61, compute="float32")
 QUICK = "--steps", "8", "--val_every", "8", "--val_tokens", "4096"

@@ -5,7 +5,8 @@ import numpy as np
 import pipeline_parallel as pp
 import pytest
 from jax.sharding import AxisType
-from tools import basic
+
+from tests.tools import basic
 
 
 def test_it_runs(tmp_path):
