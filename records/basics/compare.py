@@ -1,6 +1,6 @@
 """GPT-2 (basics/gpt2.py) and `tiny` on the same text: the table in basics/README.md, its picture.
 
-    python records/gpt2/compare.py [--draw FILE.svg]
+    python records/basics/compare.py [--draw FILE.svg]
 
 Reads the logs here and those of `tiny`'s record. README.md says how they were made.
 """
