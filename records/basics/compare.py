@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-import verify  # noqa: E402
+import runs  # noqa: E402
 
 RECORD = HERE.parent / "tiny-2k/2026-11-22_keys_begin_as_queries/logs"
 Curve = dict[int, float]  # tokens -> validation loss
@@ -30,8 +30,8 @@ def read(path: Path) -> tuple[dict, Curve]:
 
 def tiny(folder: Path) -> list[Curve]:
     """Logs of train_gpt.py, a curve each; a step of tiny's has 1,024 tokens."""
-    runs = verify.collect(folder)
-    return [{1024 * v.step: v.loss for v in run.validations} for run in runs]
+    logs = [runs.read(path) for path in sorted(folder.glob("*.txt"))]
+    return [{1024 * v.step: v.loss for v in log.validations} for log in logs]
 
 
 def crossing(curve: Curve, loss: float) -> float | None:
@@ -60,22 +60,25 @@ def spread(values: list[float], form: str = ".4f") -> str:
 
 
 def table() -> list[str]:
-    """The rows of basics/README.md, and the search's."""
+    """The rows of basics/README.md, and those of the search."""
     short, long = ([read(path)[1] for path in sorted((HERE / "logs").glob(f"{name}_*.txt"))]
                    for name in ("short", "long"))  # fmt: skip
     ours, early = tiny(RECORD), tiny(HERE / "tiny")
-    level, end = fmean(last(short)), fmean(last(ours))
-    crossed = [crossing(curve, level) for curve in early]
+    level, later, end = (fmean(last(curves)) for curves in (short, long, ours))
     tokens, more = (max(curve) for curve in (short[0], long[0]))
     assert not any(crossing(curve, end) for curve in long)
+    reached = [[crossing(*pair) for pair in zip(curves, 9 * [loss], strict=False)]
+               for curves, loss in ((early, level), (ours, later))]  # fmt: skip
     return [
         "| | GPT-2, AdamW | `tiny` |",
         "|---|---|---|",
         f"| loss after {tokens:,} tokens | {spread(last(short))} | {spread(last(ours))} |",
-        f"| tokens to {level:.4f} | {tokens:,} | {spread(crossed, ',.0f')} |",
-        f"| tokens to {end:.4f} | more than {more:,}: {spread(last(long))} | {tokens:,} |",
+        f"| loss after {more:,} tokens | {spread(last(long))} | |",
+        f"| tokens to {level:.4f} | {tokens:,} | {spread(reached[0], ',.0f')} |",
+        f"| tokens to {later:.4f} | {more:,} | {spread(reached[1], ',.0f')} |",
+        f"| tokens to {end:.4f} | more than {more:,} | {tokens:,} |",
         "",
-        "| rate | last losses |",
+        "| rate | last losses, by seed |",
         "|---|---|",
         *(f"| {rate:g} | {', '.join(map('{:.4f}'.format, losses))} |"
           for rate, losses in searched().items()),
@@ -88,11 +91,12 @@ def draw(path: str) -> None:
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     gpt2 = [read(path)[1] for path in sorted((HERE / "logs").glob("long_*.txt"))]
-    early = [{n: x for n, x in curve.items() if n} for curve in tiny(HERE / "tiny")]
-    for color, name, arms in ("C0", "GPT-2, AdamW", gpt2), ("C1", "tiny", [*tiny(RECORD), *early]):
-        for curve in arms:
+    early = tiny(HERE / "tiny")
+    arms = ("C0", "GPT-2, AdamW", gpt2), ("C1", "tiny", tiny(RECORD)), ("C1", None, early)
+    for color, name, curves in arms:
+        for curve in curves:
             points = [(n, loss) for n, loss in curve.items() if n]
-            axes.plot(*zip(*points, strict=True), color=color, label=name, linewidth=1, alpha=0.7)
+            axes.plot(*zip(*points, strict=True), color=color, label=name, linewidth=1)
             name = None
     axes.set(xscale="log", xlabel="tokens", ylabel="validation loss, nats a byte")
     axes.legend()
