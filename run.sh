@@ -7,7 +7,7 @@
 #   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
 #   ./run.sh test [pytest argument ...]
 #
-# PYTHON=/path/to/python ./run.sh ... takes that Python and no other. --data is a path from here.
+# PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
 cd "$(dirname "$0")"
@@ -123,7 +123,7 @@ if [ "${1:-}" = check ]; then
   exec .venv/bin/python -m dev.check_gpu "$@"
 fi
 case ${1:-} in
-  basics/*.py)
+  basics/*.py | ./basics/*.py)
     case " $* " in *" --draw"*) install tests tests/requirements.txt ;; esac # for matplotlib
     unlock
     exec .venv/bin/python "$@"

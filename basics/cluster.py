@@ -75,12 +75,12 @@ def start(folder: str, *dies: str) -> list[int]:
     """Two processes on this machine; their exit codes. Process 1 is told whether it dies."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1] - 1
-    env = os.environ | dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2")
+    env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    env |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2")
     run = lambda rank, *flags: subprocess.Popen(
         [sys.executable, __file__, "--join", folder, *flags], env=env | dict(RANK=rank),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL if dies else None)  # fmt: skip
-    processes = [run("0"), run("1", *dies)]
-    codes, last = [None], time.monotonic() + 100
+    processes, codes, last = [run("0"), run("1", *dies)], [None], time.monotonic() + 100
     try:
         while None in codes and not any(codes) and time.monotonic() < last:
             time.sleep(0.05)

@@ -1,11 +1,10 @@
 """FP8: what eight bits hold, and a head that multiplies them.
 
 Run     ./run.sh basics/fp8.py [--draw FILE.svg]
-Look    at `quantize`: scale, clip, cast; at `backward`: products of FP8, sums in float32; at the
-        flat range of scales, with subnormals below it and clipping, or NaN, above
+Look    at `quantize`: scale, clip, cast; at `backward`; at the scales between which errors are flat
 Source  Micikevicius et al. 2022, arXiv:2209.05433
-In train_gpt.py  `quantize`, `matmul` and `softcap` are these; `head_loss_forward` makes gradients
-        at once, in chunks, and keeps no logits; Config holds `x_scale`, `w_scale` and `g_scale`
+In train_gpt.py  `quantize` and `softcap` are these, `matmul` rounds logits and dx to bfloat16;
+        `head_loss_forward` makes gradients at once, by chunks; `x_scale`, `w_scale`, `g_scale`
 """
 
 import sys
@@ -93,7 +92,7 @@ def sweep(given: tuple, true: list[Array]) -> dict[str, np.ndarray]:
         print(f"{name:13}", *(f"{x:7.3f}" for x in found[name][::2]))
     beyond, nan = np.abs(given[0]).max() * SWEEP > 464, np.isnan(found["not clipped"])
     check("not clipped: NaN where x reaches beyond 464, and only there", (nan == beyond).all())
-    check(f"logits: flat at {found['logits'][12]:.4f}", np.ptp(found["logits"][9:16]) < 1e-3)
+    check(f"logits: flat at {found['logits'][12]:.4f}", np.ptp(found["logits"][6:17]) < 1e-3)
     return found
 
 
@@ -137,7 +136,8 @@ def main() -> None:
         ("FP8, no scales", ones, FP8, 1.1), ("FP8", SCALES, FP8, (3e-3, 0.045, 0.1, 0.1)),
     ):  # fmt: skip
         row = [*map(error, jax.tree.leaves(got := run(*given, scales, how)), true)]
-        check(f"{name:15}" + " ".join(f"{e:8.1e}" for e in row), np.less(row, most).all())
+        right = np.less(row, most).all() and (row[2] > 0.9) == (name == "FP8, no scales")
+        check(f"{name:15}" + " ".join(f"{e:8.1e}" for e in row), right)
     found, x[0, 0] = sweep(given, true), 1000
     (cast, _), (clipped, z) = (run(*given, SCALES, (*FP8[:2], clip))[0] for clip in (False, True))
     right = np.isnan(cast) and np.isfinite(clipped) and np.array_equal(z[1:], got[0][1][1:])

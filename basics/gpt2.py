@@ -1,16 +1,16 @@
-"""GPT-2 as the world knows it: where train_gpt.py starts from, with its author's weights.
+r"""GPT-2 as the world knows it: where train_gpt.py starts from, with its author's weights.
 
 Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
         ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
-        ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --batch 32 --accumulate 16
-            --steps 20000 --lr 6e-4 --mesh 8 1   on 8 GPUs or TPUs
+        ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --mesh 8 1 --batch 32 \
+            --accumulate 16 --steps 1300 --lr 6e-4         on 8 GPUs or TPUs
 Look    at `table`: all there is to know of a parameter; `forward`, the model; `optimizer`
 Dims    B sequence  T position  D model  F hidden  H head  L layer  V token; x residual stream
-Source  Radford et al. 2019, github.com/openai/gpt-2; AdamW, warm-up, cosine, clipping and the
-        decay of matrices as in Brown et al. 2020, arXiv:2005.14165; no dropout
+Source  Radford et al. 2019, github.com/openai/gpt-2; AdamW, warm-up, cosine, clipping and decay
+        as in Brown et al. 2020, arXiv:2005.14165, of matrices alone; no dropout
 In train_gpt.py  `param_table` is the table and `block` the layer. `norm` has no weights, `rotation`
         replaces learned positions, `mlp` squares a ReLU, `softcap` bounds the logits; `normuon`
-        moves the matrices, `gather` shards all of it, `layout` keeps documents whole
+        moves the matrices, `gather` collects what is sharded, `layout` packs documents
 """
 
 import argparse
@@ -48,7 +48,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 # ---- Model ---------------------------------------------------------------------------------------
 def table(c: Config) -> dict[str, tuple]:
     """Of each parameter its shape, its split over the mesh, and mean and deviation of its first
-    values. Names are OpenAI's; those of all layers, h.*, are one array. What writes to the stream
+    values. Names are the hub's; those of all layers, h.*, are one array. What writes to the stream
     begins smaller, for 2 L such outputs are added up there."""
     L, D, F, V, wide, write = c.L, c.D, 4 * c.D, c.V, 0.02, 0.02 / math.sqrt(2 * c.L)
     # fmt: off
@@ -149,7 +149,8 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
                   flush=True)  # fmt: skip
         for _ in range(args.accumulate if step < args.steps else 0):
             params, state, _ = train_step(params, state, split(next(stream)))
-    check(f"the loss falls by {losses[0] - losses[-1]:.2f}", losses[-1] < losses[0])
+    right = abs(losses[0] - math.log(c.V)) < 0.2 and losses[-1] < losses[0]
+    check(f"the loss falls from about log {c.V} by {losses[0] - losses[-1]:.2f}", right)
     return params
 
 
@@ -194,13 +195,6 @@ def check(what: str, right: bool) -> None:
         sys.exit(1)
 
 
-def prove(params: dict[str, Array], c: Config) -> None:
-    two = np.stack([np.arange(16), np.where(np.arange(16) == 8, 99, np.arange(16))])
-    change = np.abs(np.subtract(*jax.jit(lambda two: forward(params, two, c))(two))).max(axis=-1)
-    right = not change[:8].any() and change[8:].all()
-    check("a token changes what is said at its place and later, nothing before", right)
-
-
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     add = (cli := argparse.ArgumentParser(description=__doc__, formatter_class=form)).add_argument
@@ -208,7 +202,7 @@ def main() -> None:
     add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
     add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
     add("--steps", type=int, default=368, help="updates of the weights")
-    add("--batch", type=int, default=4, help="sequences in a microbatch")
+    add("--batch", type=int, default=4, help="sequences in a microbatch: a multiple of DATA")
     add("--accumulate", type=int, default=1, help="microbatches in a step")
     add("--lr", type=float, default=2e-3, help="highest rate")
     add("--val_every", type=int, default=92, help="steps")
@@ -235,13 +229,17 @@ def main() -> None:
             c = c._replace(V=about["vocab"])
         coder = shards.coder(about["vocab"], about["eot"])
     except shards.Fault as fault:
-        sys.exit(f"gpt2.py: {fault}")
+        sys.exit(f"gpt2.py: {args.data}: {fault}")
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(initial(c, args.seed) if train_it else read_openai(c), split)
-    prove(params, c)
+    two = np.stack([np.arange(16), np.where(np.arange(16) == 8, 99, np.arange(16))])
+    logits = jax.jit(functools.partial(forward, c=c))(params, two)
+    change = np.abs(np.subtract(*logits)).max(axis=-1)
+    right = not change[:8].any() and change[8:].all()
+    check("a token changes what is said at its place and later, nothing before", right)
     if train_it:
         params = train(params, c, mesh, texts, args)
-    prompt = [about["eot"], *coder.encode(args.prompt)][: c.T]
+    prompt = [about["eot"], *coder.encode(args.prompt)[-c.T // 2 :]]
     tokens = sample(params, prompt, 100, c, args.seed)
     print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
 

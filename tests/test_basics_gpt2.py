@@ -24,13 +24,14 @@ def test_it_trains_and_samples(tmp_path):
     done = basic(tmp_path, "gpt2", *QUICK, "--accumulate", "2", "--prompt", "def f(")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("ok   ") == 3 and "tokens:16384 val_loss:" in done.stdout
-    assert "\ndef f(" in done.stdout and len(done.stdout.partition("\ndef f(")[2]) >= 90
+    assert len(done.stdout.partition("\ndef f(")[2]) > 1
 
 
 FAULTS = {
     ("is_causal=True", "is_causal=False"): "nothing before",
     ('"h.attn.c_attn.bias":   ((L, 3, D)', '"h.attn.c_attn.bias":   ((L, 1, D)'): "parameters",
-    ("optimizer(args.lr", "optimizer(-args.lr"): "the loss falls by -",
+    ("optimizer(args.lr", "optimizer(-args.lr"): "by -",
+    ("tokens_BT[:, 1:]).mean()", "tokens_BT[:, :-1]).mean()"): "about log 257",
 }
 
 
@@ -90,6 +91,7 @@ def openai_names(c: gpt2.Config, seed: int) -> dict[str, np.ndarray]:
             p = p.reshape(len(p), -1) if p.shape == (c.D, 3, c.D) else p
             file[name.replace("h.", f"h.{i}.", 1)] = p.reshape(-1) if "bias" in name else p
     mask = np.tril(np.ones((1, 1, c.T, c.T), np.float32))
+    file["wte.weight"][0], file["wpe.weight"][0] = 1e-3 * file["wte.weight"][0], 0  # eps shows
     return file | {f"h.{i}.attn.bias": mask for i in range(c.L)}
 
 
@@ -97,10 +99,22 @@ def test_openais_file_is_read_and_the_model_is_its_model(tmp_path, monkeypatch):
     file = openai_names(SMALL, 0)
     save_file({name: np.ascontiguousarray(p) for name, p in file.items()}, tmp_path / "model")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name: tmp_path / "model")
-    params, tokens = gpt2.read_openai(SMALL), np.random.default_rng(1).integers(0, SMALL.V, (2, 24))
-    logits = gpt2.forward(jax.device_put(params), tokens, SMALL)
-    expected = np.stack([reference(file, row, SMALL.H) for row in tokens])
+    params = jax.device_put(gpt2.read_openai(SMALL))
+    tokens = np.random.default_rng(1).integers(0, SMALL.V, (2, 25))
+    tokens[:, 0] = 0
+    logits = gpt2.forward(params, tokens[:, :-1], SMALL)
+    expected = np.stack([reference(file, row[:-1], SMALL.H) for row in tokens])
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+    log_p = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+    assert abs(gpt2.loss_fn(params, tokens, SMALL) - loss) < 1e-4
+    # The sample takes, as here k is 1, the likeliest token after all that stand there so far.
+    top_k = jax.lax.top_k
+    monkeypatch.setattr(jax.lax, "top_k", lambda x, k: top_k(x, 1))
+    text = [7, *gpt2.sample(params, [7, 3, 5], 6, SMALL, 0)]
+    for n in range(3, len(text)):
+        assert text[n] == reference(file, np.array(text[:n]), SMALL.H)[-1].argmax()
+    assert len(text) == 9 or reference(file, np.array(text), SMALL.H)[-1].argmax() == 7
 
 
 def test_openais_own_weights_continue_a_text():
@@ -124,6 +138,37 @@ def gpt2_tokens(text: str) -> np.ndarray:
     import shards
 
     return np.array(shards.coder(**shards.GPT2).encode(text))
+
+
+# ---- Training ------------------------------------------------------------------------------------
+def test_batches_are_the_text_in_order_and_then_again():
+    found = [next(pair) for pair in 2 * [gpt2.batches(np.arange(10), 2, 3)]]
+    assert np.array_equal(found[0], [[0, 1, 2, 3], [3, 4, 5, 6]])
+    assert np.array_equal(found[1], [[6, 7, 8, 9], [9, 0, 1, 2]])
+
+
+def test_the_optimizer_clips_warms_up_decays_matrices_and_falls_by_a_cosine():
+    """40 steps: two of warm-up from 0, then down to a tenth."""
+    rng = np.random.default_rng(0)
+    p = {"h.mlp.c_fc.weight": rng.normal(size=(2, 3)), "h.mlp.c_fc.bias": rng.normal(size=3)}
+    p["ln_f.weight"] = rng.normal(size=3)
+    tx = gpt2.optimizer(0.1, 40, 1)
+    params, m, v = jax.tree.map(jnp.float32, p), dict.fromkeys(p, 0.0), dict.fromkeys(p, 0.0)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for n in range(40):
+        g = {name: rng.normal(size=x.shape) * 3 ** (n % 3 - 1) for name, x in p.items()}
+        updates, state = update(jax.tree.map(np.float32, g), state, params)
+        params = {name: params[name] + updates[name] for name in params}
+        norm = math.sqrt(sum(np.square(x).sum() for x in g.values()))
+        rate = 0.1 * n / 2 if n < 2 else 0.01 + 0.09 * (1 + math.cos(math.pi * (n - 2) / 38)) / 2
+        for name, x in g.items():
+            x = x / max(1, norm)
+            m[name], v[name] = 0.9 * m[name] + 0.1 * x, 0.95 * v[name] + 0.05 * x * x
+            step = (
+                m[name] / (1 - 0.9 ** (n + 1)) / (np.sqrt(v[name] / (1 - 0.95 ** (n + 1))) + 1e-8)
+            )
+            p[name] = p[name] - rate * (step + 0.1 * p[name] * (name == "h.mlp.c_fc.weight"))
+            np.testing.assert_allclose(params[name], p[name], atol=2e-5, err_msg=f"{name} {n}")
 
 
 # ---- Meshes --------------------------------------------------------------------------------------
@@ -150,14 +195,13 @@ def test_exercise_1_medium_is_a_row_of_sizes():
 
 def test_exercise_2_four_microbatches_are_one_batch():
     tokens = np.random.default_rng(1).integers(0, SMALL.V, (8, SMALL.T + 1))
-    ends = []
+    ends, gradient = [], jax.jit(jax.grad(lambda p, tokens: gpt2.loss_fn(p, tokens, SMALL)))
     for parts in 1, 4:
         params, tx = jax.device_put(gpt2.initial(SMALL, 0)), gpt2.optimizer(0.01, 20, parts)
-        state = tx.init(params)
+        state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(3):  # the first has rate 0
             for part in np.split(tokens, parts):
-                grads = jax.jit(jax.grad(gpt2.loss_fn), static_argnums=2)(params, part, SMALL)
-                updates, state = jax.jit(tx.update)(grads, state, params)
+                updates, state = update(gradient(params, part), state, params)
                 params = {k: params[k] + updates[k] for k in params}
         ends.append(params)
     moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), ends[0], gpt2.initial(SMALL, 0))

@@ -28,6 +28,9 @@ def test_it_runs(tmp_path):
     ran = basic(tmp_path, "tensor_parallel")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.count("ok   ") == 11 and "WRONG" not in ran.stdout
+    sent = [line.split()[-3:] for line in ran.stdout.splitlines()[-4:]]  # kB by arithmetic: a ring
+    assert sent[0] == ["196.6", "344.1", "0.0"] and sent[2] == ["49.2", "49.2", "196.6"]
+    assert sent[3] == ["49.2", "49.2", "641.3"]  # of p passes (p - 1) / p, of an all-reduce twice
 
 
 @pytest.mark.parametrize("old, new, words", FAULTS)
