@@ -201,7 +201,7 @@ def main() -> None:
     add("--size", choices=SIZES, default="small", help="openai: its 124M, 0.5 GB, not trained on")
     add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
     add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
-    add("--steps", type=int, default=368, help="updates of the weights")
+    add("--steps", type=int, default=184, help="updates of the weights")
     add("--batch", type=int, default=4, help="sequences in a microbatch: a multiple of DATA")
     add("--accumulate", type=int, default=1, help="microbatches in a step")
     add("--lr", type=float, default=2e-3, help="highest rate")

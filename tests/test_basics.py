@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
+from records.basics import compare
 
 BASICS = Path(train_gpt.__file__).resolve().parent / "basics"
 README = (BASICS / "README.md").read_text(encoding="utf-8")
@@ -55,3 +56,14 @@ def test_its_section_has_a_picture_and_two_exercises_that_are_answered(name):
     told = re.findall(r"`(test_exercise_\w+)`", section)
     answers = (BASICS.parent / f"tests/test_basics_{name}.py").read_text(encoding="utf-8")
     assert told == re.findall(r"^def (test_exercise_\w+)\(", answers, re.M) and len(told) == 2
+
+
+def test_the_last_table_is_what_the_logs_say():
+    table, text = compare.table(), README.partition("## What eight years")[2]
+    assert [line for line in text.splitlines() if line.startswith("|")] == [*filter(None, table)]
+    tokens, ours = (int(re.sub(r"\D", "", x.split("±")[0])) for x in table[4].split("|")[2:4])
+    assert f"{tokens / ours:.1f} times more tokens" in (BASICS.parent / "README.md").read_text()
+    best = min(compare.searched().items(), key=lambda rate: min(rate[1]))[0]
+    assert (
+        len(compare.searched()) >= 5 and best == compare.read(next(compare.logs("long")))[0]["lr"]
+    )

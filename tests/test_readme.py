@@ -16,10 +16,11 @@ import train_gpt
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "README.md", "records/README.md", "records/LOG.md", "dev/README.md", "data/README.md"
-PAGES += "dev/hosts.md", "evals/README.md"
+PAGES += "dev/hosts.md", "evals/README.md", "basics/README.md", "records/basics/README.md"
 ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
 TESTED = {  # how commands begin, and where each is run: a test file, and what stands there
     "./run.sh": ("test_run_sh.py", "assert machine.run() == everything"),
+    "./run.sh basics/gpt2.py": ("test_run_sh.py", 'machine.run("basics/gpt2.py"'),
     "./run.sh check --small": ("test_run_sh.py", 'machine.run("check", "--small")'),
     "./run.sh sample": ("test_run_sh.py", 'machine.run("sample"'),
     "./run.sh test": ("test_run_sh.py", 'machine.run("test"'),

@@ -9,6 +9,7 @@ import argparse
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -43,10 +44,14 @@ def crossing(curve: Curve, loss: float) -> float | None:
     return None
 
 
+def logs(name: str) -> Iterator[Path]:
+    return iter(sorted((HERE / "logs").glob(f"{name}_*.txt")))
+
+
 def searched() -> dict[float, list[float]]:
     """Of each rate the last losses of the search."""
     losses = {}
-    for flags, curve in map(read, sorted((HERE / "logs").glob("rate_*.txt"))):
+    for flags, curve in map(read, logs("rate")):
         losses.setdefault(flags["lr"], []).append(list(curve.values())[-1])
     return dict(sorted(losses.items()))
 
@@ -61,8 +66,7 @@ def spread(values: list[float], form: str = ".4f") -> str:
 
 def table() -> list[str]:
     """The rows of basics/README.md, and those of the search."""
-    short, long = ([read(path)[1] for path in sorted((HERE / "logs").glob(f"{name}_*.txt"))]
-                   for name in ("short", "long"))  # fmt: skip
+    short, long = ([read(path)[1] for path in logs(name)] for name in ("short", "long"))
     ours, early = tiny(RECORD), tiny(HERE / "tiny")
     level, later, end = (fmean(last(curves)) for curves in (short, long, ours))
     tokens, more = (max(curve) for curve in (short[0], long[0]))
@@ -90,7 +94,7 @@ def draw(path: str) -> None:
 
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    gpt2 = [read(path)[1] for path in sorted((HERE / "logs").glob("long_*.txt"))]
+    gpt2 = [read(path)[1] for name in ("short", "long") for path in logs(name)]
     early = tiny(HERE / "tiny")
     arms = ("C0", "GPT-2, AdamW", gpt2), ("C1", "tiny", tiny(RECORD)), ("C1", None, early)
     for color, name, curves in arms:
