@@ -1,4 +1,4 @@
-r"""GPT-2 as the world knows it: where train_gpt.py starts from, with its author's weights.
+r"""GPT-2 as the world knows it: where train_gpt.py starts from, with its authors' weights.
 
 Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
         ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
@@ -173,15 +173,16 @@ def read_openai(c: Config) -> dict[str, np.ndarray]:
 
 def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
     """The prompt without the token that begins a text, and what follows, up to `count` tokens. One
-    program, of all T positions, does for every token: none sees what stands behind it."""
+    program, of all positions, does for every token: none sees what stands behind it."""
 
     @jax.jit
     def next_token(params, tokens_T, last, key):
         logits, tokens = lax.top_k(forward(params, tokens_T[None], c)[0, last], 40)  # as OpenAI's
         return tokens[jax.random.categorical(key, logits)]
 
-    end, keys = min(c.T, len(prompt) + count), jax.random.split(jax.random.key(seed), c.T)
-    tokens = np.pad(np.int32(prompt), (0, c.T - len(prompt)))
+    end = min(c.T, len(prompt) + count)
+    tokens = np.pad(np.int32(prompt), (0, end - len(prompt)))
+    keys = jax.random.split(jax.random.key(seed), end)
     for n in range(len(prompt), end):
         tokens[n] = next_token(params, tokens, n - 1, keys[n])
         if tokens[n] == tokens[0]:

@@ -44,7 +44,7 @@ from tests.golden import (
     unstacked,
     untied,
 )  # fmt: skip
-from tests.tools import FLOAT32, whole_loss
+from tests.tools import FLOAT32, unoptimized, whole_loss
 
 TOKENS = GOLDEN["tokens"]
 SHARES = [  # of targets 1, 2, 3 and 0 in the fixture's training losses
@@ -554,6 +554,7 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 
 # ---- The whole -----------------------------------------------------------------------------------
+@unoptimized()
 def test_eight_steps_with_all_stage_changes_and_the_untie():
     rows = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
