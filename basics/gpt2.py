@@ -229,10 +229,11 @@ def main() -> None:
             about = shards.read_manifest(args.data) or about
             c = c._replace(V=about["vocab"])
         coder = shards.coder(about["vocab"], about["eot"])
-    except shards.Fault as fault:
+        weights = initial(c, args.seed) if train_it else read_openai(c)
+    except (shards.Fault, OSError) as fault:
         sys.exit(f"gpt2.py: {args.data}: {fault}")
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
-    params = jax.device_put(initial(c, args.seed) if train_it else read_openai(c), split)
+    params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.where(np.arange(16) == 8, 99, np.arange(16))])
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
     change = np.abs(np.subtract(*logits)).max(axis=-1)
