@@ -9,7 +9,6 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -44,8 +43,8 @@ def crossing(curve: Curve, loss: float) -> float | None:
     return None
 
 
-def logs(name: str) -> Iterator[Path]:
-    return iter(sorted((HERE / "logs").glob(f"{name}_*.txt")))
+def logs(name: str) -> list[Path]:
+    return sorted((HERE / "logs").glob(f"{name}_*.txt"))
 
 
 def searched() -> dict[float, list[float]]:
@@ -71,15 +70,15 @@ def table() -> list[str]:
     level, later, end = (fmean(last(curves)) for curves in (short, long, ours))
     tokens, more = (max(curve) for curve in (short[0], long[0]))
     assert not any(crossing(curve, end) for curve in long)
-    reached = [[crossing(*pair) for pair in zip(curves, 9 * [loss], strict=False)]
-               for curves, loss in ((early, level), (ours, later))]  # fmt: skip
+    to_level = [crossing(curve, level) for curve in early]
+    to_later = [crossing(curve, later) for curve in ours]
     return [
         "| | GPT-2, AdamW | `tiny` |",
         "|---|---|---|",
         f"| loss after {tokens:,} tokens | {spread(last(short))} | {spread(last(ours))} |",
         f"| loss after {more:,} tokens | {spread(last(long))} | |",
-        f"| tokens to {level:.4f} | {tokens:,} | {spread(reached[0], ',.0f')} |",
-        f"| tokens to {later:.4f} | {more:,} | {spread(reached[1], ',.0f')} |",
+        f"| tokens to {level:.4f} | {tokens:,} | {spread(to_level, ',.0f')} |",
+        f"| tokens to {later:.4f} | {more:,} | {spread(to_later, ',.0f')} |",
         f"| tokens to {end:.4f} | more than {more:,} | {tokens:,} |",
         "",
         "| rate | last losses, by seed |",
