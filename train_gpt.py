@@ -1,15 +1,27 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
-Run     ./run.sh, or python train_gpt.py [record | tiny] [--field value ...]: see --help
-Dims    B sequence  T position  D model  E output  H head  K head channel  F hidden  V row of table
-        N token, matrix, microbatch  G group of 8 matrices  R row  C column; x residual stream
-Source  record 89 of modded-nanogpt; README.md says where we differ, and what was measured where
+    ./run.sh        or   python train_gpt.py [record | tiny] [--field value ...]
+
+The model; every stream is (B, T, D):
+    x0 = norm(embedding + some of the previous token's embedding)               [smear]
+    x  = x0 + gate * bigram                                                     [bigram]
+    for every layer:
+        x = x + gate * an early layer's output         only with skip_from      [u-net]
+        x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
+        x = a x + b mlp(x)
+    x  = x + a mix of earlier streams, anew for each token                      [mudd]
+    logits = softcap(norm(x) @ head.T)
+A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
+matrices that each device owns. Every second step, Adam also updates everything else.
+
+Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
+H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
+targets of a token, N tokens or microbatches, G groups of 8 matrices, E any width; lower-case
+letters are local. [tags] are explained in README.md, where differences to upstream's record 89 are.
 """
 
 import argparse
-import ast
 import collections
-import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -21,16 +33,14 @@ import math
 import os
 import re
 import secrets
-import select
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -42,678 +52,1048 @@ from jax import Array, P, lax
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-SOURCE = Path(__file__).read_bytes().decode()  # now: the file may be edited while a run goes on
-KINDS = "even", "odd"  # of training steps: Adam waits for the odd ones
-Layer = collections.namedtuple("Layer", "window marks table reads skip")  # a word of Config.plan
-Stage = collections.namedtuple("Stage", "steps T S L document rate shares")  # a row of its stages
-GROUP = 8  # matrices in a group of a bank, and sequences in a validation step
-PLAN_WORD = r"([LS]|-(?=n?(?:<|$)))([pkqxgdbnm]*)(?:v(\d+))?(?:@(\d+))?(?:<(\d+))?"
-OPTIONS = dict(  # of the compiler, by platform; they overrule XLA_FLAGS
-    # cuBLAS adds what a product is added to; no product is in a fusion with slices, where it would
-    # not be tuned; each gradient leaves when made; and no rounding is left out, which would keep
-    # the residual stream in float32.
-    gpu=dict(xla_gpu_enable_triton_gemm=False, xla_gpu_enable_dynamic_slice_fusion=False,
-             xla_gpu_reduce_scatter_combine_threshold_bytes=0, xla_allow_excess_precision=False),
-    # In jax 0.10 YNN's kernels are slower than those that they replace, since 0.11 faster.
-    cpu=dict(xla_cpu_experimental_ynn_fusion_type="") if jax.__version_info__ < (0, 11) else {},
-)  # fmt: skip
+SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be edited during the run
 
 
-# ---- Config --------------------------------------------------------------------------------------
+# ---- Hyperparameters -----------------------------------------------------------------------------
+# fmt: off
+SHORT, LONG = "short", "long"  # attention windows; each Stage says how long they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One block: attention (unless window is None), then an MLP. Layers are numbered from 0."""
+
+    window: str | None              # SHORT, LONG, or None: this layer has no attention
+    paired_heads: bool = False      # [paired-heads] two heads see each other's keys
+    key_offset: bool = False        # [key-offset] half of a key is the previous token's
+    key_start: bool = False         # [key-start] key weights start as copies of the query weights
+    xsa: bool = False               # [xsa] each head may remove what is parallel to its own v
+    head_gate: bool = False         # [head-gate] each token scales each head's output
+    dc: bool = False                # [dc] heads also share one mixed attention to the nearest keys
+    bigram: bool = False            # [bigram] add the token pair's embedding after attention
+    value_table: int | None = None  # [value-embed] add this table's row to v
+    attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
+    mudd: tuple[str, ...] = ()      # [mudd] v and x also mix these streams, anew for each token
+    skip_from: int | None = None    # [u-net] add that layer's output to x first
+    new_gates: bool = False         # [gates] a new gate net reads x here, for this layer and on
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps of one shape; each stage is compiled once. A pair (a, b) moves linearly from a to b."""
+
+    steps: int      # 0: only the last validation uses this stage's windows
+    tokens: int     # per step over all devices: Config.batch sequences of tokens // batch each
+    short: int      # window of SHORT layers, in positions: half as many tokens if paired_heads
+    long: int       # window of LONG layers; where it grows between stages with steps: [yarn]
+    max_doc: int    # documents are cut to this many tokens; 0: they go on in the next sequence
+    lr: float       # factor on every learning rate, before the cooldown
+    targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, .. ahead
+    prefix: float | tuple[float, float] = 0.0   # [prefix] loss weight of the next token's prefix
+
+
+RECORD_LAYERS = (
+    Layer(SHORT, paired_heads=True),
+    Layer(SHORT, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, bigram=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=3),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, attend_to=7, bigram=True, value_table=2),
+    Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
+    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=4,
+          mudd=("input", "layer7")),
+)
+RECORD_STAGES = (
+    Stage(423, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00,
+          targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
+    Stage(424, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52,
+          targets=(1.0, (0.5, 0.0)), prefix=(0.25, 0.0)),
+    Stage(423, 24 * 16384, short=640, long=1408, max_doc=2048, lr=1.73),
+    Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
+    Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
+)
+TINY_LAYERS = (
+    Layer(SHORT, bigram=True, value_table=0),
+    Layer(LONG, key_offset=True, key_start=True, bigram=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=1),
+    Layer(SHORT, attend_to=2, bigram=True, value_table=1),
+    Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
+)
+TINY_STAGES = (Stage(368, 1024, short=64, long=192, max_doc=0, lr=1.0),)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    # fmt: off
-    plan: str = "Sp Sxbv0 Spbv1 Lkxgb Snxb Spb -<3 Sxb Sbv2@7 Spbv3@7 Lkgdmv4@7"
-    # A word a layer. L long or S short window, - no attention; p pairs heads, k offsets keys, q has
-    # them begin as queries, x may take out of y what lies along v, g gates heads, d composes heads,
-    # b adds token pairs, n renews the gates from here on, m mixes earlier streams. vN mixes value
-    # table N into v, @N attends to layer N's output instead of the stream, <N adds it to that.
+    """Defaults are the record's. Numbers and strings are flags; the file has layers and stages."""
+
+    layers: tuple[Layer, ...] = RECORD_LAYERS
+    stages: tuple[Stage, ...] = RECORD_STAGES
+    # The streams that the head adds to x, and how much of each at first; (): none. See forward().
+    mudd_head: tuple[tuple[str, float], ...] = (
+        ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
+    # To shorten a run, change `steps` alone: the stages shrink in proportion, and the schedule
+    # below is in fractions of the run.
+    steps: int = 0              # of the run; 0: the sum over its stages
+    cooldown_start: float = 508 / 1285     # learning rates fall from here
+    cooldown_end: float = 1270 / 1285      # .. to here, and then stay
+    lr_floor: float = 0.15                 # at this factor
+    momentum_warmup: float = 300 / 1285    # Muon's momentum rises during the first ..
+    momentum_cooldown: float = 50 / 1285   # .. and falls during the last steps
+    momentum_low: float = 0.85             # from this, and back to it
+    momentum_high: float = 0.95            # to this
+    untie: float = 847 / 1285   # until here, embedding and head are one table
+    muon_lr: float = 0.023      # learning rate of the matrices in the layers
+    adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     D: int = 768                # model width
     H: int = 6                  # attention heads
-    F: int = 3072               # MLP hidden width
-    E: int = 64                 # hidden width of the nets behind gates; 0: same for every token
+    F: int = 3072               # width of the MLP
+    R: int = 64                 # width of the gate nets; 0: gates are the same for every token
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
-    bigrams: int = 377280       # rows of the table of token pairs
-    eot: int = 50256            # token that starts every document
-    # A row a stage: steps, tokens a step, windows S and L, longest document (its rest is dropped;
-    # 0: it goes on in the next sequence), rate, shares of the next token's prefix and of targets 1,
-    # 2 .. tokens ahead (a:b moves from a to b). Without steps: of the last validation only.
-    stages: str = (
-        "423 131072 128  384  896 1.00 .25,1,.5,.25:0 / 424 262144 384 896 2048 1.52 .25:0,1,.5:0 /"
-        "423 393216 640 1408 2048 1.73 0,1 / 15 393216 768 1664 2048 1.73 0,1 /"
-        "  0 393216 768 2560 2048 1.73 0,1"
-    )
-    steps: int = 1285           # of the run; other than those of the stages, they stretch them
+    bigrams: int = 377280       # rows of the bigram table
+    eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
-    dc_window: int = 112        # keys that composed heads see, tokens
+    dc_window: int = 112        # keys that the mixed attention of [dc] sees
     compute: str = "bfloat16"              # format of activations and gathered weights
-    mlp_forward: str = "bfloat16"          # format of the MLP's products in training, forward
+    mlp_forward: str = "bfloat16"          # format of the MLP's forward products in training
     head_forward: str = "float8_e4m3fn"    # format of the head's operands
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
-    # Powers of two before a cast to FP8, divided out after it, that fill its range: see [fp8-head].
-    x_scale: float = 4.0        # of what was normalised: a channel is about 1, below D**.5
-    w_scale: float = 256.0      # of a weight, times its lambda: some hundredths, below 1.7
-    g_scale: float = 512.0      # of the logits' gradient, times batch: below 2
+    # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
+    # and the product is divided by them: see [fp8-head].
+    x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
+    w_scale: float = 256.0      # weights are some hundredths, and below 1.7
+    g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
     attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; xla off NVIDIA GPUs
-    # The next five count steps as the stages do: in a shorter run, they come sooner.
-    flat: int = 508             # steps before rates begin to fall
-    fallen: int = 1270          # steps after which they stay at 0.15
-    momentum_steps: int = 300   # steps over which Muon's momentum rises from 0.85 to 0.95
-    momentum_fall: int = 50     # steps, the last ones, over which it falls again
-    untie: int = 847            # last step whose update keeps embedding and head one table
-    muon_lr: float = 0.023      # rate of the matrices in the layers
-    adam_lr: float = 0.008      # rate of everything else, times a factor in the table
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
     val_T: int = 262144         # tokens in a validation sequence
     val_tokens: int = 10485760  # fixed by the rules: the same text whatever the machine
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
-    save: int = 1               # 0: do not keep the weights (2.6 GB for the record)
-    seed: int = -1              # of the initial weights; -1: a fresh one from the system
-    save_every: int = 0         # steps between checkpoints; 0: only when the run is told to stop
-    resume: str = ""            # checkpoint to go on from, or a folder: the newest one in it
-    force: int = 0              # 1: go on although source, flags or data are not the same
-    stall: int = 300            # seconds without a step after which the run ends; 0: it waits
+    save: int = 1               # 0: do not save the weights (2.6 GB for the record)
+    seed: int = -1              # of the initial weights; -1: a fresh one
+    save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
+    resume: str = ""            # checkpoint to go on from, or a folder: its newest whole checkpoint
+    force: int = 0              # 1: resume although source, flags or tokens have changed
+    stall: int = 300            # seconds without a step after which the run ends; 0: never
     # fmt: on
 
-    @functools.cached_property
-    def layers(self) -> list["Layer"]:  # the words of plan
-        words = (re.fullmatch(PLAN_WORD, word).groups() for word in self.plan.split())
-        return [Layer(*word[:2], *(n and int(n) for n in word[2:])) for word in words]
+    def __post_init__(self):
+        check_config(self)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run."""
+        return self.steps or sum(stage.steps for stage in self.stages)
 
     @functools.cached_property
-    def rows(self) -> list["Stage"]:  # of stages
-        rows = []
-        for *whole, rate, shares in map(str.split, self.stages.split("/")):
-            steps, tokens, S, L, document = map(int, whole)
-            ramps = [(2 * [*map(float, ramp.split(":"))])[:2] for ramp in shares.split(",")]
-            rows.append(Stage(steps, tokens // self.batch, S, L, document, float(rate), ramps))
-        return rows
+    def stage_ends(self) -> np.ndarray:
+        """First step after each stage. If `steps` is not the sum over the stages, they are
+        stretched in proportion, but each that has steps keeps at least one."""
+        lengths = np.array([stage.steps for stage in self.stages])
+        least = np.cumsum(lengths > 0)
+        ends = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
+        more = np.clip(ends - least, 0, self.total_steps - least[-1])
+        return least + np.maximum.accumulate(more)
 
-    @functools.cached_property
-    def ends(self) -> np.ndarray:
-        """Of each stage, in steps of the run: in proportion, but none is skipped that has steps."""
-        lengths = np.array([row.steps for row in self.rows])
-        count = np.cumsum(lengths > 0)
-        more = np.round(np.cumsum(lengths) * self.steps / lengths.sum()) - count
-        return count + np.maximum.accumulate(np.clip(more, 0, self.steps - count[-1]))
+    def stage_at(self, step: int) -> int:
+        """The stage of a step; the validation after the last step has the last stage."""
+        return min(np.count_nonzero(step >= self.stage_ends), len(self.stages) - 1)
 
-    def again(self, why: str) -> list[int]:  # layers whose outputs are read so: "reads" or "skip"
-        return sorted({getattr(layer, why) for layer in self.layers} - {None})
+    def sequence_length(self, stage: int) -> int:
+        """T of a stage's training sequences."""
+        return self.stages[stage].tokens // self.batch
 
-    def stage_at(self, step: int) -> int:  # after the last step, the last row
-        return min(np.count_nonzero(step >= self.ends), len(self.rows) - 1)
+    def validates_before(self, step: int) -> bool:
+        """Whether the run validates before this step."""
+        return step % self.val_every == 0 or step == self.total_steps
 
-    def fills(self, split: str) -> list[tuple[int, int, int]]:
-        """Of each step: sequences, tokens in each, longest document."""
-        if split == "val":
-            return [(GROUP, self.val_T, 0)] * (self.val_tokens // (GROUP * self.val_T))
-        rows = (self.rows[self.stage_at(step)] for step in range(self.steps))
-        return [(self.batch, row.T, row.document) for row in rows]
+    def value_tables(self) -> list[int]:
+        """Numbers of the value tables."""
+        return sorted({layer.value_table for layer in self.layers} - {None})
 
-    def validates(self, step: int) -> bool:
-        return step % self.val_every == 0 or step == self.steps
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers with attention."""
+        return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """As many tokens at once as in training, or one sequence; no FP8."""
-        at_once = max(1, self.microbatch * max(row.T for row in self.rows) // self.val_T)
+        """Without FP8, and as many tokens at once as in training, or one sequence."""
+        longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
+        at_once = max(1, self.microbatch * longest // self.val_T)
         return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
+        """All products in the format of activations."""
         formats = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
         return dataclasses.replace(self, **formats)
 
 
-PRESETS = dict(record=Config(), tiny=Config(
-    plan="Sbv0 Lkqb Spb -<1 Sbv1@2 Lkqv2@2", D=128, H=2, F=512, E=0, vocab=257, eot=256,
-    bigrams=16384, stages="368 1024 64 192 0 1 0,1", steps=368, batch=4, microbatch=4,
-    head_chunk=256, dc_window=56, adam_lr=0.012, flat=147, fallen=368, untie=245, val_T=1024,
-    val_tokens=65536, val_every=92, prefixes="", data="data/source_code", target=1.38,
-))  # fmt: skip
+def check_config(c: Config) -> None:
+    """Raises ValueError for layers, stages or sizes that cannot work."""
+
+    def require(condition, message):
+        if not condition:
+            raise ValueError(message)
+
+    tables = c.value_tables()
+    require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
+    streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
+    for i, layer in enumerate(c.layers):
+        known = layer.window in (SHORT, LONG, None)
+        require(known, f"layer {i}: window is {layer.window!r}, not SHORT, LONG or None")
+        bare = Layer(None, skip_from=layer.skip_from, new_gates=layer.new_gates)
+        fits = layer.window or layer == bare
+        require(fits, f"layer {i} has no attention (window=None), so it can only be {bare}")
+        for name in ("attend_to", "skip_from"):
+            source = getattr(layer, name)
+            earlier = source is None or source in range(i)
+            require(earlier, f"layer {i}: {name}={source} is not an earlier layer")
+        for name in layer.mudd:
+            require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
+        twice = layer.mudd and layer.bigram
+        require(not twice, f"layer {i}: leave out bigram=True, mudd adds the bigram anyway")
+        streams.append(f"layer{i}")
+    for name, _ in c.mudd_head:
+        require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
+
+    least = sum(stage.steps > 0 for stage in c.stages)
+    require(0 < least <= c.total_steps, f"--steps {c.total_steps} is less than {least} stages")
+    for i, stage in enumerate(c.stages):
+        weights = target_weights(stage)
+        require(weights, f"stage {i}: all weights in targets and prefix are 0")
+        known = c.prefixes or 0 not in weights
+        require(known, f"stage {i}: prefix has a loss weight, but --prefixes names no table")
+        even = stage.tokens % c.batch == 0
+        require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
+    lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
+    fits = not any(T % c.head_chunk for T in lengths)
+    largest = math.gcd(c.head_chunk, *lengths)
+    require(fits, f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
+            f"but {largest} does")
+    whole = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
+    require(whole, f"--val_tokens {c.val_tokens} is not a multiple of 8 sequences of {c.val_T}")
+    require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
-# ---- Parameters ----------------------------------------------------------------------------------
-class Param(NamedTuple):
-    """All there is to know about one parameter; padding is stored but is no part of the model."""
-
-    shape: tuple[int, ...]  # without padding; a bank's is [N, R, C]
-    stored_shape: tuple[int, ...]  # of the float32 master copy; a bank's is [G, 8, R, C]
-    spec: P  # sharding of the master copy and of its optimizer state
-    init: Callable  # (key, stored shape) -> array
-    optimizer: str  # "muon" for banks, or a rule of optimizer()
-    lr: Any  # learning rate; in a bank one for each matrix, [G, 8, 1, 1]
-    decay: Any = 0.0  # of the weights, see train_step()
-    layers: list[bool] = []  # whether a layer owns an equal part of it; []: no layer does
-
-
-def param_table(c: Config) -> dict[str, Param]:
-    """One row per parameter. A new technique adds its row here and its line in the model."""
-    D, F, H, V, L = c.D, c.F, c.H, -(-c.vocab // 128) * 128, c.layers
-    a, m, b, tall = c.adam_lr, c.muon_lr, 0.5 * (3 / D) ** 0.5, max(1, F / D) ** 0.5
-    marked = lambda mark: [mark in layer.marks for layer in L]
-    every, attends, mixes = [True for _ in L], [layer.window != "-" for layer in L], marked("m")
-    tables, skips = ([layer[i] is not None for layer in L] for i in (2, 4))
-    unmixed = lambda on: [x and not mix for x, mix in zip(on, mixes, strict=True)]
-    adds, stays, gated = unmixed(attends), unmixed(every), unmixed(tables)
-    keep_add, slow, normal = [1.1**0.5, 1.0], "adam 0.9 0.95", jax.nn.initializers.normal
-    reads, skipped = len(c.again("reads")), len(c.again("skip"))
-    head = [0.0, *[-0.5] * reads, 0.0, *[0.0] * (any(tables) + skipped)] * any(mixes)
-    within = lambda key, shape: D**-0.5 * jax.random.uniform(key, shape, minval=-1.0)
-    gate, mudd = (functools.partial(said, c, a / n) for n in (10, 4))
-    lookup = lambda n, *rest: Param((n, D), (-(-n // 128) * 128, D), P("fsdp"), *rest)  # n rows
-    # fmt: off
-    return dict(
-        embed  = lookup(V, normal(0.005), "adam 0.5 0.95", a, 0.75 * a),
-        head   = lookup(V, normal(0.005), "adam 0.5 0.95", a, 0.75 * a),
-        bigram = lookup(c.bigrams, normal(0.0), "adam 0.75 0.95", 75 * a, 1.875 * a),
-        **{f"values{i}": lookup(c.vocab, normal(0.01), "adam 0.75 0.95", 75 * a, 1.875 * a)
-           for i in range(len({layer.table for layer in L} - {None}))},
-        qk     = bank(2 * D // H, D, attends, (b,) * H, (m,) * H, 1.2 * m),  # two heads in each
-        vo     = bank(D, D, attends, (b, b), (m, m), 1.2 * m),
-        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
-        vo_lambdas   = small((sum(attends), 2), [0.5, 1.0], 5 * a, layers=attends),
-        attn_lambdas = small((sum(adds), 2), keep_add, np.float32([5 * a, a]), slow, layers=adds),
-        mlp_lambdas  = small((sum(stays), 2), keep_add, np.float32([5 * a, a]), slow, layers=stays),
-        skip_lambdas = small((sum(skips),), -1.5, 5 * a, layers=skips),
-        value_gates  = small((sum(gated), H, 12), 0.0, a, decay=0.005 * a, layers=gated),
-        smear_gate   = small((12,), 0.0, 0.01 * a),
-        smear_lambda = small((1,), 0.0, 5 * a),
-        gate_in      = small((1 + sum(marked("n")), c.E, D), within, a / 10, decay=0.005 * a / 10),
-        gate_scale   = small((1,), 0.1, 0.1 * a),
-        gate_start   = gate([0.05]),
-        gate_x0      = gate([0.0], adds),
-        gate_bigram  = gate([0.05], unmixed(marked("b"))),
-        gate_skip    = gate([0.5], skips),
-        gate_xsa     = gate([0.0] * H, marked("x")),
-        gate_heads   = gate([0.25] * H, marked("g")),
-        gate_dc_from = gate([1.0] * H, marked("d")),
-        gate_dc_to   = gate([0.0] * H, marked("d")),
-        mudd_in      = small((sum(mixes) + any(mixes), c.E, D), within, a / 4, decay=0.005 * a / 4),
-        mudd_v       = mudd([0.0] * (2 + reads), mixes),
-        mudd_x       = mudd([0.0] * (2 + reads), mixes),
-        mudd_values  = mudd([2.0, 2.0], mixes),
-        mudd_attn    = mudd([*keep_add, 0.0, 0.05], mixes),
-        mudd_mlp     = mudd(keep_add, mixes),
-        mudd_head    = mudd(head),
-    )  # fmt: on
-
-
-def bank(R: int, C: int, layers: list[bool], bounds: tuple, lrs: tuple, decay: float) -> Param:
-    """(R, C) matrices, as many to a layer as there are rates, each uniform within its bound. In
-    groups of 8, of which every device holds equally many whole ones: Muon communicates nothing."""
-    N = len(lrs) * sum(layers)
-    per_matrix = np.zeros((2, -(-N // GROUP) * GROUP), np.float32)  # padding: zeros that never move
-    per_matrix[:, :N] = np.tile((bounds, lrs), sum(layers))
-    bound, lr = per_matrix.reshape(2, -1, GROUP, 1, 1)
-    init = lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0)
-    return Param((N, R, C), (*lr.shape[:2], R, C), P(None, "fsdp"), init, "muon", lr, decay, layers)
-
-
-def small(shape: tuple[int, ...], init: Any, lr: float, rule: str = "adam 0.9 0.99",
-          decay: Any = 0.0, layers: list[bool] = ()) -> Param:  # fmt: skip
-    """One that every device holds whole; init is a function or the first value."""
-    init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
-    return Param(shape, shape, P(), init, rule, lr, decay, [*layers])
-
-
-def said(c: Config, lr: float, first: list[float], layers: list[bool] = ()) -> Param:
-    """What a net says of each token, at first the same of all: E weights and a bias for each of
-    these numbers, in each of the layers. Biases do not decay."""
-    shape = (sum(layers), len(first), c.E + 1)[0 if layers else 1 :]
-    init = lambda key, shape: jnp.zeros(shape).at[..., -1].set(np.float32(first) / np.float32(0.1))
-    decay = 0.005 * lr * np.append(np.ones(c.E, "f4"), 0)
-    return small(shape, init, lr, decay=decay, layers=layers)
-
-
-def make_mesh(devices: list[jax.Device]) -> Mesh:
-    """("fsdp",); beyond 8 devices ("nodes", "fsdp"): every node of 8 has all weights."""
-    names = ("nodes", "fsdp")[len(devices) <= GROUP :]
-    grid = np.array(devices).reshape((-1, GROUP)[: len(names)])
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def axes() -> tuple[str, ...]:
-    """The mesh's, in a program: tokens are spread over all of them, weights over the last."""
-    return jax.sharding.get_abstract_mesh().axis_names
-
-
-def gather(params: dict[str, Array], c: Config) -> dict[str, Any]:
-    """[fsdp] Whole weights by all-gather, a table or a group of matrices at a time, kept for the
-    backward pass; the transpose reduce-scatters each gradient to its owner. Sent in c.compute, and
-    float32 before and after, so that microbatches add up in float32. ZeRO-2, arXiv:1910.02054."""
-    vary = lambda x, over: lax.pcast(x, over, to="varying")  # the transpose adds up
-    send = lambda x: lax.all_gather(vary(x.astype(c.compute), axes()[:-1]), "fsdp", tiled=True)
-    weights, rows = {}, param_table(c)
-    for name, p in params.items():
-        row = rows[name]
-        if row.spec == P():  # whole already; the transpose is a psum
-            weights[name] = vary(p, axes())
-        elif row.spec == P("fsdp"):
-            weights[name] = send(p).astype(jnp.float32)
-        else:  # a bank: its matrices, without padding
-            groups = (send(group).astype(jnp.float32) for group in p)
-            weights[name] = [matrix for group in groups for matrix in group][: row.shape[0]]
+def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
+    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead, 0
+    the longest proper prefix of the next token. Targets that never have a weight are left out."""
+    weights = {}
+    for k, weight in enumerate((stage.prefix, *stage.targets)):
+        start, end = weight if isinstance(weight, tuple) else (weight, weight)
+        if start or end:
+            weights[k] = (start, end)
     return weights
 
 
-def deal(weights: dict[str, Any], c: Config) -> list[NamedTuple]:
-    """What each layer owns of the rows, under their names: its matrices, or its one scalar."""
-    rows = {name: row.layers for name, row in param_table(c).items() if row.layers}
-    Owned, dealt = collections.namedtuple("Owned", rows), []
-    for name, layers in rows.items():
-        stack, n = iter(weights[name]), len(weights[name]) // max(1, sum(layers))
-        parts = [[next(stack) for _ in range(n * owns)] for owns in layers]
-        dealt.append([part[0] if len(part) == 1 else part for part in parts])
-        if left := len([*stack]):
-            raise ValueError(f"{left} of {name} are left when {sum(layers)} layers have {n} each")
-    return [Owned(*parts) for parts in zip(*dealt, strict=True)]
-
-
-def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
-    """The model alone, in float32: banks as [N, R, C], and no padding."""
-    rows, every = param_table(c), functools.partial(process_allgather, tiled=True)
-    whole = lambda p, shape: p.reshape(-1, *p.shape[2:]) if p.ndim > len(shape) else p
-    return {k: whole(every(params[k]), row.shape)[: row.shape[0]] for k, row in rows.items()}
+# fmt: off
+VAL_SEQUENCES = 8  # in a validation step
+PRESETS = {
+    "record": Config(),
+    "tiny": Config(
+        layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
+        bigrams=16384, eot=256, batch=4, microbatch=4, head_chunk=256, dc_window=56, prefixes="",
+        adam_lr=0.012, cooldown_start=147 / 368, cooldown_end=1.0, untie=245 / 368,
+        momentum_warmup=300 / 368, momentum_cooldown=50 / 368, data="data/source_code",
+        val_every=92, val_T=1024, val_tokens=65536, target=1.38,
+    ),
+}
+# fmt: on
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(weights: dict, tokens_BT: Array, shares: dict, c: Config, stage: int) -> Array:
-    """Sum over this microbatch of the losses to several targets, nats, each times its share: 1 is
-    the next token, 2 the one after it .., 0 the longest prefix of the next token. weights as from
-    gather and read_pairs; tokens_BT has one token more than the model reads."""
-    x = forward(weights, tokens_BT[:, :-1], c, stage)
-    # [mtp] Early in training later tokens are targets as well; arXiv:2404.19737, record 53.
-    # [prefix] And so is the longest token that the next token begins with; record 88.
-    later = jnp.pad(tokens_BT, ((0, 0), (0, max(shares))), constant_values=-1)
-    prefix, T = lambda tokens: jnp.take(prefix_table(c), tokens, axis=0), x.shape[1]
-    targets = [later[:, k:][:, :T] if k else prefix(tokens_BT[:, 1:]) for k in shares]
-    targets_NK = jnp.stack(targets, axis=-1).reshape(-1, len(shares))
-    shares_K = jnp.stack([jnp.float32(share) for share in shares.values()])
-    return head_loss(norm(x).reshape(-1, c.D), weights["head"], targets_NK, shares_K, c)
+def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> Array:
+    """Cross-entropy in nats, summed over tokens and targets; `weights` are those of each target, by
+    k as in target_weights()."""
+    x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
+    T = x_BTD.shape[1]
+    # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
+    # [prefix] So is the longest token that the next token begins with. Record 88.
+    later = jnp.pad(tokens_BS, ((0, 0), (0, max(weights))), constant_values=-1)
+    targets = {k: later[:, k : k + T] for k in weights}
+    if 0 in weights:
+        targets[0] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
+    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(weights))
+    weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
+    return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
 
 
-def forward(weights: dict, inputs: Array, c: Config, stage: int) -> Array:
-    """The last stream x, (B, T, D), of tokens (B, T): logits are softcap(norm(x) @ head.T)."""
-    x0, pairs, values = look_up(weights, inputs, c)
-    # [gates] Small nets, by which each token sets the gates of the layers after it, until the next
-    # one. Hidden layers are here, the outputs are the gates' own: say(). Records 81 and 85.
-    net = lambda x, w: gelu(jnp.einsum("BTD,ED->BTE", x, w.astype(x.dtype)))
-    rows_of = lambda w, kind: {k: row for k, row in w._asdict().items() if k.startswith(kind)}
-    gate_nets, mudd_nets, own = iter(weights["gate_in"]), iter(weights["mudd_in"]), deal(weights, c)
-    gated = [dict(gate_start=weights["gate_start"]), *(rows_of(w, "gate_") for w in own)]
-    new = [n for n, layer in enumerate(c.layers, 1) if "n" in layer.marks]
+def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
+    """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
-    def gates(x, n):  # one product for all of them
-        until = min([i for i in new if i > n], default=len(gated))
-        rows = {(i, k): row for i in range(n, until) for k, row in gated[i].items()}
-        return say(net(x, next(gate_nets)), rows, weights["gate_scale"])
-
-    says = gates(x0, 0)
-    x = start = weighted_sum((1.0, x0), (says[0, "gate_start"], pairs))
-    # What a layer may read beside the residual stream x; all but pos and stage are (B, T, D).
-    seen = SimpleNamespace(x0=x0, pairs=pairs, values=values, start=start, outputs=[],
-        pos=positions(inputs == c.eot, c, stage), stage=c.rows[stage])  # fmt: skip
-    for n, (layer, w) in enumerate(zip(c.layers, own, strict=True), 1):
-        says = gates(x, n) if n in new else says
-        w = w._replace(**{k: gate for (i, k), gate in says.items() if i == n})
-        if "m" in layer.marks:
-            entry, w = x, w._replace(**say(net(x, next(mudd_nets)), rows_of(w, "mudd_"), 0.1))
-        x = block(x, layer, w, seen, c)
-        seen.outputs.append(x)
-    if "m" in c.plan:  # the head, too, reads what earlier layers made
-        reads, skip = ([seen.outputs[i] for i in c.again(why)] for why in ("reads", "skip"))
-        says = say(net(x, next(mudd_nets)), dict(mudd_head=weights["mudd_head"]), 0.1)
-        again = [start, *reads, entry, *values[:1], *skip]
-        x = weighted_sum((1.0, x), *each(says["mudd_head"], again))
+    w has the weights of whole_weights(), where w["mlp"][i] is a list of layer i's matrices, and
+    instead of the bigram table "bigram_rows" (B, T, D): the rows that these tokens read.
+    """
+    pos = positions(tokens_BT == c.eot, c, stage)
+    saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
+    # [gates] Small nets let each token set the gates of the layers that follow. Records 81, 85.
+    gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
+    x = weighted_sum((1.0, saved["x0"]), (gates["input.bigram"], saved["bigram"]))
+    saved["input"] = x
+    for i, layer in enumerate(c.layers):
+        if layer.new_gates:
+            gates |= run_net(f"gates{i}", x, w, c, w["gate_scale"])
+        gate = {name: gates[f"layer{i}.{name}"] for name in layer_gates(layer, c.H)}
+        if layer.skip_from is not None:
+            # [u-net] A late layer may begin with an early one's output. Records 11, 45 and 55.
+            weight = jax.nn.sigmoid(w["skip_lambdas"][i]) * gate["skip"]
+            x = weighted_sum((1.0, x), (weight, saved[f"layer{layer.skip_from}"]))
+        if layer.mudd:
+            x = mudd_block(x, i, w, gate, saved, pos, c)
+        else:
+            x = block(x, i, w, gate, saved, pos, c)
+        saved[f"layer{i}"] = x
+    if c.mudd_head:  # [mudd] The head reads earlier streams, too.
+        mix = run_net("mudd_head", x, w, c)
+        x = weighted_sum((1.0, x), *weigh(mix["x"], [saved[name] for name, _ in c.mudd_head]))
     return x
 
 
-def read(table: Array, rows: Array) -> Array:
-    return table.at[rows].get(mode="promise_in_bounds")
+def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
+    """Each token's embedding "x0", its bigram's "bigram", and its row of every value table,
+    "value0", "value1", ...; (B, T, D) each."""
+    saved = {}
+    for n in c.value_tables():
+        saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
+    # [bigram] Random signs tell apart token pairs that share a row. Records 62 and 83.
+    _, sign_BT = hash_bigrams(tokens_BT, c)
+    saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(sign_BT, c)
+    # [smear] An embedding may take in some of the previous token's. Record 34.
+    embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
+    previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    gate_BT = jax.nn.sigmoid(embed[..., :12].astype(jnp.float32) @ w["smear_gate"])
+    smear_BT1 = w["smear_lambda"] * gate_BT[..., None]
+    saved["x0"] = norm(weighted_sum((1.0, embed), (smear_BT1, previous)))
+    return saved
 
 
-def read_pairs(weights: dict, tokens_BT: Array, c: Config) -> dict:
-    """[bigram] Instead of the table of hashed token pairs the rows (B, T, D) that the model reads:
-    few have a gradient. Records 62 and 71."""
-    return weights | dict(bigram=read(weights["bigram"], hash_pairs(tokens_BT[:, :-1], c)[0]))
+def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
+    """Layer i: adds attention and MLP to x, (B, T, D). `gate` has this layer's gates by name,
+    (B, T, 1) or (B, T, H); `saved` has the streams so far."""
+    layer = c.layers[i]
+    x = x_BTD
+    if layer.window is not None:
+        # [saved-source] Late layers may attend to an early output instead of x. Record 77.
+        source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+        v_terms = []
+        if layer.value_table is not None:
+            # [value-embed] v also reads a token table, as much as each head wants. Zhou et al.
+            # 2024, arXiv:2410.17897; gates: record 55.
+            value = saved[f"value{layer.value_table}"]
+            gate_input = jnp.concatenate((norm(source)[..., :6], value[..., :6]), axis=-1)
+            logits_BTH = gate_input.astype(jnp.float32) @ w["value_gates"][i].T
+            weight_BTD = jnp.repeat(2 * jax.nn.sigmoid(logits_BTH), c.D // c.H, axis=-1)
+            v_terms.append((weight_BTD, value))
+        keep, add = w["attn_lambdas"][i]
+        y = attention(source, v_terms, i, w, gate, pos, c, out_scale=add)
+        # [x0] Each layer may fade x and read the embeddings anew. Record 9.
+        terms = [(keep, x), (1.0, y), (gate["x0"], saved["x0"])]
+        if layer.bigram:
+            terms.append((gate["bigram"], saved["bigram"]))
+        x = weighted_sum(*terms)
+    keep, add = w["mlp_lambdas"][i]
+    return weighted_sum((keep, x), (1.0, mlp(x, i, w, c, out_scale=add)))
 
 
-def look_up(weights: dict[str, Any], tokens_BT: Array, c: Config) -> tuple:
-    """Of each token: its normalised embedding, that of its pair, its row of each value table."""
-    names = sorted(name for name in weights if name.startswith("values"))
-    rows = (read(weights[name], tokens_BT) for name in ("embed", *names))
-    embed, *values, pairs = (x.astype(c.compute) for x in (*rows, weights["bigram"]))
-    # [smear] An embedding may take in some of the one before it. modded-nanogpt record 34.
-    gate = jax.nn.sigmoid(embed[..., :12].astype(jnp.float32) @ weights["smear_gate"])
-    last = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    x0 = norm(weighted_sum((1.0, embed), (weights["smear_lambda"] * gate[..., None], last)))
-    # Signs tell apart pairs of one row. Record 83.
-    return x0, pairs * signs(hash_pairs(tokens_BT, c)[1], c), values
+def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
+    """[mudd] Like block(), but a net reads x and sets the weights of every sum, anew for each
+    token; v and x mix several streams. Xiao et al. 2025, arXiv:2502.12170; record 81."""
+    layer = c.layers[i]
+    mix = run_net(f"mudd{i}", x_BTD, w, c)
+    x = x_BTD
+    source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+    streams = [*(saved[name] for name in layer.mudd), x]
+    v_terms = weigh(mix["v"], streams)
+    if layer.value_table is not None:
+        weight_BTD = jnp.repeat(mix["value"], c.D // 2, axis=-1)  # one for each half of the heads
+        v_terms.append((weight_BTD, saved[f"value{layer.value_table}"]))
+    y = attention(source, v_terms, i, w, gate, pos, c)
+    x = weighted_sum((1.0, x), *weigh(mix["x"], streams))
+    x = weighted_sum(*weigh(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
+    return weighted_sum(*weigh(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
-def block(x: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace, c: Config) -> Array:
-    # [u-net] A late layer may add the output of an early one. Records 11, 45 and 55.
-    if layer.skip is not None:
-        share = jax.nn.sigmoid(w.skip_lambdas) * w.gate_skip
-        x = weighted_sum((1.0, x), (share, seen.outputs[layer.skip]))
-    # [saved-source] Late layers may attend to an early output instead of the stream. Record 77.
-    source, extra = x if layer.reads is None else seen.outputs[layer.reads], []
-    if "m" in layer.marks:
-        return mixed_block(x, source, layer, w, seen, c)
-    if layer.table is not None:
-        # [value-embed] v also reads a token table of its own, as much as each head wants. Zhou et
-        # al. 2024, arXiv:2410.17897; gates: record 55.
-        values = seen.values[layer.table]
-        looks = jnp.concatenate((norm(source)[..., :6], values[..., :6]), axis=-1)
-        gate = 2 * jax.nn.sigmoid(looks.astype(jnp.float32) @ w.value_gates.T)
-        extra = [(jnp.repeat(gate, c.D // c.H, axis=-1), values)]
-    if layer.window != "-":
-        y = attention(source, extra, layer, w, seen, c, w.attn_lambdas[1])
-        # [x0] Each layer may fade the residual stream and read the embeddings again. Record 9.
-        pairs = [(w.gate_bigram, seen.pairs)] if "b" in layer.marks else []
-        kept = (w.attn_lambdas[0], x), (1.0, y), (w.gate_x0, seen.x0)
-        x = weighted_sum(*kept, *pairs)
-    return weighted_sum((w.mlp_lambdas[0], x), (1.0, mlp(x, w, c, w.mlp_lambdas[1])))
-
-
-def mixed_block(x: Array, source: Array, layer: Layer, w: NamedTuple, seen: SimpleNamespace,
-                c: Config) -> Array:  # fmt: skip
-    """[mudd] A block whose values, input and sums are mixed of the stream at several depths, anew
-    for each token. Xiao et al. 2025, arXiv:2502.12170; record 81."""
-    kept = [seen.start, *(seen.outputs[i] for i in c.again("reads")), x]
-    extra = each(w.mudd_v, kept)
-    if layer.table is not None:
-        gate = jnp.repeat(w.mudd_values, x.shape[-1] // 2, axis=-1)  # one for each half of heads
-        extra.append((gate, seen.values[layer.table]))
-    y = attention(source, extra, layer, w, seen, c)
-    x = weighted_sum((1.0, x), *each(w.mudd_x, kept))
-    x = weighted_sum(*each(w.mudd_attn, [x, y, seen.start, seen.pairs]))
-    return weighted_sum(*each(w.mudd_mlp, [x, mlp(x, w, c)]))
-
-
-def attention(x: Array, extra: list, layer: Layer, w: NamedTuple, seen: SimpleNamespace,
-              c: Config, scale: Any = 1.0) -> Array:  # fmt: skip
-    """extra are the terms that v is given beside its product with x; scale is of the output."""
-    (B, T, D), pos, (w_v, w_o) = x.shape, seen.pos, w.vo
-    # Lambdas scale weights, D x D: fewer bytes than T x D, for gradients as well.
-    w_qkv = jnp.concatenate((*w.qk, w.vo_lambdas[0] * w_v)).astype(x.dtype)
-    qkv = norm_linear(x, w_qkv, "input", c.compute, c)
-    q, k, v = (part.reshape(B, T, c.H, D // c.H) for part in jnp.split(qkv, 3, axis=-1))
-    # [qk-norm] Henry et al. 2020, arXiv:2010.04245: scores stay bounded, so the rate can be high.
-    cos, sin = pos.angles["p" in layer.marks]
-    q = norm_rotate(q, cos, sin, pos.code_q, False)
-    # [key-offset] Half of a key is that of the token before: induction in one layer. Record 49.
-    k = norm_rotate(k, cos, sin, pos.code_k, "k" in layer.marks)
-    v = weighted_sum((1.0, v.reshape(x.shape)), *extra).reshape(v.shape)
-    # [paired-heads] Twice as many positions for half as many heads: of a pair of heads, each sees
-    # the other's keys. Record 58.
-    shape = (B, 2 * T, c.H // 2, D // c.H) if "p" in layer.marks else v.shape
-    qkv, window = (a.reshape(shape) for a in (q, k, v)), getattr(seen.stage, layer.window)
-    y = attend(*qkv, window, pos.scale, c).reshape(v.shape)
-    if "d" in layer.marks:
-        y = y + compose(q, k, v, w.gate_dc_from, w.gate_dc_to, pos.scale, c)
-    if "x" in layer.marks:
-        # [xsa] Each head may take out of y what lies along its own v. Records 82 and 86.
-        dot = lambda a, b: (a.astype(jnp.float32) * b).sum(axis=-1)
-        share = jnp.tanh(w.gate_xsa) * dot(y, v) / jnp.maximum(dot(v, v), 1e-8)
-        y = weighted_sum((1.0, y), (-share[..., None], v))
-    if "g" in layer.marks:
-        y = weighted_sum((w.gate_heads[..., None], y))  # [head-gate] Records 28 and 85.
-    w_o = (scale * w.vo_lambdas[1] * w_o).astype(x.dtype)
+def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0) -> Array:
+    """Layer i's attention on norm(x), (B, T, D). v_terms are (weight, array) pairs that are added
+    to v; out_scale multiplies the output."""
+    layer = c.layers[i]
+    B, T, D = x_BTD.shape
+    BTHK = (B, T, c.H, D // c.H)
+    # Lambdas scale weights, D x D, and not activations, T x D: fewer bytes, in gradients as well.
+    w_v, w_o = w["vo"][i]
+    v_lambda, o_lambda = w["vo_lambdas"][i]
+    w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)  # (3 D, D)
+    qkv = norm_linear(x_BTD, w_qkv, "x", c.compute, c)
+    q, k, v = (part.reshape(BTHK) for part in jnp.split(qkv, 3, axis=-1))
+    # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
+    # [key-offset] Half of a key is the previous token's: induction in one layer. Record 49.
+    cos, sin = pos.rope_paired if layer.paired_heads else pos.rope
+    q = norm_rotate(q, cos, sin, pos.doc_q, False)
+    k = norm_rotate(k, cos, sin, pos.doc_k, layer.key_offset)
+    v = weighted_sum((1.0, v.reshape(B, T, D)), *v_terms).reshape(BTHK)
+    window = pos.windows[layer.window]
+    if layer.paired_heads:
+        # [paired-heads] Heads h and h + H / 2 become two positions, 2 t and 2 t + 1, of one head,
+        # so that each sees the other's keys; a window of n positions is n / 2 tokens. Their angles
+        # go by h % 2: with H = 6, head 1 sits at 2 t and has the angle of 2 t + 1. This looks like
+        # a bug; it is upstream's, and the golden numbers have it. Record 58.
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, D // c.H) for a in (q, k, v))
+        y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(BTHK)
+    else:
+        y = attend(q, k, v, window, pos.score_scale, c)
+    if layer.dc:
+        y = y + dc_attention(q, k, v, gate["dc_in"], gate["dc_out"], pos.score_scale, c)
+    if layer.xsa:
+        # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
+        v32 = v.astype(jnp.float32)
+        y_dot_v = (y.astype(jnp.float32) * v32).sum(axis=-1)
+        v_dot_v = jnp.maximum((v32 * v32).sum(axis=-1), 1e-8)
+        removed_BTH = jnp.tanh(gate["xsa"]) * y_dot_v / v_dot_v
+        y = weighted_sum((1.0, y), (-removed_BTH[..., None], v))
+    if layer.head_gate:
+        # [head-gate] Each token scales each head's output. Records 28 and 85.
+        y = weighted_sum((gate["head"][..., None], y))
+    w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_o)
 
 
-def attend(q: Array, k: Array, v: Array, window: int, scale: float, c: Config) -> Array:
-    # [window] Each query sees itself and `window` keys before it. Both arguments, always: without
-    # is_causal, cuDNN leaves the right side of a window open and sees the future.
-    reach = dict(is_causal=True, local_window_size=(window, 0), implementation=c.attention)
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, **reach)
+def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
+    """[window] Each query attends to its own position and the `window` before it. (B, T, H, K)."""
+    # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
+    # open, and queries see the future.
+    options = {"is_causal": True, "local_window_size": (window, 0), "implementation": c.attention}
+    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, scale=scale, **options)
 
 
-def compose(q: Array, k: Array, v: Array, source: Array, target: Array, scale: float, c: Config):
-    """[dc] Every head also reads by one mixture of all heads' attention to the nearest keys, with
-    weights (B, T, H) of the heads in it and of it in each head. In bands of positions: no T x T
-    array exists. Xiao et al. 2024, arXiv:2405.08553; record 85."""
-    (B, T, *_), window = q.shape, c.dc_window
-    W = next((W for W in range(window, T) if T % W == 0), T)  # width of a band
-    band = lambda x: x.reshape(B, T // W, W, *x.shape[2:])
-    two = lambda x: jnp.concatenate((jnp.roll(x, 1, axis=1), x), axis=2)  # the one before, itself
-    n, i, j = jnp.ogrid[: T // W, :W, : 2 * W]  # band, query, key
-    seen = (0 <= i + W - j) & (i + W - j < window) & ((j >= W) | (n > 0))
-    scores = scale * band_scores(band(q), two(band(k)))
-    attends = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
-    source = source * lax.rsqrt(jnp.square(source).mean(axis=-1, keepdims=True) + 1e-6)
-    mixed = jnp.einsum("BNHIJ,BNIH->BNIJ", attends, band(source)).astype(v.dtype)
-    y = jnp.einsum("BNIJ,BNJHK->BNIHK", mixed, two(band(v))).reshape(q.shape)
-    return (target[..., None] * y).astype(v.dtype)
+def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
+    """[dc] Mixes the attention maps of all heads into one, with weights w_in, lets every head read
+    its v through that map, and scales what it gets by w_out. (B, T, H, K). Only dc_window keys are
+    seen, so positions are cut into n bands: the queries j of a band see the keys i of their band
+    and of the one before, and no T x T array exists. Xiao et al. 2024, arXiv:2405.08553; record 85.
+    """
+    B, T = q_BTHK.shape[:2]
+    W = 1 << (c.dc_window - 1).bit_length()  # the next power of two
+    W = W if T % W == 0 else T
+
+    def bands(x):
+        return x.reshape(B, T // W, W, *x.shape[2:])
+
+    def two_bands(x):
+        return jnp.concatenate((jnp.roll(bands(x), 1, axis=1), bands(x)), axis=2)
+
+    band, query, key = jnp.ogrid[: T // W, :W, : 2 * W]
+    distance = query + W - key
+    mask_nji = (0 <= distance) & (distance < c.dc_window) & ((key >= W) | (band > 0))
+    scores = scale * dc_scores(bands(q_BTHK), two_bands(k_BTHK))
+    maps_BnHji = jax.nn.softmax(jnp.where(mask_nji[:, None], scores, -jnp.inf), axis=-1)
+    w_in = w_in_BTH * lax.rsqrt(jnp.square(w_in_BTH).mean(axis=-1, keepdims=True) + 1e-6)
+    mixed = jnp.einsum("BnHji,BnjH->Bnji", maps_BnHji, bands(w_in)).astype(v_BTHK.dtype)
+    y = jnp.einsum("Bnji,BniHK->BnjHK", mixed, two_bands(v_BTHK)).reshape(q_BTHK.shape)
+    return (w_out_BTH[..., None] * y).astype(v_BTHK.dtype)
 
 
-def mlp(x: Array, w: NamedTuple, c: Config, scale: Any = 1.0) -> Array:
-    fc, proj = w.mlp
-    fc, proj = fc.astype(x.dtype), (scale * proj).astype(x.dtype)
-    # [relu2] So et al. 2021, arXiv:2109.08668.
-    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output", c.mlp_forward, c)))
-    return project(hidden, proj, c)
+def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
+    """[relu2] norm(x) (B, T, D) -> (B, T, F) -> (B, T, D). So et al. 2021, arXiv:2109.08668."""
+    fc_FD, proj_FD = w["mlp"][i]  # the matrices of a bank have one shape, so proj is transposed
+    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), "y", c.mlp_forward, c)
+    hidden = jnp.square(jax.nn.relu(hidden))
+    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
 
 
-def say(hidden_BTE: Array, rows: dict[Any, Array], scale: Any) -> dict[Any, Array]:
-    """The outputs (B, T, n) of that net, in float32, by the rows that are there: [n, E + 1] are
-    weights and a bias."""
-    rows = {name: row for name, row in rows.items() if len(row)}
-    w = jnp.concatenate([jnp.zeros((0, hidden_BTE.shape[-1] + 1)), *rows.values()])
-    said = jnp.einsum("BTE,NE->BTN", hidden_BTE, w[:, :-1].astype(hidden_BTE.dtype))
-    said = scale * (said.astype(jnp.float32) + w[:, -1])
-    ends = np.cumsum([len(row) for row in rows.values()])[:-1]
-    return dict(zip(rows, jnp.split(said, ends, axis=-1), strict=False))
+# ---- Gates and MUDD ------------------------------------------------------------------------------
+GATE_SCALE = 0.1  # the output of a net is multiplied by this; for gates, the factor is learned
+KEEP_ADD = [1.1**0.5, 1.0]  # first weights of x and of what a sublayer adds to it
 
 
-def each(weights_BTN: Array, arrays: list[Array]) -> list[tuple[Array, Array]]:
-    """Terms of a weighted sum in which every token has its own weights."""
-    return [*zip(jnp.split(weights_BTN, len(arrays), axis=-1), arrays, strict=True)]
+def nets(c: Config) -> dict[str, dict[str, list[float]]]:
+    """The nets that set coefficients for each token: first values of every output, by name.
+
+    [gates] "gates_input" reads x0, "gates4" reads x before layer 4; each serves the layers up to
+    the next one. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
+    """
+    current = "gates_input"
+    nets = {current: {"input.bigram": [0.05]}}
+    for i, layer in enumerate(c.layers):
+        if layer.new_gates:
+            current = f"gates{i}"
+            nets[current] = {}
+        for name, start in layer_gates(layer, c.H).items():
+            nets[current][f"layer{i}.{name}"] = start
+        if layer.mudd:
+            streams = [0.0] * (len(layer.mudd) + 1)  # the named ones, and x
+            mix = {"v": streams, "x": streams, "value": [2.0, 2.0]}
+            nets[f"mudd{i}"] = mix | {"attn": [*KEEP_ADD, 0.0, 0.05], "mlp": KEEP_ADD}
+    if c.mudd_head:
+        nets["mudd_head"] = {"x": [start for _, start in c.mudd_head]}
+    return nets
 
 
+def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
+    """A layer's gates and their first values: one for each token, or one for each of its H heads."""
+    gates = {}
+    if layer.window and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
+        gates["x0"] = [0.0]
+    if layer.bigram:
+        gates["bigram"] = [0.05]
+    if layer.skip_from is not None:
+        gates["skip"] = [0.5]
+    if layer.xsa:
+        gates["xsa"] = [0.0] * H
+    if layer.head_gate:
+        gates["head"] = [0.25] * H
+    if layer.dc:
+        gates["dc_in"] = [1.0] * H
+        gates["dc_out"] = [0.0] * H
+    return gates
+
+
+def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array]:
+    """Runs a net on x: scale * (w2 gelu(w1 x) + b2). Returns its outputs by name, (B, T, n) each,
+    in float32; one matrix product serves all of them."""
+    w1, w2 = (w[f"{name}.{matrix}"].astype(x_BTD.dtype) for matrix in ("w1", "w2"))
+    hidden_BTR = gelu(jnp.einsum("BTD,RD->BTR", x_BTD, w1))
+    y = jnp.einsum("BTR,nR->BTn", hidden_BTR, w2).astype(jnp.float32)
+    y = scale * (y + w[f"{name}.b2"])
+    outputs = nets(c)[name]
+    ends = np.cumsum([len(start) for start in outputs.values()])
+    return dict(zip(outputs, jnp.split(y, ends[:-1], axis=-1), strict=True))
+
+
+def weigh(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
+    """Terms of a weighted_sum in which every token has its own weight for each of n streams."""
+    return list(zip(jnp.split(weights_BTn, len(streams), axis=-1), streams, strict=True))
+
+
+# ---- Building blocks -----------------------------------------------------------------------------
 def weighted_sum(*terms: tuple[Any, Array]) -> Array:
-    """In float32 and rounded once: in bfloat16, sums would wear the residual stream away."""
-    return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(terms[0][1].dtype)
+    """The sum of weight * array, in float32 and rounded once: sums of bfloat16 would wear the
+    residual stream away."""
+    total = sum(weight * x.astype(jnp.float32) for weight, x in terms)
+    return total.astype(terms[0][1].dtype)
 
 
 def inverse_rms(x: Array) -> Array:
+    """1 / rms over the last axis, which becomes 1, in float32."""
     return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 2.0**-23)
 
 
 def norm(x: Array) -> Array:
+    """RMSNorm over the last axis, without weights."""
     return (x * inverse_rms(x)).astype(x.dtype)
 
 
-def hash_pairs(tokens_BT: Array, c: Config) -> tuple[Array, Array]:
-    """Of each token and the one before it: row of the bigram table, and number of its signs."""
-    last, token, pad, rows = tokens_BT[:, :-1], tokens_BT[:, 1:], ((0, 0), (1, 0)), c.bigrams - 1
+def take_rows(table_VD, row_BT) -> Array:
+    """Rows of a table, (B, T, D). Every index must be inside the table."""
+    return table_VD.at[row_BT].get(mode="promise_in_bounds")
+
+
+def hash_bigrams(tokens_BT, c: Config) -> tuple[Array, Array]:
+    """Hashes each token with the one before it: its row of the bigram table and the number of its
+    signs, (B, T) each. The first token of a sequence has the last row and signs 0."""
+    last_row = c.bigrams - 1
+    token, previous = tokens_BT[:, 1:], tokens_BT[:, :-1]
     # Upstream overwrites element 0 before it hashes element 1, and so do we.
-    row = ((36313 * token) ^ (27191 * last.at[:, 0].set(rows))) % rows
-    return jnp.pad(row, pad, constant_values=rows), jnp.pad((token ^ last) % 8192, pad)
+    row = ((36313 * token) ^ (27191 * previous.at[:, 0].set(last_row))) % last_row
+    one_before = ((0, 0), (1, 0))
+    row_BT = jnp.pad(row, one_before, constant_values=last_row)
+    return row_BT, jnp.pad((token ^ previous) % 8192, one_before)
 
 
-def signs(number_BT: Array, c: Config) -> Array:
-    """(B, T, D) of -1 and 1, the same for a number in every run: no table of them is kept."""
-    bits = (number_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32) * np.uint32(0x9E3779B1)
-    return 1 - 2 * ((bits ^ bits >> 15) * np.uint32(0x85EBCA77) >> 31).astype(c.compute)
+def random_signs(number_BT, c: Config) -> Array:
+    """(B, T, D) of -1 and 1, the same for a number in every run: a hash instead of a table."""
+    bits = (number_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
+    bits = bits * np.uint32(0x9E3779B1)
+    bits = (bits ^ bits >> 15) * np.uint32(0x85EBCA77)
+    return 1 - 2 * (bits >> 31).astype(c.compute)
 
 
-def positions(starts_BT: Array, c: Config, stage: int) -> SimpleNamespace:
-    """Of tokens, some of which start documents: angles, cos and sin (T, 1 or 2, K / 4) for layers
-    with paired heads (True) and others; code_q and code_k (B, T, 1, 4); scale of the scores."""
-    (speed, scale), t, angles = rotation(c, stage), jnp.arange(starts_BT.shape[1])[:, None], {}
-    for paired, at in (False, t), (True, 2 * t + jnp.arange(2)):
-        angle = at[:, :, None].astype(jnp.float32) * speed.astype(np.float32)
-        angles[paired] = jnp.cos(angle), jnp.sin(angle)
-    # [document-mask] Four channels whose product is 256 * (document of k - document of q): 0 within
-    # one, to earlier ones a score lower by 25.6 or more: enough for K <= 128. Exact for < 4,096.
+class Positions(NamedTuple):
+    """What attention knows of positions, documents and the stage."""
+
+    rope: tuple[Array, Array]  # cos and sin, (T, 1, K / 4)
+    rope_paired: tuple[Array, Array]  # for layers with paired heads, (T, 2, K / 4)
+    doc_q: Array  # (B, T, 1, 4), the last channels of every q ..
+    doc_k: Array  # .. and k: see positions()
+    score_scale: float  # q.k is multiplied by this
+    windows: dict[str, int]  # of SHORT and LONG layers
+
+
+def positions(starts_BT, c: Config, stage: int) -> Positions:
+    """Angles, document codes and windows for tokens of which some start documents."""
+    frequency, score_scale = rope_frequencies(c, stage)
+
+    def rotation(position):
+        angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
+        return jnp.cos(angle), jnp.sin(angle)
+
+    t = jnp.arange(starts_BT.shape[1])[:, None]
+    # [document-mask] Attention stays inside a document because four channels of q and k add
+    #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
+    # to q.k: 0 within a document, -256 or less for an earlier one. Times a scale of 0.1 or more,
+    # that hides keys as long as K <= 128. Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     high, low, one = document // 16, document % 16, jnp.ones_like(document)
-    code_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
-    code_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
-    return SimpleNamespace(angles=angles, code_q=code_q, code_k=code_k, scale=scale)
+    doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
+    doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
+    windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
+    rope, rope_paired = rotation(t), rotation(2 * t + jnp.arange(2))
+    return Positions(rope, rope_paired, doc_q, doc_k, score_scale, windows)
 
 
-def rotation(c: Config, stage: int) -> tuple[np.ndarray, float]:
-    """[half-rope] Speeds of the channel pairs that rotate; half of the channels do not. Record 17.
-    [yarn] Where windows grow, slow pairs slow down and scores grow; arXiv:2309.00071, record 31."""
-    speed, scale = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4), 0.1
-    for a, b in itertools.pairwise(row.L for row in c.rows[: stage + 1] if row.steps):
-        stays = np.clip((a * speed / (2 * np.pi) - 1) / 31, 0, 1)
-        speed, scale = speed * (a / b + stays * (1 - a / b)), scale * (1 + 0.2 * np.log(b / a))
-    return speed, float(scale)
+def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
+    """Frequencies, (K / 4,), of the channel pairs that rotate, and the scale of the scores.
+
+    [half-rope] Half of the channels do not rotate. Record 17. [yarn] Where the long window grows
+    from one stage with steps to the next, low frequencies fall and scores grow. arXiv:2309.00071,
+    record 31.
+    """
+    frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
+    scale = 0.1
+    windows = [s.long for s in c.stages[: stage + 1] if s.steps]
+    for old, new in itertools.pairwise(windows):
+        turns = old * frequency / (2 * np.pi)  # in the old window
+        keep = np.clip((turns - 1) / 31, 0, 1)
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale = scale * (1 + 0.2 * np.log(new / old))
+    return frequency, float(scale)
 
 
+@functools.cache
 def prefix_table(c: Config) -> np.ndarray:
-    """Of each token, the longest other one that its bytes begin with; -1: none."""
-    none = np.full(0 if c.prefixes else c.vocab, -1, np.int32)
-    return np.fromfile(c.prefixes, "<i4") if Path(c.prefixes).is_file() else none
+    """For each token, the longest other token that its bytes begin with, (vocab,); -1: none."""
+    return np.fromfile(c.prefixes, "<i4")
 
 
-# ---- Head ----------------------------------------------------------------------------------------
+# ---- Loss ----------------------------------------------------------------------------------------
+SOFTCAP, SOFTCAP_SHIFT, SOFTCAP_WIDTH = 23, 5, 7.5
+
+
+def softcap(z: Array) -> Array:
+    """[softcap] Logits between 0 and 23, in float32. Gemma 2, arXiv:2408.00118; records 18, 54."""
+    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+
+
 def quantize(x: Array, scale: float, dtype: str) -> Array:
-    """Clip first: a float8 cast overflows to NaN or inf where generated GPU code saturates."""
+    """x * scale in dtype, clipped first: a cast to float8 overflows to NaN or inf where the GPU
+    code that XLA generates saturates."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
 
 
-def matmul(a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision: Any) -> Array:
-    """Product over an axis of each, divided by scale; float8 sums keep all bits at "highest"."""
-    dims = ((axes[:1], axes[1:]), ((), ()))
-    out = lax.dot_general(a, b, dims, precision, preferred_element_type=dtype)
+def scaled_matmul(
+    a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision=None
+) -> Array:
+    """The product of matrices over an axis of each, divided by scale. Precision "highest" keeps all
+    bits in the sums of float8 products."""
+    summed = ((axes[:1], axes[1:]), ((), ()))
+    out = lax.dot_general(a, b, summed, precision, preferred_element_type=dtype)
     return out * jnp.asarray(1 / scale, dtype)
 
 
-# [softcap] Logits between 0 and 23: Gemma 2, arXiv:2408.00118; records 18 and 54.
-softcap = lambda z: 23 * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / 7.5)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
+    """[fp8-head] Softcapped cross-entropy over all V columns to J targets (-1: none) with weights,
+    summed over N tokens. arXiv:2209.05433, record 19. In chunks of tokens, so that the (N, V)
+    logits never exist; both gradients are computed while a chunk's logits are at hand."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
 
 
-def head_loss_forward(x_ND: Array, w_VD: Array, targets_NK: Array, shares_K: Array, c: Config):
-    """[fp8-head] Softcapped cross-entropy over all V columns to K targets (-1: none), each times
-    its share, summed over N tokens; arXiv:2209.05433, record 19. In chunks of tokens, so that
-    [N, V] logits never exist; both gradients are computed while a chunk's are at hand."""
-    w8_VD, g_scale = quantize(w_VD, c.w_scale, c.head_forward), c.g_scale * c.batch
-    w8_DV = w8_VD.T  # once, for all chunks: a float8 product wants the summed axis last
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x and w."""
+    g_scale = c.g_scale * c.batch
+    w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
+    w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
-    def one_chunk(dw, chunk):
+    def one_chunk(dw_VD, chunk):
         x, targets = chunk
-        shares = jnp.where(targets < 0, 0, shares_K)
+        weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
-        z = matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute, None)
+        z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
-        picked = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
-        loss = (shares * (jnp.log(total) - softcap(picked))).sum()
-        # Of -log softmax(s) at a target: dL/ds = softmax(s) - hit; ds/dz = s (23 - s) / (23 * 7.5).
-        hits = g_scale / (23 * 7.5) * shares
-        # Barriers: XLA would keep exp in float32 from the sum to its second use, and compute all of
-        # g8 once more, for its transpose.
-        z, share = lax.optimization_barrier((z, hits.sum(axis=1, keepdims=True) / total))
-        s, column = softcap(z), lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        pairs = zip(targets.T[..., None], hits.T[..., None], strict=True)
-        ds = share * jnp.exp(s) - sum(jnp.where(column == target, hit, 0) for target, hit in pairs)
-        g8 = lax.optimization_barrier(quantize(ds * s * (23 - s), 1, c.head_backward))
-        dx = matmul(g8, w8_DV, (1, 1), g_scale * c.w_scale, c.compute, "highest")
-        return dw + matmul(g8, x8, (0, 0), g_scale * c.x_scale, "float32", "highest"), (loss, dx)
+        z_target = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
+        loss = (weights * (jnp.log(total) - softcap(z_target))).sum()
+        # For s = softcap(z): dL/ds = softmax(s) - (1 at the target), and
+        # ds/dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH).
+        target_scale = g_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+        softmax_scale = target_scale.sum(axis=1, keepdims=True) / total
+        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
+        # all of g8 a second time for its transpose.
+        z, softmax_scale = lax.optimization_barrier((z, softmax_scale))
+        s = softcap(z)
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        is_target = [column == targets[:, j, None] for j in range(targets.shape[1])]
+        at_target = [
+            jnp.where(is_j, target_scale[:, j, None], 0) for j, is_j in enumerate(is_target)
+        ]
+        ds = softmax_scale * jnp.exp(s) - sum(at_target)
+        g8 = lax.optimization_barrier(quantize(ds * s * (SOFTCAP - s), 1, c.head_backward))
+        dx = scaled_matmul(g8, w8_DV, (1, 1), g_scale * c.w_scale, c.compute, "highest")
+        dw = scaled_matmul(g8, x8, (0, 0), g_scale * c.x_scale, "float32", "highest")
+        return dw_VD + dw, (loss, dx)
 
-    chunks = (a.reshape(-1, c.head_chunk, a.shape[1]) for a in (x_ND, targets_NK))
-    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), (*chunks,))
+    chunks = (
+        x_ND.reshape(-1, c.head_chunk, x_ND.shape[1]),
+        targets_NJ.reshape(-1, c.head_chunk, targets_NJ.shape[1]),
+    )
+    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
 
+def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
+    """The gradients that the forward pass has computed, times g."""
+    dx_ND, dw_VD = gradients
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
+
+
+head_loss.defvjp(head_loss_fwd, head_loss_bwd)
+
+
 # ---- Gradients by hand ---------------------------------------------------------------------------
-def by_hand(forward: Callable, backward: Callable, static: tuple[int, ...] = ()) -> Callable:
-    """The function of value forward(...)[0] and gradients backward(forward(...)[1], g)."""
-    function = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=static)
-    function.defvjp(forward, backward)
-    return function
-
-
-def product(x_BTC: Array, w_RC: Array, dtype: str, c: Config, scale_BT1: Any = 1.0) -> Array:
-    """y = scale x w^T, operands in dtype. [fp8-mlp] In FP8 forward only; records 84 and 89."""
-    if not dtype.startswith("float8"):  # scaled last: that is part of what reads y
-        return (jnp.einsum("BTC,RC->BTR", x_BTC, w_RC) * scale_BT1).astype(x_BTC.dtype)
-    x8 = quantize((x_BTC * scale_BT1).reshape(-1, x_BTC.shape[-1]), c.x_scale, dtype)
-    y = matmul(x8, quantize(w_RC, c.w_scale, dtype), (1, 1), c.x_scale * c.w_scale, c.compute, None)
-    return y.reshape(*x_BTC.shape[:-1], -1)
-
-
 # JAX's own gradients of norms move more bytes. For h = x / rms(x), of D channels, and its gradient,
-#     dx = (dh - h sum(dh h) / D) / rms(x):    what of dh lies along h would change x's length only.
-def norm_linear_forward(x_BTD: Array, w_ED: Array, project_by: str, dtype: str, c: Config) -> tuple:
-    """y = norm(x) w^T, as x w^T / rms(x): norm(x) is never written."""
-    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA makes x twice, of its terms
-    y = product(x_BTD, w_ED, dtype, c, inverse)
+#     dx = (dh - h sum(dh h) / D) / rms(x)
+# What of dh is parallel to h would only change the length of x, which the norm takes away.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def norm_linear(x_BTD, w_ED, radial_from: str, dtype: str, c: Config) -> Array:
+    """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written. The backward pass
+    computes sum(dh h) from "y" or from "x": from y if the kernel that makes dy reads y anyway, as
+    after an elementwise function."""
+    return norm_linear_fwd(x_BTD, w_ED, radial_from, dtype, c)[0]
+
+
+def norm_linear_fwd(x_BTD, w_ED, radial_from: str, dtype: str, c: Config) -> tuple[Array, tuple]:
+    """x w^T / rms(x)."""
+    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA makes x twice, from its terms
+    y = linear(x_BTD, w_ED, dtype, c, inverse)
     return y, (x_BTD, inverse, w_ED, y)
 
 
-def norm_linear_backward(project_by: str, dtype: str, c: Config, kept: tuple, dy: Array) -> tuple:
-    """dh / rms(x) = dz w, dw = dz^T x. sum(dh h) = sum(dy y), which by "output" is free if the
-    kernel that makes dy reads y anyway, as an elementwise function's does; else by "input"."""
-    x, inverse, w_ED, y = kept
+def norm_linear_bwd(radial_from: str, dtype: str, c: Config, residuals: tuple, dy) -> tuple:
+    """For dz = dy / rms(x): dh / rms(x) = dz w, dw = dz^T x, and sum(dh h) = sum(dy y)."""
+    x, inverse, w_ED, y = residuals
     dz = (dy * inverse).astype(x.dtype)
     dx = jnp.einsum("BTE,ED->BTD", dz, w_ED)
-    a, b = dict(output=(dy, y), input=(dx, x))[project_by]
-    along = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / x.shape[-1]
-    return (dx - x * (along * inverse**2)).astype(x.dtype), jnp.einsum("BTE,BTD->ED", dz, x)
+    a, b = (dy, y) if radial_from == "y" else (dx, x)
+    radial = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / x.shape[-1]
+    dw_ED = jnp.einsum("BTE,BTD->ED", dz, x)
+    return (dx - x * (radial * inverse**2)).astype(x.dtype), dw_ED
 
 
-def turn(h_BTHK: Array, cos: Array, sin: Array, offset: bool) -> Array:
-    """Linear: channel pairs (j, j + K/4), j < K/4, rotated by angles (T, 1 or 2, K/4), of which all
-    or every second head has one; by offset the half that does not rotate is of the position before
-    (the first keeps its own); 0 in the last four. No branches, in which threads would wait."""
-    (B, T, _, K), t = h_BTHK.shape, jnp.arange(h_BTHK.shape[1])[:, None, None]
-    channel, h = jnp.arange(K), h_BTHK.reshape(B, T, -1, cos.shape[1], 4, K // 4)
-    swapped = h.reshape(*h.shape[:4], 2, 2, K // 4)[..., ::-1, :].reshape(h.shape)
-    cos, sin, quarter = cos[:, None, :, None], sin[:, None, :, None], jnp.arange(4)[:, None]
-    sin = jnp.where(quarter == 0, sin, jnp.where(quarter == 1, -sin, 0))
-    y = (h * jnp.where(quarter < 2, cos, 1) + swapped * sin).reshape(h_BTHK.shape)
-    if offset:
-        before = lax.pad(h_BTHK, np.float32(0), [(0, 0, 0), (1, -1, 0), (0, 0, 0), (0, 0, 0)])
-        y = jnp.where((channel < K // 2) | (t == 0), y, before)
-    return jnp.where(channel < K - 4, y, 0)
+norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
 
 
-def norm_rotate_forward(x_BTHK: Array, cos: Array, sin: Array, code: Array, offset: bool) -> tuple:
-    """y = turn(norm(x)), the document code in its last four channels."""
-    inverse, K = inverse_rms(x_BTHK), x_BTHK.shape[-1]
-    y = turn(x_BTHK * inverse, cos, sin, offset)
-    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(code, K // 4)).astype(x_BTHK.dtype)
+def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
+    """scale * x w^T, (B, T, E). [fp8-mlp] float8 in the forward pass only; records 84 and 89."""
+    if not dtype.startswith("float8"):
+        # Scaling after the product is free: XLA fuses it into whatever reads y.
+        return (jnp.einsum("BTD,ED->BTE", x_BTD, w_ED) * scale_BT1).astype(x_BTD.dtype)
+    x8_ND = quantize((x_BTD * scale_BT1).reshape(-1, x_BTD.shape[-1]), c.x_scale, dtype)
+    w8_ED = quantize(w_ED, c.w_scale, dtype)
+    y_NE = scaled_matmul(x8_ND, w8_ED, (1, 1), c.x_scale * c.w_scale, c.compute)
+    return y_NE.reshape(*x_BTD.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project(x_BTF, w_FD, c: Config) -> Array:
+    """x w, (B, T, D). JAX's own dw is dy^T x, transposed, which is slow on CPUs."""
+    return linear(x_BTF, w_FD.T, c.mlp_forward, c)
+
+
+def project_fwd(x_BTF, w_FD, c: Config) -> tuple[Array, tuple]:
+    """The product, and its operands."""
+    return project(x_BTF, w_FD, c), (x_BTF, w_FD)
+
+
+def project_bwd(c: Config, residuals: tuple, dy_BTD) -> tuple:
+    """dx = dy w^T and dw = x^T dy."""
+    x_BTF, w_FD = residuals
+    dx_BTF = jnp.einsum("BTD,FD->BTF", dy_BTD, w_FD)
+    return dx_BTF, jnp.einsum("BTF,BTD->FD", x_BTF, dy_BTD)
+
+
+project.defvjp(project_fwd, project_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
+    """rotate_and_shift(norm(x)), with the document code (B, T, 1, 4) in the last four channels."""
+    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
+
+
+def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool) -> tuple[Array, tuple]:
+    """The result, (B, T, H, K), and what the backward pass needs."""
+    K = x_BTHK.shape[-1]
+    inverse = inverse_rms(x_BTHK)
+    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset)
+    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(doc, K // 4)).astype(x_BTHK.dtype)
     return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
 
 
-def norm_rotate_backward(offset: bool, kept: tuple, dy: Array) -> tuple:
-    x, inverse, cos, sin = kept
+def norm_rotate_bwd(key_offset: bool, residuals: tuple, dy_BTHK) -> tuple:
+    """The transpose of the rotation, then the gradient of the norm."""
+    x, inverse, cos, sin = residuals
     h = x * inverse
-    back = jax.linear_transpose(functools.partial(turn, cos=cos, sin=sin, offset=offset), h)
-    (dh,) = back(dy.astype(jnp.float32))
-    along = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
-    return ((dh - h * along) * inverse).astype(x.dtype), None, None, None
+    rotate = functools.partial(rotate_and_shift, cos=cos, sin=sin, key_offset=key_offset)
+    (dh,) = jax.linear_transpose(rotate, h)(dy_BTHK.astype(jnp.float32))
+    radial = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
+    return ((dh - h * radial) * inverse).astype(x.dtype), None, None, None
 
 
-head_loss = by_hand(head_loss_forward, lambda c, kept, g: (
-    (kept[0] * g).astype(kept[0].dtype), kept[1] * g, None, None), static=(4,))  # fmt: skip
-norm_linear = by_hand(norm_linear_forward, norm_linear_backward, static=(2, 3, 4))
-norm_rotate = by_hand(norm_rotate_forward, norm_rotate_backward, static=(4,))
-# In float32, but not their gradient: products of that would be in float32, too.
-band_scores = by_hand(lambda q, k: (
-    jnp.einsum("BNIHK,BNJHK->BNHIJ", q, k, preferred_element_type=jnp.float32), (q, k)),
-    lambda kept, g: (jnp.einsum("BNHIJ,BNJHK->BNIHK", g.astype(kept[1].dtype), kept[1]),
-    jnp.einsum("BNHIJ,BNIHK->BNJHK", g.astype(kept[0].dtype), kept[0])))  # fmt: skip
-# Exact. In jax 0.12, erf in float32 cannot be differentiated inside of shard_map.
-gelu = by_hand(lambda x: (jax.nn.gelu(x, approximate=False), x), lambda x, dy: (
-    dy * (lax.erfc(-x / 2**0.5) / 2 + x * jnp.exp(-x * x / 2) / math.tau**0.5),))  # fmt: skip
-# JAX's own dw of y = x w is dy^T x, transposed: XLA makes one product of that, a slow one on CPUs.
-project = by_hand(lambda x, w, c: (product(x, w.T, c.mlp_forward, c), (x, w)), lambda c, kept, dy: (
-    jnp.einsum("BTD,FD->BTF", dy, kept[1]), jnp.einsum("BTF,BTD->FD", kept[0], dy)),
-    static=(2,))  # fmt: skip
+norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
+
+
+def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
+    """Rotates channels a against b and leaves the upper half of the channels still:
+
+        [ a: K/4 | b: K/4 | still: K/2, of which the last 4 become 0 ]
+
+    cos and sin are (T, P, K/4); with P = 2, heads take the two angles by turns. With key_offset,
+    the still half comes from the previous position; the first position keeps its own. Linear in h,
+    and without branches, in which the threads of a GPU would wait for one another.
+    """
+    B, T, H, K = h_BTHK.shape
+    P = cos.shape[1]
+    quarters = h_BTHK.reshape(B, T, H // P, P, 4, K // 4)
+    pairs = quarters.reshape(B, T, H // P, P, 2, 2, K // 4)
+    partners = pairs[..., ::-1, :].reshape(quarters.shape)  # b, a, and the still quarters swapped
+    cos, sin = cos[:, None, :, None], sin[:, None, :, None]
+    quarter = jnp.arange(4)[:, None]
+    sin = jnp.where(quarter == 0, sin, jnp.where(quarter == 1, -sin, 0))
+    y = (quarters * jnp.where(quarter < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
+    channel = jnp.arange(K)
+    if key_offset:
+        none = (0, 0, 0)
+        previous = lax.pad(h_BTHK, np.float32(0), [none, (1, -1, 0), none, none])
+        is_first = jnp.arange(T)[:, None, None] == 0
+        y = jnp.where((channel < K // 2) | is_first, y, previous)
+    return jnp.where(channel < K - 4, y, 0)
+
+
+@jax.custom_vjp
+def dc_scores(q_BnjHK, k_BniHK) -> Array:
+    """q.k, (B, n, H, j, i), in float32; the products of its gradient are in the format of q."""
+    return jnp.einsum("BnjHK,BniHK->BnHji", q_BnjHK, k_BniHK, preferred_element_type=jnp.float32)
+
+
+def dc_scores_fwd(q_BnjHK, k_BniHK) -> tuple[Array, tuple]:
+    """The scores, and their operands."""
+    return dc_scores(q_BnjHK, k_BniHK), (q_BnjHK, k_BniHK)
+
+
+def dc_scores_bwd(residuals: tuple, g_BnHji) -> tuple:
+    """dq = g k and dk = g^T q."""
+    q, k = residuals
+    g = g_BnHji.astype(q.dtype)
+    return jnp.einsum("BnHji,BniHK->BnjHK", g, k), jnp.einsum("BnHji,BnjHK->BniHK", g, q)
+
+
+dc_scores.defvjp(dc_scores_fwd, dc_scores_bwd)
+
+
+@jax.custom_vjp
+def gelu(x: Array) -> Array:
+    """Exact GELU. In jax 0.12, erf in float32 cannot be differentiated inside shard_map."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def gelu_fwd(x: Array) -> tuple[Array, Array]:
+    """The value, and x."""
+    return gelu(x), x
+
+
+def gelu_bwd(x: Array, dy: Array) -> tuple[Array]:
+    """dx = dy (cdf(x) + x density(x)), both of the normal distribution."""
+    density = jnp.exp(-x * x / 2) / math.tau**0.5
+    return (dy * (lax.erfc(-x / 2**0.5) / 2 + x * density),)
+
+
+gelu.defvjp(gelu_fwd, gelu_bwd)
+
+
+# ---- Parameters ----------------------------------------------------------------------------------
+BANK, LOOKUP, REPLICATED = P(None, "fsdp"), P("fsdp"), P()
+BANK_GROUP = 8  # matrices in a group of a bank
+
+
+class Param(NamedTuple):
+    """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
+    `every` how often it is updated; neither follows from the optimizer.
+
+    sharding    stored               each device owns   sent in Config.compute
+    BANK        [G, 8, rows, cols]   whole matrices     all-gathered every step
+    LOOKUP      [rows, D]            some rows          all-gathered after its updates
+    REPLICATED  any shape            all of it          never
+    """
+
+    shape: tuple[int, ...]  # of the float32 master copy, padding included
+    init: Callable  # (key, shape) -> array
+    lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
+    weight_decay: float  # factor on the base rate: see apply_update()
+    optimizer: optax.GradientTransformation  # of one array: what a device owns of it
+    sharding: P = REPLICATED
+    every: int = (
+        2  # steps between updates, 1 or 2, of which each takes all gradients since the last
+    )
+    base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
+    owners: tuple[int, ...] = ()  # of a bank: the layer that each matrix belongs to
+    rows: int = 0  # of a lookup: rows without padding
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape without padding; of a bank, [matrices, rows, cols]."""
+        count = {BANK: len(self.owners), LOOKUP: self.rows}.get(self.sharding)
+        return self.shape if count is None else (count, *self.shape[-2 if self.owners else -1 :])
+
+
+def param_table(c: Config) -> dict[str, Param]:
+    """One row per parameter. A new technique adds its row here, and its line in the model."""
+    D, H = c.D, c.H
+    n_layers = len(c.layers)
+    attention = c.attention_layers()
+    vocab = -(-c.vocab // 128) * 128  # the head's columns of padding are trained as well
+    bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
+    tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
+    muon = normuon(c)
+    # fmt: off
+    table = {
+        # rows, D, std of the first values, factors on the rate and on the decay, Adam's betas
+        "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
+        "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
+        "bigram": lookup(c.bigrams, D, 0.0, 75, 5, (0.75, 0.95)),
+        **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, (0.75, 0.95)) for n in c.value_tables()},
+        # rows, cols, layers, and for each matrix of a layer: bound of first values, factor on the rate
+        "qk":  bank(2 * D // H, D, attention, [(bound, 1)] * H, muon),  # of 2 heads; q, then k
+        "vo":  bank(D, D, attention, [(bound, 1)] * 2, muon),
+        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),  # fc, proj^T
+        # shape, first values, factor on the rate. Layers do not change a row that they do not use.
+        "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
+        "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "skip_lambdas": replicated((n_layers,), -1.5, 5),
+        "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
+        "smear_gate":   replicated((12,), 0.0, 0.01),
+        "smear_lambda": replicated((1,), 0.0, 5),
+        "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
+    }
+    # fmt: on
+    for net, outputs in nets(c).items():
+        lr = 0.25 if net.startswith("mudd") else 0.1
+        starts = np.float32(np.concatenate(list(outputs.values()))) / np.float32(GATE_SCALE)
+        table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
+        table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
+        table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
+    return table
+
+
+def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
+    """A table that tokens are looked up in, padded to a multiple of 128 rows. lr and decay are
+    upstream's lr_mul and wd_mul."""
+    shape = (-(-rows // 128) * 128, D)
+    init = jax.nn.initializers.normal(std)
+    return Param(shape, init, lr, 0.005 * lr * decay, adam(*betas), LOOKUP, rows=rows)
+
+
+def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
+    """Matrices of one shape: for each layer as many as there are (bound, rate) pairs, padded with
+    zeros to groups of 8. Every device owns whole ones, so the optimizer, which gets an array
+    [G, n, rows, cols] of them, communicates nothing."""
+    owners = tuple(layer for layer in layers for _ in matrices)
+    padding = [(0, 0)] * (-len(owners) % BANK_GROUP)
+    pairs = np.float32(matrices * (len(owners) // len(matrices)) + padding)
+    bounds, rates = pairs.T.reshape(2, -1, BANK_GROUP, 1, 1)
+    shape = (len(bounds), BANK_GROUP, rows, cols)
+    return Param(shape, uniform(bounds), rates, 1.2, optimizer, BANK, 1, "muon_lr", owners)
+
+
+def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
+    """A small parameter that every device has; init is a function or the first value."""
+    init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
+    weight_decay = 0.005 * decay * np.float32(lr)
+    return Param(tuple(shape), init, np.float32(lr), weight_decay, adam(0.9, b2))
+
+
+def uniform(bound: Any) -> Callable:
+    """An initializer: uniform between -bound and bound."""
+    return lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0)
+
+
+def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
+    """Whole parameters in float32, in their model_shape."""
+    whole = {}
+    for name, param in param_table(c).items():
+        array = process_allgather(params[name], tiled=True)
+        whole[name] = array.reshape(-1, *param.model_shape[1:])[: param.model_shape[0]]
+    return whole
+
+
+# ---- Sharding ------------------------------------------------------------------------------------
+def make_mesh(devices: list[jax.Device]) -> Mesh:
+    """Axis "fsdp", over which weights are sharded; beyond 8 devices also "nodes", of which each has
+    all weights."""
+    if len(devices) <= 8:
+        return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    nodes = np.array(devices).reshape(-1, 8)
+    return Mesh(nodes, ("nodes", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def mesh_axes() -> tuple[str, ...]:
+    """All axes, inside a program: tokens are spread over them. All but the last: ("nodes",) or ()."""
+    return jax.sharding.get_abstract_mesh().axis_names
+
+
+def varying(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks x, equal on all devices, as each device's own, so that its gradient is summed."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def all_gather(x: Array, c: Config) -> Array:
+    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. In
+    float32 before and after, so that gradients of microbatches add up in float32."""
+    x = varying(x.astype(c.compute), mesh_axes()[:-1])
+    return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
+
+
+def reduce_scatter(grad_VD, c: Config) -> Array:
+    """The rows that this device owns, summed over all devices and sent in c.compute."""
+    grad = lax.psum_scatter(grad_VD.astype(c.compute), "fsdp", tiled=True)
+    return lax.psum(grad, mesh_axes()[:-1]).astype(jnp.float32)
+
+
+def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
+    """[fsdp] Whole weights from the parts that devices own; a bank becomes {layer: [matrices]}.
+    jax.vjp of this function sends every gradient to its owner. ZeRO-2, arXiv:1910.02054."""
+    table = param_table(c)
+    weights = {}
+    for name, x in owned.items():
+        if table[name].sharding == BANK:
+            matrices = [matrix for group in x for matrix in all_gather(group, c)]
+            weights[name] = {layer: [] for layer in table[name].owners}
+            for layer, matrix in zip(table[name].owners, matrices, strict=False):  # without padding
+                weights[name][layer].append(matrix)
+        elif table[name].sharding == LOOKUP:
+            weights[name] = all_gather(x, c)
+        else:
+            weights[name] = varying(x, mesh_axes())
+    return weights
+
+
+def exchange_rows(row_BT, grad_BTD, owned: Array) -> Array:
+    """[sparse-grads] The gradient of the bigram rows that this device owns. Devices send only the
+    rows that their tokens read: a whole gradient would be mostly zeros. Record 71."""
+    row_BT = lax.all_gather(row_BT, mesh_axes(), tiled=True, to="invarying")
+    grad_BTD = lax.all_gather(grad_BTD, mesh_axes(), tiled=True, to="invarying")
+    first = lax.axis_index("fsdp") * len(owned)
+    mine_BT = (row_BT - first).astype(jnp.uint32)  # rows of other devices become too large
+    return jnp.zeros_like(owned).at[mine_BT].add(grad_BTD.astype(jnp.float32), mode="drop")
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
-POLAR = (  # coefficients of five quintics, each the best for what the one before it leaves
+POLAR_EXPRESS = (  # coefficients of five quintics, each the best for what the one before leaves
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -722,728 +1102,816 @@ POLAR = (  # coefficients of five quintics, each the best for what the one befor
 )
 
 
-def schedule(c: Config) -> dict[str, np.ndarray]:
-    """Every number that moves during the run, a row for each step."""
-    steps, lengths = np.arange(c.steps), np.array([row.steps for row in c.rows])
-    stage, begun = np.array([c.stage_at(step) for step in steps]), np.cumsum(lengths) - lengths
-    now = np.interp(steps, [0, *c.ends], [*begun, sum(lengths)])  # in the stages' own steps
-    fall = np.clip((now - c.flat) / (c.fallen - c.flat), 0, 1)
-    late = np.clip((now - (sum(lengths) - c.momentum_fall)) / c.momentum_fall, 0, 1)
-    return dict(
-        rate=np.array([row.rate for row in c.rows])[stage] * (1 - fall) + 0.15 * fall,
-        momentum=0.85 + 0.1 * np.minimum(now / c.momentum_steps, 1) - 0.1 * late,
-        way=(now - begun[stage]) / lengths[stage],  # through the stage, below 1
-        tied=now <= c.untie,
-    )
-
-
-def orthogonalize(G_NRC: Array, dtype: str) -> Array:
-    """[muon] Five steps push every singular value of each matrix to about 1. Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon; [polar-express] by the quintics of Amsel et al. 2025,
+def orthogonalize(G: Array, dtype: str) -> Array:
+    """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
+    2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
     arXiv:2505.16932, record 38."""
-    X = G_NRC.mT if (tall := G_NRC.shape[-2] > G_NRC.shape[-1]) else G_NRC
-    X = (X / (1.02 * jnp.linalg.norm(X, axis=(-2, -1), keepdims=True) + 1e-6)).astype(dtype)
-    for a, b, c in POLAR:
+    tall = G.shape[-2] > G.shape[-1]
+    X = G.mT if tall else G
+    X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)
+    for c1, c3, c5 in POLAR_EXPRESS:
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
-    return (X.mT if tall else X).astype(jnp.float32)
+        X = c1 * X + (c3 * A + c5 * A @ A) @ X
+    X = X.mT if tall else X
+    return X.astype(jnp.float32)
 
 
-def normuon(c: Config, momentum: Any = 0.0) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalization, and [normuon]: rows of like size over time (columns, of
-    wide matrices). Li et al. 2025, arXiv:2510.05491; record 41. Of arrays of whole matrices."""
-    along = lambda x: -1 if x.shape[-2] >= x.shape[-1] else -2
-    size = lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
+    """Nesterov momentum and orthogonalization of matrices [.., rows, cols]; then [normuon] scales
+    each row by 1 / rms of its recent updates, so that rows move equally far (of wide matrices,
+    columns). Li et al. 2025, arXiv:2510.05491; record 41."""
+
+    def mean_square(X):
+        long_axis = -1 if X.shape[-2] >= X.shape[-1] else -2
+        return jnp.square(X).mean(axis=long_axis, keepdims=True)
 
     def init(params):
-        squares = lambda p: jnp.zeros_like(p).mean(axis=along(p), keepdims=True)
-        return optax.tree.zeros_like(params), jax.tree.map(squares, params)
+        return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
 
-    def even_out(X, square):
-        Y = X * lax.rsqrt(jnp.maximum(square, 1e-10))
-        return Y * (size(X) / jnp.maximum(size(Y), 1e-10))  # of padding, both are 0
+    def update(grad, state, params=None, *, momentum, **_):
+        buffer, average = state
+        buffer = buffer + (1 - momentum) * (grad - buffer)
+        nesterov = grad + momentum * (buffer - grad)
+        X = orthogonalize(nesterov, c.compute)
+        average = average + (1 - 0.9) * (mean_square(X) - average)
+        Y = X * lax.rsqrt(jnp.maximum(average, 1e-10))
+        Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # of padding, 0 / 1e-10
+        return Y, (buffer, average)
 
-    def update(grads, state, params=None):
-        buffer, squares = state
-        buffer = jax.tree.map(lambda b, g: b + (1 - momentum) * (g - b), buffer, grads)
-        nesterov = jax.tree.map(lambda b, g: g + momentum * (b - g), buffer, grads)
-        X = jax.tree.map(lambda u: orthogonalize(u, c.compute), nesterov)
-        mean = lambda v, x: v + 0.1 * (jnp.square(x).mean(axis=along(x), keepdims=True) - v)
-        squares = jax.tree.map(mean, squares, X)
-        return jax.tree.map(even_out, X, squares), (buffer, squares)
-
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def optimizer(c: Config, momentum: Any = 0.0) -> optax.GradientTransformation:
-    """Each row by its own rule: by element, or on whole matrices."""
-    labels = {name: row.optimizer for name, row in param_table(c).items()}
-    adam = lambda name, *betas: optax.scale_by_adam(*map(float, betas), eps=1e-10)
-    rules = {rule: adam(*rule.split()) for rule in labels.values() if rule.startswith("adam ")}
-    return optax.partition(rules | dict(muon=normuon(c, momentum)), labels)
+def frobenius_norm(x: Array) -> Array:
+    """Of matrices [.., rows, cols]; both axes become 1."""
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+
+
+def adam(b1: float, b2: float) -> optax.GradientTransformation:
+    """Adam without a rate. optax adds epsilon after the bias correction, upstream before it."""
+    return optax.scale_by_adam(b1, b2, eps=1e-10)
+
+
+def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: Any) -> Array:
+    """One step of a parameter. [cautious-decay] A weight decays only where the update shrinks it as
+    well; like upstream's, the decay has the rate twice. arXiv:2510.12402, record 43."""
+    decay = rate * weight_decay * jnp.where(update * p > 0, p, 0)
+    return p - rate * lr * (update + decay)
+
+
+class ScheduleRow(NamedTuple):
+    """The numbers that change from step to step. They are arguments of a step's program, which
+    therefore depends on no rate and on no number of steps."""
+
+    adam_lr: Any  # this step's base rates: for Adam ..
+    muon_lr: Any  # .. and for Muon
+    momentum: Any  # Muon's
+    tied: Any  # whether embedding and head are one table
+    targets: Any  # (J,): loss weight of each target, in the order of target_weights()
+
+
+def schedule(c: Config) -> list[ScheduleRow]:
+    """A row for each step of the run."""
+    steps = np.arange(c.total_steps)
+    lengths = np.array([stage.steps for stage in c.stages])
+    starts = np.cumsum(lengths) - lengths
+    stage = np.array([c.stage_at(step) for step in steps])
+    unstretched = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
+    stage_progress = (unstretched - starts[stage]) / lengths[stage]  # 0 to 1
+    progress = unstretched / sum(lengths)  # of the run, 0 to 1
+
+    cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
+    lr = np.array([stage.lr for stage in c.stages])[stage]
+    lr = lr * (1 - cooldown) + c.lr_floor * cooldown
+    rise = np.clip(progress / c.momentum_warmup, 0, 1)
+    fall = np.clip((progress - 1) / c.momentum_cooldown + 1, 0, 1)
+    momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
+    rows = []
+    for step in steps:
+        ramps = target_weights(c.stages[stage[step]]).values()
+        targets = np.float32([a + (b - a) * stage_progress[step] for a, b in ramps])
+        adam_lr, muon_lr = np.float32(c.adam_lr * lr[step]), np.float32(c.muon_lr * lr[step])
+        tied = np.bool_(progress[step] <= c.untie)
+        rows.append(ScheduleRow(adam_lr, muon_lr, np.float32(momentum[step]), tied, targets))
+    return rows
 
 
 # ---- Step ----------------------------------------------------------------------------------------
 class State(NamedTuple):
-    step: Array
-    params: dict[str, Array]
-    optimizer: Any
-    held: dict[str, Array]  # Adam's gradients of an even step
-    tables: dict[str, Array]  # those that tokens look up and the head, whole, as gather sends them
+    """Everything that a step changes."""
+
+    params: dict[str, Array]  # float32 master copies
+    opt_state: dict[str, Any]  # of each parameter's optimizer
+    waiting_grads: dict[str, Array]  # of parameters with every=2, after a step without their update
+    lookups: dict[str, Array]  # the LOOKUPs, whole and in c.compute, as they were sent last
+
+
+def validated(state: State) -> dict[str, Array]:
+    """The weights that are validated and saved."""
+    return state.params
 
 
 def initial_state(seed: Array, c: Config) -> State:
-    key, params, rows = jax.random.key(seed), {}, param_table(c)
-    for name, row in rows.items():  # by name: one row less does not re-seed the others
-        params[name] = row.init(jax.random.fold_in(key, crc32(name.encode())), row.stored_shape)
-    params["embed"] = params["head"]  # [tie] With one gradient, too, one table. Records 51, 53.
-    # [key-start] Marked keys begin as queries, so that from the first step on a token finds its
-    # like, and where keys are offset what came after them. Our own.
-    if any(marked := ["q" in layer.marks for layer in c.layers if layer.window != "-"]):
-        matrices, N = params["qk"].reshape(-1, *params["qk"].shape[2:]), rows["qk"].shape[0]
-        owned, at = matrices[:N].reshape(-1, 2, c.D, c.D), np.flatnonzero(marked)  # queries, keys
-        owned = owned.at[at, 1].set(owned[at, 0]).reshape(N, *matrices.shape[1:])
-        params["qk"] = matrices.at[:N].set(owned).reshape(params["qk"].shape)
-    held = {k: jnp.zeros_like(p) for k, p in params.items() if rows[k].optimizer != "muon"}
-    tables = {k: jnp.array(p, c.compute) for k, p in params.items() if rows[k].spec == P("fsdp")}
-    return State(jnp.int32(0), params, optimizer(c).init(params), held, tables)
+    """Fresh weights. Their random keys are made from their names: a new row re-seeds no other."""
+    table = param_table(c)
+    params = {}
+    for name, param in table.items():
+        key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
+        params[name] = param.init(key, param.shape)
+    params["embed"] = params["head"]  # [tie] Until c.untie they are one table. Records 51 and 53.
+    params["qk"] = start_keys_as_queries(params["qk"], c)
+    opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
+    waiting = {name: jnp.zeros_like(p) for name, p in params.items() if table[name].every == 2}
+    tables = [name for name in params if table[name].sharding == LOOKUP]
+    return State(params, opt_state, waiting, {n: jnp.array(params[n], c.compute) for n in tables})
+
+
+def start_keys_as_queries(qk: Array, c: Config) -> Array:
+    """[key-start] In layers with key_start, key weights start as copies of query weights, so that
+    from the first step on a token finds its like and, with key_offset, what followed. Our own."""
+    matrices = qk.reshape(-1, *qk.shape[2:])
+    for n, i in enumerate(c.attention_layers()):
+        if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
+            q, k, end = n * c.H, n * c.H + c.H // 2, n * c.H + c.H
+            matrices = matrices.at[k:end].set(matrices[q:k])
+    return matrices.reshape(qk.shape)
 
 
 def state_shapes(c: Config, mesh: Mesh) -> State:
-    """Shape and sharding of each leaf: its parameter's row is found by the name on its path."""
-    rows = param_table(c)
+    """Shape and sharding of every array. What belongs to a parameter is sharded like it, but
+    scalars and whole lookups are on every device."""
+    table = param_table(c)
 
-    def leaf(path, x):
-        names = [getattr(key, "key", None) for key in path if path[0].name != "tables"]
-        spec = next((rows[name].spec for name in names if name in rows), P())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    def place(path, x):
+        name = next(key.key for key in path if hasattr(key, "key"))
+        everywhere = path[0].name == "lookups" or x.ndim == 0
+        sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(leaf, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
+    return jax.tree.map_with_path(place, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
 
 
 def make_state(c: Config, mesh: Mesh) -> State:
-    """Freshly initialised from c.seed: the same numbers on any number of devices."""
+    """The state at the start of a run; the same numbers on any number of devices."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
-    return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(np.uint32(c.seed), c)
+    seed = np.uint32(max(0, c.seed))
+    return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(seed, c)
 
 
-def train_step(state: State, tokens_NBT: Array, c: Config, stage: int, odd: bool) -> tuple:
-    """One update, from this device's N microbatches, and the batch's loss, all targets together."""
-    rows, row = param_table(c), c.rows[stage]
-    now = {name: jnp.asarray(x, jnp.float32)[state.step] for name, x in schedule(c).items()}
-    ramp = lambda first, last: (first + (last - first) * now["way"]) / c.batch
-    shares = {k: ramp(*ends) for k, ends in enumerate(row.shares) if any(ends)}
-    dense = {name: p for name, p in state.params.items() if name != "bigram"}
-    weights, reduce_scatter = jax.vjp(functools.partial(gather, c=c), dense)
-    whole = {name: lax.pcast(t, axes(), to="varying") for name, t in state.tables.items()}
-    table = whole.pop("bigram")
-    weights |= jax.tree.map(lambda rows: rows.astype(jnp.float32), whole)
-    part = jax.value_and_grad(functools.partial(loss_fn, shares=shares, c=c, stage=stage))
+def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int, second: bool):
+    """One step, from this device's N microbatches, under shard_map; returns the new state and the
+    loss a token, of all targets together. A `second` step updates everything; any other step only
+    parameters with every=1, and lets the other gradients wait. [two-cadences] Record 39.
 
-    def accumulate(total, tokens):
-        loss, grads = part(read_pairs(weights | dict(bigram=table), tokens, c), tokens)
-        pairs = hash_pairs(tokens[:, :-1], c)[0], grads.pop("bigram")
-        return jax.tree.map(jnp.add, total, (loss, grads)), pairs
+    collective       what                             axis   format    when
+    all-gather       banks                            fsdp   compute   every step
+    reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
+    all-reduce       .. beyond 8 devices              nodes  compute   every step
+    all-gather       bigram: rows, their gradients    all    compute   every step
+    all-reduce       gradients of replicated; loss    all    float32   every step
+    all-gather       lookups, for the next steps      fsdp   compute   end of a second step
+    """
+    table = param_table(c)
+    # Whole weights. Lookups were sent at the end of the last second step.
+    owned = {name: p for name, p in state.params.items() if table[name].sharding != LOOKUP}
+    weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
+    lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
+    bigram_table = lookups.pop("bigram")
+    weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
 
-    zero = jnp.zeros_like(tokens_NBT[0, 0, 0], jnp.float32), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), pairs = lax.scan(accumulate, zero, tokens_NBT)
-    (grads,) = reduce_scatter(grads)
-    # [sparse-grads] Of the table of pairs devices exchange the gradients of the rows that tokens
-    # read, and each adds up its own: a device's whole gradient would be mostly zeros. Record 71.
-    owned = state.params["bigram"]
-    at, pairs = (lax.all_gather(x, axes(), tiled=True, to="invarying") for x in pairs)
-    at = (at - lax.axis_index("fsdp") * len(owned)).astype(jnp.uint32)  # other devices': too large
-    grads["bigram"] = jnp.zeros_like(owned).at[at].add(pairs.astype(jnp.float32), mode="drop")
-    held, old = {name: grads[name] for name in state.held}, state.optimizer
-    if odd:  # [two-cadences] Adam's steps are half as many, of two steps' gradients. Record 39.
-        held = jax.tree.map(jnp.add, state.held, held)
-        both = held["embed"] + held["head"]
-        tied = {name: jnp.where(now["tied"] > 0, both, held[name]) for name in ("embed", "head")}
-        grads |= held | tied
-    updates, new = optimizer(c, now["momentum"]).update(grads, old)
-    if not odd:
-        new = old._replace(inner_states=old.inner_states | dict(muon=new.inner_states["muon"]))
-        updates = {name: u for name, u in updates.items() if name not in held}
-    params, tables = dict(state.params), state.tables
-    for name, update in updates.items():
-        # [cautious-decay] Decay joins updates that shrink a weight. arXiv:2510.12402, record 43.
-        p, (*_, lr, decay, _), rate = params[name], rows[name], now["rate"]
-        if name not in held:  # a bank: of each group as many matrices as the device owns
-            own = update.shape[1]
-            lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * own, own, axis=1)
-        params[name] = p - rate * lr * (update + rate * decay * jnp.where(update * p > 0, p, 0))
-    if odd:  # XLA may round the twins' updates differently; what is sent arrives while Muon works
-        params["embed"] = jnp.where(now["tied"] > 0, params["head"], params["embed"])
-        send = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True, to="invarying")
-        tables = {name: send(params[name].astype(c.compute)) for name in tables}
-    return State(state.step + 1, params, new, held, tables), lax.psum(loss, axes()) / row.T
+    # Gradients, added up over microbatches. The loss is the mean over the batch's sequences.
+    target_ks = target_weights(c.stages[stage])
+    target_loss = {k: row.targets[j] / c.batch for j, k in enumerate(target_ks)}
+
+    def microbatch(total, tokens_BS):
+        row_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
+        w = weights | {"bigram_rows": take_rows(bigram_table, row_BT)}
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, target_loss, c, stage)
+        row_grads = grads.pop("bigram_rows")
+        return jax.tree.map(jnp.add, total, (loss, grads)), (row_BT, row_grads)
+
+    zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
+    (loss, grads), (rows, row_grads) = lax.scan(microbatch, zero, tokens_NBS)
+
+    # Every owner gets its gradients, summed over all devices.
+    lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
+    (grads,) = send_to_owners(grads)
+    grads |= lookup_grads
+    grads["bigram"] = exchange_rows(rows, row_grads, state.params["bigram"])
+    state = update_parameters(state, grads, row, c, second)
+    return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
-def val_step(params: dict[str, Array], tokens_NBT: Array, c: Config, stage: int) -> Array:
-    """Mean next-token loss of a batch; c as from Config.for_validation."""
-    weights = gather(params, c)
-    loss = lambda tokens: loss_fn(read_pairs(weights, tokens, c), tokens, {1: 1.0}, c, stage)
-    losses = lax.map(loss, tokens_NBT)
-    nodes = lax.psum(1, axes()[:-1])  # each of them has the same sequences
-    return lax.psum(losses.sum(), axes()) / (nodes * GROUP * c.val_T)
+def update_parameters(
+    state: State, grads: dict, row: ScheduleRow, c: Config, second: bool
+) -> State:
+    """Updates what this device owns."""
+    waiting = {name: grads[name] for name in state.waiting_grads}
+    if second:
+        grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
+        waiting = state.waiting_grads  # the next step overwrites them
+        both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
+        for name in ("embed", "head"):
+            grads[name] = jnp.where(row.tied, both, grads[name])
+
+    params, opt_state = dict(state.params), dict(state.opt_state)
+    for name, param in param_table(c).items():
+        if param.every == 2 and not second:
+            continue
+        update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
+            grads[name], opt_state[name], params[name], momentum=row.momentum
+        )
+        lr = param.lr
+        if param.sharding == BANK:  # of each group, the matrices that this device owns
+            n = update.shape[1]
+            lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
+        rate = getattr(row, param.base_lr)
+        params[name] = apply_update(params[name], update, rate, lr, param.weight_decay)
+
+    lookups = state.lookups
+    if second:
+        # A copy, because XLA may round the two updates differently.
+        params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
+        # Sent here, the tables arrive while Muon still works.
+        gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True, to="invarying")
+        lookups = {name: gather(params[name].astype(c.compute)) for name in lookups}
+    return State(params, opt_state, waiting, lookups)
 
 
-def compile_stage(kind: str, stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program of "even", "odd" or "val" steps, from shapes: no batch is spent."""
-    train, arg = kind != "val", state_shapes(c, mesh)
-    data, share = (P(mesh.axis_names), mesh.size) if train else (P("fsdp"), mesh.shape["fsdp"])
-    B, T = (c.batch, c.rows[stage].T) if train else (GROUP, c.val_T)
-    step = functools.partial(train_step, odd=kind == "odd") if train else val_step
-    arg, c = (arg, c) if train else (arg.params, c.for_validation())
-    specs = jax.tree.map(lambda x: x.sharding.spec, arg)
-    outs = (specs, P()) if train else P()
-    b = math.gcd(c.microbatch, B // share)
-    on_device = lambda arg, tokens: step(arg, tokens.reshape(-1, b, T + 1), c=c, stage=stage)
-    program = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, data), out_specs=outs)
-    tokens = jax.ShapeDtypeStruct((B, T + 1), "int32", sharding=NamedSharding(mesh, data))
-    program = jax.jit(program, donate_argnums=0 if train else (), keep_unused=True)
-    return program.lower(arg, tokens).compile(OPTIONS.get(mesh.devices.flat[0].platform))
+def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Array:
+    """Mean next-token loss of a validation batch, under shard_map; c is for_validation(). All-gathers
+    banks and lookups, all-reduces the loss."""
+    weights = whole_weights(params, c)
+
+    def microbatch(tokens_BS):
+        row_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
+        w = weights | {"bigram_rows": take_rows(weights["bigram"], row_BT)}
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
+
+    loss = lax.map(microbatch, tokens_NBS).sum()
+    nodes = lax.psum(1, mesh_axes()[:-1])  # each has the same sequences
+    return lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
+
+
+OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
+    "gpu": {
+        "xla_gpu_enable_triton_gemm": False,  # cuBLAS adds a product to what it is added to
+        "xla_gpu_enable_dynamic_slice_fusion": False,  # products in such fusions are not tuned
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # each gradient leaves when it is made
+        "xla_allow_excess_precision": False,  # or the residual stream would stay in float32
+    },
+    # YNN's kernels are slower in jax 0.10 than those that they replace, and faster since 0.11.
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
+}
+
+
+def compile_train_step(stage: int, second: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+    """The program (state, tokens, schedule row) -> (state, loss), from shapes."""
+    T, at_once = c.sequence_length(stage), math.gcd(c.microbatch, c.batch // mesh.size)
+    scalar, targets = np.float32(0), np.zeros(len(target_weights(c.stages[stage])), np.float32)
+    row = ScheduleRow(scalar, scalar, scalar, np.bool_(False), targets)
+
+    def step(state, tokens, row):
+        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, second)
+
+    tokens = np.zeros((c.batch, T + 1), np.int32)
+    return compile_program(step, state_shapes(c, mesh), tokens, P(mesh.axis_names), mesh, row)
+
+
+def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+    """The program (params, tokens) -> loss, with the windows of a stage, from shapes."""
+    params = validated(state_shapes(c, mesh))
+    c = c.for_validation()
+    at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
+
+    def step(params, tokens):
+        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
+
+    tokens = np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32)
+    return compile_program(step, params, tokens, P("fsdp"), mesh)
+
+
+def compile_program(step: Callable, state, tokens, tokens_spec: P, mesh: Mesh, *row) -> Any:
+    """Compiles a step; a training step returns a state, in the place of the one it is given."""
+
+    def shape(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    rest = shape(tokens, tokens_spec), *jax.tree.map(lambda x: shape(x, P()), row)
+    specs = jax.tree.map(lambda x: x.sharding.spec, (state, *rest))
+    out_specs = (specs[0], P()) if row else P()
+    program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    program = jax.jit(program, donate_argnums=0 if row else (), keep_unused=True)
+    platform = mesh.devices.flat[0].platform
+    return program.lower(state, *rest).compile(OPTIONS.get(platform))
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
+    """(sequences, T, max_doc) of every batch of "train", or of one validation, "val"."""
+    if split == "val":
+        return [(VAL_SEQUENCES, c.val_T, 0)] * (c.val_tokens // (VAL_SEQUENCES * c.val_T))
+    stages = [c.stage_at(step) for step in range(c.total_steps)]
+    return [(c.batch, c.sequence_length(i), c.stages[i].max_doc) for i in stages]
+
+
+def open_shard(path: Path) -> np.memmap:
+    """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header[:2] != [20240520, 1] or path.stat().st_size != 1024 + 2 * max(1, *header[2:], 1):
+        refuse(
+            f"{path} is not a whole shard of tokens: python data/check.py {path.parent} says why"
+        )
+    return np.memmap(path, "<u2", "r", offset=1024, shape=(header[2],))
+
+
+def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
+    """[packing] The batches that a shard holds: for each sequence, (start, end) of its pieces, T + 1
+    tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit; what
+    is cut off is dropped, and so is the shard's tail. Records 26 and 29. With max_doc 0, a sequence
+    is one piece, which begins where the one before it ended."""
+    starts = [len(shard)]
+    if any(max_doc for *_, max_doc in shapes):
+        starts = [*np.flatnonzero(shard == c.eot).tolist(), len(shard)]
+    cursor = 0  # the first token that was not yet taken
+    document = 0  # the first document that does not start before it
+    for sequences, T, max_doc in shapes:
+        batch = []
+        for _ in range(sequences):
+            pieces, room = [], T + 1
+            if max_doc == 0:
+                pieces, room = [(cursor, cursor + T + 1)], 0
+                cursor += T  # the last token is only a target here: the next sequence reads it
+            while room:
+                while starts[document] < cursor:
+                    document += 1
+                if starts[document] == len(shard):
+                    return
+                size = min(room, max_doc, starts[document + 1] - starts[document])
+                pieces.append((starts[document], starts[document] + size))
+                cursor = starts[document + 1]
+                room -= size
+            batch.append(pieces)
+        if batch[-1][-1][1] > len(shard):
+            return
+        yield batch
+
+
+def find_data(c: Config) -> dict[str, list[np.memmap]]:
+    """The shards that the run reads, by split; exits with status 2 if they hold too little."""
+    if any(0 in target_weights(stage) for stage in c.stages):
+        if not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab:
+            refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
+    folder = Path(c.data).absolute()
+    shards = {"train": [], "val": []}
+    for split in shards:
+        shapes, found = batch_shapes(split, c), 0
+        paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
+        for path in paths if split == "train" else paths[:1]:
+            if found < len(shapes):
+                shards[split].append(open_shard(path))
+                found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
+        if found < len(shapes):
+            flag = "--steps" if split == "train" else "--val_tokens"
+            refuse(
+                f"{folder}: the {split} shards hold {found} of {len(shapes)} batches; get more "
+                f"(data/README.md), or run with fewer {flag}"
+            )
+    return shards
+
+
+def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, Any]:
+    """What the log states of a shard; exits with status 2 where a run would learn nonsense."""
+    path, largest = Path(shard.filename), int(shard.max())
+    starts = np.flatnonzero(shard == c.eot)
+    sizes = np.diff(starts, append=len(shard))
+    if largest >= c.vocab or len(starts) == 0:
+        refuse(
+            f"{path}: its largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot"
+        )
+    for _, T, max_doc in set(shapes):  # positions() tells 4,095 documents of a sequence apart
+        begins = np.cumsum(np.minimum(sizes, max_doc or len(shard)))
+        if np.any(begins[4095:-1] - begins[:-4096] < T):
+            refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    counts = {"tokens": len(shard), "documents": len(starts), "largest_token": largest}
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
+
+
+def stream(
+    shards: list[np.ndarray], shapes: list[tuple], c: Config, part: int = 0, parts: int = 1
+) -> Iterator[np.ndarray]:
+    """The batches, over the shards in order: one part of each one's sequences, (B, T + 1) int32."""
+    done = 0
+    for shard in shards:
+        for batch in pack_documents(shard, shapes[done:], c):
+            mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
+            sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
+            yield np.stack(sequences).astype(np.int32)
+            done += 1
+
+
+def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
+    """Copies arrays to the devices some steps early, each host its rows. The copy returns at once,
+    so it hides behind a step."""
+    queue = collections.deque()
+    for batch in batches:
+        queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
+        if len(queue) > ahead:
+            yield queue.popleft()
+    yield from queue
 
 
 # ---- Command line --------------------------------------------------------------------------------
 def refuse(message: str) -> None:
-    print(f"train_gpt.py: {message}", file=sys.stderr)
-    # With other hosts, sys.exit would wait for them and lose the code.
-    (os._exit if jax.distributed.is_initialized() else sys.exit)(2)
+    """Ends a run before it begins, with one line and exit status 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [record | tiny] [--field value ...]: the fields of Config are the flags."""
-    if {"-h", "--help"} & {*argv}:
-        sys.exit(print(parse_config.__doc__, inspect.getsource(Config), sep="\n\n"))
-    preset, *argv = argv if argv and argv[0][:1] != "-" else ["record", *argv]
-    c = PRESETS.get(preset) or refuse(f"there is no preset {preset!r}, only {', '.join(PRESETS)}")
-    cli = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    cli.error = refuse
+    """train_gpt.py [record | tiny] [--field value ...]: numbers and strings of Config are flags."""
+    if "-h" in argv or "--help" in argv:
+        print(parse_config.__doc__, inspect.getsource(Config), sep="\n\n")
+        sys.exit()
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="record")
     for field in dataclasses.fields(Config):
-        kind = field.type  # bool("False") is true, and so are tuples of characters: read as Python
-        literal = lambda text, kind=kind: kind(ast.literal_eval(text))
-        cli.add_argument(f"--{field.name}", type=kind if kind in (int, float, str) else literal)
-    c = dataclasses.replace(c, **vars(cli.parse_args(argv)))
-    if bad := [word for word in c.plan.split() or [""] if not re.fullmatch(PLAN_WORD, word)]:
-        refuse(f"--plan: {bad[0]!r} is no layer; write one word a layer, like L, Sv0, S<3 or -")
-    form = r"\s*(\d+\s+){5}[\d.]+\s+[\d.:,]*[1-9][\d.:,]*\s*"
-    if bad := [row for row in c.stages.split("/") if not re.fullmatch(form, row)]:
-        refuse(f"--stages: {bad[0]!r} is no stage; --help says what one is")
-    if bad := [T for T in (c.val_T, *(row.T for row in c.rows)) if T % c.head_chunk]:
-        refuse(f"--head_chunk {c.head_chunk} does not divide sequences of {bad}, but "
-               f"{math.gcd(c.head_chunk, *bad)} does; see --batch")  # fmt: skip
-    if c.val_tokens < 1 or c.val_tokens % (GROUP * c.val_T):
-        refuse(f"--val_tokens {c.val_tokens} is no multiple of 8 sequences of --val_T {c.val_T}")
-    return preset, c
+        if field.type in (int, float, str):
+            parser.add_argument(f"--{field.name}", type=field.type)
+    flags = vars(parser.parse_args(argv))
+    preset = flags.pop("preset")
+    try:
+        return preset, dataclasses.replace(PRESETS[preset], **flags)
+    except ValueError as error:
+        refuse(str(error))
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of all hosts, and the configuration in formats that they can run."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    devices = devices[: c.batch if jax.process_count() == 1 else None]  # a sequence each, at least
+    devices = devices[: c.batch] if jax.process_count() == 1 else devices
     if preset == "record" and devices[0].platform == "cpu":
-        lacks = "JAX sees only a CPU, the record needs GPUs: ./run.sh installs it with CUDA"
-        print(f"warning: {lacks}; without GPUs: ./run.sh tiny", file=sys.stderr)
-    if GROUP % (n := len(devices)) and n % GROUP or c.batch % n:
-        more, also = math.lcm(n, c.batch), ""
-        T, left = zip(*(divmod(row.T * c.batch, more) for row in c.rows), strict=True)
-        if n % GROUP == 0 and not any(left):
-            also = f"; or another stream, no record, in whose stages are {more} x {[*T]} tokens: "
-            also += f"--batch {more} --head_chunk {math.gcd(c.head_chunk, c.val_T, *T)}"
-        refuse(f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8{also}")
+        print(
+            "warning: JAX sees only a CPU, but the record needs GPUs; without them: ./run.sh tiny",
+            file=sys.stderr,
+        )
+    n = len(devices)
+    if (n not in (1, 2, 4) and n % 8) or c.batch % n:
+        batch, advice = math.lcm(n, c.batch), ""
+        if n % 8 == 0 and all(stage.tokens % batch == 0 for stage in c.stages):
+            chunk = math.gcd(c.head_chunk, c.val_T, *(stage.tokens // batch for stage in c.stages))
+            advice = f"; or another stream, no record: --batch {batch} --head_chunk {chunk}"
+        refuse(
+            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8{advice}"
+        )
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
-    if gpu and float(devices[0].compute_capability) < 8.9:  # no FP8
+    if gpu and float(devices[0].compute_capability) < 8.9:  # before Ada and Hopper: no FP8
         c = c.without_fp8()
     return devices, c
 
 
-# ---- Hosts ---------------------------------------------------------------------------------------
-def join() -> None:
-    """One run of all processes that srun, mpirun, torchrun's like or a TPU pod has started, or that
-    JNANO_COORDINATOR=host:port JNANO_PROCESSES=2 JNANO_PROCESS=0 name: dev/hosts.md."""
-    told = lambda names: next(filter(None, map(os.environ.get, names.split())), "")
-    count = told("JNANO_PROCESSES WORLD_SIZE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE")
-    rank = told("JNANO_PROCESS RANK SLURM_PROCID OMPI_COMM_WORLD_RANK")
-    tasks = told("LOCAL_WORLD_SIZE SLURM_STEP_TASKS_PER_NODE OMPI_COMM_WORLD_LOCAL_SIZE")
-    tpu = Path("/dev/accel0"), Path("/dev/vfio/0"), Path(jax.__file__).parents[1] / "libtpu"
-    if int(count or 1) < 2 and [path.exists() for path in tpu].count(True) < 2:
-        return
-    where, wait = told("JNANO_COORDINATOR"), int(told("JNANO_WAIT") or 300)
-    if not where and told("MASTER_ADDR"):  # at its port torchrun itself listens
-        where = f"{told('MASTER_ADDR')}:{int(told('MASTER_PORT') or 29500) + 1}"
-    # Several tasks on a host take a GPU each, unless each sees but one; else one takes all.
-    share = not re.match(r"(1\b|$)", tasks) and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
-    local = [int(told("LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK"))] if share else []
-
-    def count_missing():  # just before JAX gives up, which does not count
-        own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
-        rows = (row.split() for file in Path("/proc/net").glob("tcp*") for row in file.open())
-        came = sum(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows) - 1
-        refuse(f"{int(count) - came} of {count} processes did not come in {wait} s (JNANO_WAIT)")
-
-    def fail(kind, *error):  # else JAX waits for the others, and they for this one
-        sys.__excepthook__(kind, *error)
-        time.sleep(35 * issubclass(kind, jax.errors.JaxRuntimeError))  # JAX will say who was lost
-        os._exit(130 if kind is KeyboardInterrupt else 1)
-
-    timer = threading.Timer(wait - 1, count_missing if rank == "0" else str)
-    timer.daemon = True
-    timer.start()
-    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM
-    sys.excepthook, heard = fail, signal.signal(signal.SIGINT, signal.SIG_DFL)  # by C++ not at all
-    try:
-        who = (where, int(count), int(rank)) if where else 3 * [None]
-        jax.distributed.initialize(*who, local, "deactivate" if where else None, wait, 30)
-    except ValueError as error:
-        refuse(f"{count} processes cannot join: {error} Set JNANO_COORDINATOR: dev/hosts.md")
-    timer.cancel()
-    signal.signal(signal.SIGINT, heard)
-
-
-def agree(c: Config, shards: list[np.memmap]) -> tuple[Config, dict, dict]:
-    """What makes a run's numbers, source, flags, tokens, is the same on all hosts and in a run that
-    goes on, or is refused by name. Returns the seed, facts and arrays of the checkpoint."""
-    then, arrays = load(Path(c.resume)) if c.resume else ({}, {})
-    c = dataclasses.replace(c, seed=then["same"]["--seed"]) if then and c.seed < 0 else c
-    same = {f"train_gpt.py:{n}": line for n, line in enumerate(SOURCE.splitlines(), 1)}
-    same |= {f"--{name}": value for name, value in dataclasses.asdict(c).items()}
-    same["--prefixes"] = hashlib.sha256(prefix_table(c)).hexdigest()
-    fills = [c.fills("train")] * (len(shards) - 1) + [c.fills("val")]
-    with ThreadPoolExecutor(8) as pool:
-        data = [*pool.map(check_tokens, shards, fills, [c] * len(shards))]
-    same |= {shard["file"]: shard["sha256"] for shard in data}
-    has = f"{len(at := jax.local_devices())} x {at[0].device_kind}"
-    same |= {module.__name__: module.__version__ for module in (jax, np, optax)}
-    same |= dict(machine=[jax.process_count(), has], step=then.get("step"))
-    differ = lambda a, b, free: "; ".join([f"{x} is {b.get(x)!r}, was {a.get(x)!r}"
-        for x in a | b if x not in free.split() and a.get(x) != b.get(x)][:3])  # fmt: skip
-    was, free = then.get("same", same), "--data --resume --force --save --save_every --stall step"
-    changed = differ(was, same, free + " machine jax numpy optax")
-    if changed and not c.force or then.get("step", 0) > c.steps:
-        refuse(f"--resume {c.resume}: {changed}{'; add --force 1 to go on' * (not c.force)}")
-    if (told := differ(was, same, free)) != changed:
-        print(f"warning: {told}: equal within rounding, not bit by bit", file=sys.stderr)
-    mine = f"{os.uname().nodename}: {has}", secrets.randbits(31), same
-    texts = process_allgather(np.frombuffer(json.dumps(mine).encode().ljust(2**18), np.uint8))
-    hosts = [json.loads(text.tobytes()) for text in texts]
-    for host, _, other in hosts:
-        if told := differ(hosts[0][2], other, "--data --resume"):
-            time.sleep(0 if jax.process_index() else 2)  # without process 0 JAX ends the others
-            refuse(f"{host}: {told} on {hosts[0][0]}")
-    same["--seed"] = hosts[0][1] if c.seed < 0 else c.seed
-    if then:
-        then["resume"] = dict(step=then["step"], seconds=then["seconds"], changed=changed)
-    if changed:  # another run, with its own log and files
-        del then["log"]
-    then |= dict(same=same, hosts=[host for host, *_ in hosts], data=data)
-    return dataclasses.replace(c, seed=same["--seed"]), then, arrays
-
-
-# ---- Data ----------------------------------------------------------------------------------------
-def open_shard(path: Path) -> np.memmap:
-    """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
-    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    if (magic, version, path.stat().st_size) != (20240520, 1, 1024 + 2 * max(1, count)):
-        refuse(f"{path} is no whole shard of tokens: python data/check.py {path.parent} says why")
-    return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
-
-
-def layout(shard: np.ndarray, fills: list[tuple], c: Config) -> Iterator[list[list[tuple]]]:
-    """[packing] The steps that a shard holds: of each sequence, start and end of its pieces, T + 1
-    tokens. It takes whole documents in order, each cut to the longest, the last one to fit; what is
-    cut is dropped, and so is a shard's tail; records 26, 29. Longest 0: one text, without gaps."""
-    starts = np.flatnonzero(shard == c.eot) if any(longest for *_, longest in fills) else []
-    starts, at, n = [*map(int, starts), len(shard)], 0, 0
-    for sequences, T, longest in fills:
-        step = []
-        for _ in range(sequences):
-            pieces, room = [], T + 1
-            while room and longest:
-                while starts[n] < at:
-                    n += 1
-                if starts[n] == len(shard):
-                    return
-                size = min(room, longest, starts[n + 1] - starts[n])
-                pieces.append((starts[n], starts[n] + size))
-                at, room = starts[n + 1], room - size
-            if not longest:
-                pieces, at = [(at, at + T + 1)], at + T
-            step.append(pieces)
-        if at + (not longest) > len(shard):
-            return
-        yield step
-
-
-def find_data(c: Config) -> list[np.memmap]:
-    """The shards that the run reads, validation last. ./run.sh checks more, by data/check.py."""
-    folder, shards = Path(c.data).absolute(), []
-    if any(any(row.shares[0]) for row in c.rows) and len(prefix_table(c)) != c.vocab:
-        refuse(f"{c.prefixes} holds no prefixes of {c.vocab} tokens; see data/README.md, or add "
-               "--prefixes ''")  # fmt: skip
-    for split in "train", "val":
-        fills, found = c.fills(split), 0
-        paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
-        for path in paths if split == "train" else paths[:1]:
-            if found < len(fills):
-                shards.append(open_shard(path))
-                found += sum(1 for _ in layout(shards[-1], fills[found:], c))
-        if found < len(fills):
-            less = dict(train="fewer --steps", val=f"--val_tokens {found * GROUP * c.val_T}")
-            refuse(f"{folder}: {split} shards hold {found} of {len(fills)} steps; get more "
-                   f"(data/README.md), or run with {less[split]}")  # fmt: skip
-    return shards
-
-
-def check_tokens(shard: np.memmap, fills: list[tuple], c: Config) -> dict[str, Any]:
-    """One pass over all bytes: facts for the log. Exits 2 where the run would learn nonsense."""
-    path, largest, starts = Path(shard.filename), 0, []
-    for start in range(0, len(shard), 2**22):
-        tokens = np.array(shard[start : start + 2**22])
-        starts.append(start + np.flatnonzero(tokens == c.eot))
-        largest = max(largest, int(tokens.max()))
-    sizes, crowd = np.diff(np.concatenate(starts), append=len(shard)), False
-    for T, longest in {fill[1:] for fill in fills}:
-        at = np.cumsum(read := np.minimum(sizes, longest or len(shard))) - read
-        crowd |= np.any(at[4095:] - at[:-4095] < T)  # more documents than the code tells apart
-    if largest >= c.vocab or not len(sizes) or crowd:
-        refuse(f"{path}: its largest token is {largest} (--vocab {c.vocab}), {len(sizes)} are "
-               f"--eot {c.eot}, more than 4095 in a sequence: {bool(crowd)}")  # fmt: skip
-    sha256 = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-    return dict(file=path.name, bytes=path.stat().st_size, sha256=sha256,
-                tokens=len(shard), documents=len(sizes), largest_token=largest)  # fmt: skip
-
-
-def stream(shards: list[np.ndarray], fills: list[tuple], c: Config,
-           part: int = 0, parts: int = 1) -> Iterator[np.ndarray]:  # fmt: skip
-    """The steps of a run, over the shards in order; of each a host's part of the sequences,
-    (sequences, T + 1) of int32."""
-    done = 0
-    for shard in shards:
-        for step in layout(shard, fills[done:], c):
-            own = step[len(step) * part // parts : len(step) * (part + 1) // parts]
-            rows = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in own]
-            yield np.stack(rows).astype(np.int32)
-            done += 1
-
-
-def on_devices(batches: Iterable[np.ndarray], mesh: Mesh, over: tuple[str, ...] = ("fsdp",),
-               prefetch: int = 2) -> Iterator[Array]:  # fmt: skip
-    """Copies some batches early, a host its rows: it returns at once, so it hides behind a step."""
-    sharding, queue = NamedSharding(mesh, P(over)), collections.deque()
-    for batch in batches:
-        queue.append(jax.make_array_from_process_local_data(sharding, batch))
-        if len(queue) > prefetch:
-            yield queue.popleft()
-    yield from queue
-
-
 # ---- Checkpoints ---------------------------------------------------------------------------------
-def save(state: State, facts: dict[str, Any], path: Path) -> None:
-    """One file of raw arrays, but the tables, which are parameters, rounded. Two files are kept."""
-    leaves = jax.tree.leaves_with_path(state._replace(tables={}))
-    arrays = {jax.tree_util.keystr(at): process_allgather(x, tiled=True) for at, x in leaves}
-    if jax.process_index():
-        return
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_name("next.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, facts=json.dumps(facts), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    for old in sorted(path.parent.glob("*.state"), key=os.path.getmtime)[:-2]:
-        old.unlink()
+def saved_arrays(state: State) -> dict[str, Any]:
+    """The arrays of a checkpoint, by their place in the state. Lookups are parameters, rounded."""
+    leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def load(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Facts and arrays of a checkpoint; of a folder, of the newest whole one in it."""
+def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
+    """Writes one archive, whose name appears once it is whole; the newest two stay. Returns False,
+    and writes nothing, if a number is not finite."""
+    arrays = {place: process_allgather(x, tiled=True) for place, x in saved_arrays(state).items()}
+    if not all(np.isfinite(x).all() for x in arrays.values()):
+        return False
+    if jax.process_index() == 0:
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_name("next.part")
+        try:
+            with part.open("wb") as file:
+                np.savez(file, facts=json.dumps(facts), **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        for old in sorted(path.parent.glob("*.state"), key=os.path.getmtime)[:-2]:
+            old.unlink()
+    return True
+
+
+def load_checkpoint(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Facts and arrays of a checkpoint; of a folder, of its newest whole one."""
     paths = [place] if place.is_file() else sorted(place.rglob("*.state"), key=os.path.getmtime)
     for path in reversed(paths):
         try:
             with np.load(path) as file:
-                if file.zip.testzip():  # np.load compares checksums only of what it reads whole
+                if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
             return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
-            print(f"warning: {path} is no whole checkpoint: {error!r}", file=sys.stderr)
+            print(f"warning: {path} is not a whole checkpoint: {error!r}", file=sys.stderr)
     refuse(f"--resume {place}: there is no whole checkpoint")
+
+
+def identity(c: Config, data: list[dict]) -> dict[str, Any]:
+    """What must be the same in a run and in the run that it goes on from: source, flags, tokens."""
+    free = ("data", "resume", "force", "save", "save_every", "stall")
+    flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in free}
+    same = {"the source": crc32(SOURCE.encode()), "seed": c.seed, **flags}
+    same |= {shard["file"]: shard["sha256"] for shard in data}
+    return json.loads(json.dumps(same))  # as it is read back from a file
+
+
+def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> list[str]:
+    """What has changed since the checkpoint. Exits with status 2 unless the run may go on: --force
+    allows another source, flags or tokens, but not other shapes."""
+    before, now = facts["identity"], identity(c, data)
+    changed = [
+        f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}"
+        for name in before | now
+        if before.get(name) != now.get(name)
+    ]
+    shapes = saved_arrays(jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
+    for place in shapes | arrays:
+        saved, needed = (np.shape(tree.get(place, ())) for tree in (arrays, shapes))
+        if saved != needed or place not in arrays:
+            refuse(
+                f"--resume {c.resume}: {'; '.join(changed[:3])}: {place} has shape {saved}, but "
+                f"{needed} is needed, so the run cannot go on"
+            )
+    if facts["step"] > c.total_steps:
+        refuse(f"--resume {c.resume} is of step {facts['step']}, the run has {c.total_steps}")
+    if changed and not c.force:
+        refuse(f"--resume {c.resume}: {'; '.join(changed[:3])}; --force 1 goes on all the same")
+    return changed
 
 
 def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
     """The state that was saved, on these devices."""
-    of = lambda k, x: arrays[jax.tree_util.keystr(k).replace(".tables", ".params")].astype(x.dtype)
-    put = lambda k, x: jax.make_array_from_callback(x.shape, x.sharding, of(k, x).__getitem__)
+
+    def put(path, x):
+        place = jax.tree_util.keystr(path).replace(".lookups", ".params")
+        array = arrays[place].astype(x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
+
     return jax.tree.map_with_path(put, state_shapes(c, mesh))
 
 
 # ---- Log -----------------------------------------------------------------------------------------
 class Log:
-    """logs/<run>.txt, written line by line: the source, a line of 100 =, facts as `name json`
-    (what it takes to run it again, no secrets), losses in upstream's grammar, GOODPUT, RESULT json.
-    A run that goes on does so in its log. Of several processes only the first one writes."""
+    """logs/<run>.txt: the source, a line of 100 =, facts as `name json`, losses in the grammar of
+    modded-nanogpt, RESULT json. A run that goes on does so in its log. Only process 0 writes."""
 
-    def __init__(self, preset: str, c: Config, devices: list[jax.Device], argv: list[str],
-                 then: dict[str, Any], began: tuple[float, float]):  # fmt: skip
+    def __init__(self, path: str = ""):
         name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
-        self.path = Path(then.get("log", f"logs/{name}.txt"))
+        self.path = Path(path or f"logs/{name}.txt")
         self.path.parent.mkdir(exist_ok=True)
-        self.file = open(os.devnull if jax.process_index() else self.path, "a", encoding="utf-8")
-        sys.stdout = self.file if jax.process_index() else sys.stdout
+        writes = jax.process_index() == 0
+        self.file = open(self.path if writes else os.devnull, "a", encoding="utf-8")
         self.line("" if self.file.tell() else SOURCE + "=" * 100, show=False)
-        self.since, self.began, imported = time.perf_counter(), *began
-        self.spent = collections.Counter({"import": imported})
-        env = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
-        home, ask = str(Path.home()), subprocess.getoutput
-        packages = {module.__name__: module.__version__ for module in (jax, np, optax)}
-        self.facts(
-            **{name: then[name] for name in ("resume", "hosts", "data") if name in then},
-            versions=dict(packages, python=sys.version, backend=devices[0].client.platform_version),
-            devices=[device.device_kind for device in devices],
-            driver=ask("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"),
-            environment={k: v.replace(home, "~") for k, v in os.environ.items() if env.match(k)},
-            git=ask("git describe --always --dirty --abbrev=40 2>/dev/null"),
-            argv=argv, seed=c.seed, config=dict(preset=preset, **dataclasses.asdict(c)),
-            prefixes=hashlib.sha256(prefix_table(c)).hexdigest(),
-            parameters={name: math.prod(row.shape) for name, row in param_table(c).items()},
-        )  # fmt: skip
 
     def line(self, text: str, show: bool = True) -> None:
-        for file in (sys.stdout, self.file)[not show :]:
+        """Writes and shows a line. A full disk costs lines of the log, but not the run."""
+        for file in [sys.stdout, self.file] if show else [self.file]:
             try:
                 print(text, file=file, flush=True)
-            except OSError as error:  # the run is worth more than its log
-                with contextlib.suppress(OSError):
-                    print(f"warning: {file.name} has gaps: {error}", file=sys.stderr)
+            except OSError as error:
+                print(f"warning: {file.name} has gaps: {error}", file=sys.stderr)
 
-    def facts(self, **facts: Any) -> None:
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Writes a line for each fact."""
         for name, value in facts.items():
             self.line(f"{name} {json.dumps(value)}", show=False)
 
-    def lap(self, name: str) -> None:
-        """What the time since the last lap went into."""
-        self.since, since = time.perf_counter(), self.since
-        self.spent[name] += self.since - since
 
-    def end(self, text: str) -> None:
-        wall = self.spent["import"] + time.perf_counter() - self.began
-        self.spent["other"] = wall - sum(self.spent.values())
-        parts = " + ".join(f"{name} {seconds:.1f}" for name, seconds in self.spent.items())
-        self.line(f"GOODPUT {self.spent['train'] / wall:.0%}: {wall:.1f} s = {parts}\n{text}")
-
-
-class Clock:
-    """Seconds of training. Tells every tenth loss once it is there: only stop() waits for it. Ends
-    the run by a signal, after a step, a second one at once, and where it stands still."""
-
-    def __init__(self, c: Config, log: Log, then: dict[str, Any]):
-        self.steps, self.log, self.signal = c.steps, log, 0
-        self.pending, self.seconds = collections.deque(), then.get("seconds", 0.0)
-        self.finite = then.get("step", 0)  # the last step whose loss is known to be a number
-        self.started = self.moved = time.perf_counter()
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)  # no handler in Python runs while XLA hangs
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self.watch, args=[c.stall, reader], daemon=True).start()
-
-    def watch(self, seconds: int, reader: int) -> None:
-        while self.moved > time.perf_counter() - (seconds or math.inf):
-            if select.select([reader], [], [], 0.2)[0]:
-                number = os.read(reader, 1)[0]
-                if not self.signal:
-                    self.signal, told = number, time.perf_counter()
-                elif time.perf_counter() > told + 0.3:  # mpirun, timeout send it twice
-                    os._exit(128 + number)
-        self.log.line(f"STALLED: no step in {seconds} s (--stall); the stacks of all threads:")
-        for file in (self.log.file, sys.stderr):
-            faulthandler.dump_traceback(file)
-        os._exit(4)
-
-    def stop(self, state: Any) -> None:
-        while len(self.pending) > 2:
-            time.sleep(0.01)
-            self.show()
-        jax.block_until_ready(state)  # so that queued work counts
-        while self.pending:  # a loss may be there a moment later
-            self.show()
-        self.seconds += time.perf_counter() - self.started
-        self.moved = math.inf  # what comes now may take its time
-        self.log.lap("train")
-
-    def show(self, *pending: tuple[int, Array]) -> None:
-        """Adds (step, loss) to what is pending, tells what is done."""
-        self.pending.extend(pending)
-        while self.pending and self.pending[0][1].is_ready():
-            (step, loss), self.moved = self.pending.popleft(), time.perf_counter()
-            if step % 10 == 0:
-                self.finite = step if math.isfinite(loss) else self.finite
-                ms, at = 1e3 * (self.seconds + self.moved - self.started), f"{step}/{self.steps}"
-                self.log.line(f"step:{at} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
-
-    def save(self, state: State, facts: dict, number: int) -> None:
-        """Off the clock. The number of a signal ends the run, -1 ends it as void."""
-        self.stop(state)
-        step, folder, age = int(state.step), self.log.path.with_suffix(""), os.path.getmtime
-        finite = lambda x: np.isfinite(process_allgather(x, tiled=True)).all()
-        parts = state.params | dict(optimizer=state.optimizer, held=state.held)
-        bad = [name for name, part in parts.items() if not all(map(finite, jax.tree.leaves(part)))]
-        number = -1 if bad else number
-        try:
-            if number >= 0:
-                now = dict(step=step, seconds=self.seconds, log=str(self.log.path))
-                save(state, facts | now, folder / f"{step:07}.state")
-        except OSError as error:  # the run is worth more
-            self.log.line(f"warning: no checkpoint of step {step}: {error}")
-        process_allgather(np.int32(0))  # hosts wait for the one that writes
-        self.log.lap("save")
-        why = f"NON-FINITE: {bad or 'the loss'}, since a step from {self.finite + 1} to {step}"
-        if number > 0:
-            why = f"INTERRUPTED by {signal.Signals(number).name} after step {step}"
-        if number:
-            last = max(folder.glob("*.state"), key=age, default="needs a checkpoint")
-            self.log.end(f"{why}; to go on: --resume {last}")
-            sys.exit(128 + number if number > 0 else 3)
-        self.started = self.moved = time.perf_counter()
+def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
+    """What it takes to run this again, without secrets."""
+    steers = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
+    environment = {name: value for name, value in os.environ.items() if steers.match(name)}
+    versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
+    driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
+    git = "git describe --always --dirty --abbrev=40 2>/dev/null"
+    backend = devices[0].client.platform_version
+    return {
+        "hosts": jax.process_count(),
+        "versions": versions | {"python": sys.version, "backend": backend},
+        "devices": [device.device_kind for device in devices],
+        "driver": subprocess.getoutput(driver),
+        "environment": {k: v.replace(str(Path.home()), "~") for k, v in environment.items()},
+        "git": subprocess.getoutput(git),
+        "argv": argv,
+        "seed": c.seed,
+        "config": {"preset": preset, **dataclasses.asdict(c)},
+        "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
+        "parameters": {name: math.prod(p.model_shape) for name, p in param_table(c).items()},
+    }
 
 
 # ---- Run -----------------------------------------------------------------------------------------
-def check_attention(c: Config, log: Log) -> None:
-    """On GPUs, where cuDNN's faults are silent: the worst token of y, dq, dk, dv against XLA's
-    kernel in float32 with a mask, of documents whose numbers change every bit of the code."""
-    T, W, (i, j) = 512, 16, np.indices((512, 512))  # shorter than a document: 22 tokens
-    document = np.repeat(sorted({2**bit - less for bit in range(13) for less in (0, 1)}), 22)[:T]
-    mask = (j <= i) & (i - j <= W) & (document[:, None] == document)
-    pos = positions(np.diff(document, prepend=0)[None], c, 0)
-    attention = jax.nn.dot_product_attention
-    put = lambda x, code: x.at[..., -4:].set(jnp.broadcast_to(code, (*x.shape[:-1], 4)))
-    kernel = lambda q, k, v: attend(put(q, pos.code_q), put(k, pos.code_k), v, W, pos.scale, c)
-
-    def exact(q, k, v):
-        q, k, v = q.at[..., -4:].set(0).astype("float32"), k.astype("float32"), v.astype("float32")
-        return attention(q, k, v, mask=mask, scale=pos.scale, implementation="xla")
-
-    *qkv, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
-    (y, pull), (y_exact, pull_exact) = jax.vjp(kernel, *qkv), jax.vjp(exact, *qkv)
-    pairs = zip((y, *pull(dy)), (y_exact, *pull_exact(dy.astype("float32"))), strict=True)
-    size = lambda x: np.square(np.float32(x)).sum(axis=-1)
-    errors = [float(size(a - b).max() / size(b).mean()) ** 0.5 for a, b in pairs]
-    log.facts(attention=dict(zip(("y", "dq", "dk", "dv"), errors, strict=True)))
-    if not all(error < 0.1 for error in errors):  # nor NaN
-        refuse(f"attention by {c.attention} is wrong on this machine, errors {errors}; install the "
-               "versions in requirements.txt, or another driver")  # fmt: skip
+VOID = 3  # exit status of a run in which a number is not finite
 
 
-def prepare(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
-    """Compiles every stage, then runs each program once, on a state and tokens that are thrown
-    away: a first call loads it and connects the devices."""
-    stages = dict.fromkeys((KINDS[s % 2], c.stage_at(s)) for s in range(c.steps))
-    stages |= dict.fromkeys(("val", c.stage_at(s)) for s in range(c.steps + 1) if c.validates(s))
-    print(f"compiling {len(stages)} programs ...", flush=True)
+def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
+    """Compiles every program of the run, by (stage, second) and (stage, "val"), and runs each once,
+    on a state and tokens that are thrown away: a first call loads it and connects the devices."""
     began, cache = time.perf_counter(), collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: cache.update([event.split("/")[-1]]))
-    jobs = [functools.partial(compile_stage, *stage, c, mesh) for stage in stages]
-    pool = ThreadPoolExecutor(8)  # Ctrl-C does not wait for it
-    first = pool.submit(jobs[0])  # alone: it fills the cache of tuned kernels, undisturbed
-    programs = [first.result(), *pool.map(lambda job: job(), jobs[1:])]
-    log.lap(f"compile ({cache['cache_hits']} cached, {cache['cache_misses']} not)")
-    programs, state = dict(zip(stages, programs, strict=True)), make_state(c, mesh)
-    for (kind, _), program in programs.items():
-        like, place = program.args_info[0][1], program.input_shardings[0][1]
-        tokens = jax.device_put(np.zeros(like.shape, np.int32), place)
-        out = jax.block_until_ready(program(state.params if kind == "val" else state, tokens))
-        state = state if kind == "val" else out[0]
-    log.facts(compile=dict(seconds=time.perf_counter() - began, **cache))
-    log.lap("warm-up")
+    keys = [(c.stage_at(step), step % 2 == 1) for step in range(c.total_steps)]
+    val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
+    keys = list(dict.fromkeys(keys + [(c.stage_at(step), "val") for step in val_steps]))
+    print(f"compiling {len(keys)} programs ...", flush=True)
+
+    def compile_one(key):
+        stage, kind = key
+        if kind == "val":
+            return compile_val_step(stage, c, mesh)
+        return compile_train_step(stage, kind, c, mesh)
+
+    pool = ThreadPoolExecutor(8)
+    first = pool.submit(compile_one, keys[0]).result()  # alone: kernels are tuned undisturbed
+    programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
+    state = make_state(c, mesh)
+    for (_, kind), program in programs.items():
+        shapes, places = program.args_info[0][1:], program.input_shardings[0][1:]
+        zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), places)
+        if kind == "val":
+            jax.block_until_ready(program(validated(state), *zeros))
+        else:
+            state, _ = jax.block_until_ready(program(state, *zeros))
+    log.facts({"compile": {"seconds": time.perf_counter() - began, **cache}})
     return programs
 
 
-def train(c: Config, mesh: Mesh, programs: dict, shards: list, log: Log, facts: dict,
-          arrays: dict) -> tuple[dict, dict]:  # fmt: skip
-    """The run, from fresh weights or a checkpoint's: trained ones, and facts."""
+def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict, arrays: dict):
+    """The run, from fresh weights or a checkpoint's. Returns trained weights and the RESULT."""
     state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
-    clock, fills = Clock(c, log, facts), c.fills("train")
-    first, host, hosts = facts.get("step", 0), jax.process_index(), jax.process_count()
-    rows = itertools.islice(stream(shards[:-1], fills, c, host, hosts), first, None)
-    batches = on_devices(rows, mesh, mesh.axis_names)
-    hosts = max(1, hosts * mesh.shape["fsdp"] // mesh.size)  # of a node
-    for step in range(first, c.steps + 1):
-        if c.validates(step):
-            clock.stop(state)
-            program, ms = programs["val", c.stage_at(step)], 1e3 * clock.seconds
-            rows = stream(shards[-1:], c.fills("val"), c, host % hosts, hosts)
-            val_loss = np.mean([float(program(state.params, x)) for x in on_devices(rows, mesh)])
-            log.line(f"step:{step}/{c.steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms "
-                     f"step_avg:{ms / max(step, 1):.2f}ms")  # fmt: skip
-            log.lap("validate")
-            if not math.isfinite(val_loss):
-                clock.save(state, facts, -1)
-            if val_loss <= c.target or step == c.steps:
-                break
-            clock.started = clock.moved = time.perf_counter()
-        number = clock.signal
-        if jax.process_count() > 1:  # hosts end after the same step: every tenth they tell
-            number = 0 if step % 10 else int(process_allgather(np.int32(number)).max())
-        if number or c.save_every and step > first and step % c.save_every == 0:
-            clock.save(state, facts, number)
-        state, loss = programs[KINDS[step % 2], c.stage_at(step)](state, next(batches))
-        clock.show((step + 1, loss))
-    memory = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.local_devices]
-    return state.params, dict(
-        reason="target reached" if val_loss <= c.target else "end of schedule", seed=c.seed,
-        val_loss=float(val_loss), target=c.target, steps=step, devices=mesh.size, train_time_ms=ms,
-        tokens=sum(B * T for B, T, _ in fills[:step]), peak_memory_bytes=max(memory),
-        resumed=bool(arrays),
-    )  # fmt: skip
+    start, status = facts.get("step", 0), []  # status: of the exit for which a signal or a NaN asks
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: status.append(128 + number))
+    batches = train_batches(c, mesh, shards, start)
+    pending = collections.deque()  # (step, loss) of steps that the devices may still be running
+    seconds = facts.get("seconds", 0.0)  # of training, until the clock was last started
+    clock = time.perf_counter()
+
+    def show_losses(wait=False):
+        """Logs every tenth loss that is there."""
+        while pending and (wait or pending[0][1].is_ready()):
+            done, loss = pending.popleft()
+            watch_for_stall(c.stall)
+            if done % 10 == 0:
+                loss, ms = float(loss), 1e3 * (seconds + time.perf_counter() - clock)
+                log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
+                status.extend([] if math.isfinite(loss) else [VOID])
+
+    for step in range(start, c.total_steps + 1):
+        stop = common_status(status, step)
+        checkpoint = c.save_every and step > start and step % c.save_every == 0
+        if c.validates_before(step) or checkpoint or stop:  # ---- the clock stands still
+            show_losses(wait=True)
+            jax.block_until_ready(state)
+            seconds += time.perf_counter() - clock
+            watch_for_stall(0)
+            if c.validates_before(step):
+                val_loss, ms = validate(state, step, c, mesh, programs, shards), 1e3 * seconds
+                log.line(
+                    f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
+                    f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+                )
+                stop = stop if math.isfinite(val_loss) else VOID
+                if val_loss <= c.target or (step == c.total_steps and stop != VOID):
+                    break
+            if checkpoint or stop:
+                facts |= {"step": step, "seconds": seconds, "log": str(log.path)}
+                save_and_stop(state, stop, facts, log)
+            clock = time.perf_counter()
+        tokens, row = next(batches)  # ---- one step
+        state, loss = programs[c.stage_at(step), step % 2 == 1](state, tokens, row)
+        pending.append((step + 1, loss))
+        show_losses()
+
+    memory = [device.memory_stats() or {} for device in mesh.local_devices]
+    return validated(state), {
+        "reason": "target reached" if val_loss <= c.target else "end of schedule",
+        "val_loss": val_loss,
+        "target": c.target,
+        "steps": step,
+        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
+        "seed": c.seed,
+        "devices": mesh.size,
+        "train_time_ms": ms,
+        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
+        "resumed": bool(arrays),
+    }
 
 
-def main(argv: list[str]) -> None:
-    began = time.perf_counter(), time.process_time()  # the second: of imports
-    join()
+def common_status(status: list[int], step: int) -> int:
+    """The exit status that was asked for first, or 0. Processes agree on it every ten steps."""
+    first = status[0] if status else 0
+    if jax.process_count() == 1:
+        return first
+    return 0 if step % 10 else int(process_allgather(np.int32(first)).max())
+
+
+def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
+    """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
+    shapes, part, parts = batch_shapes("train", c), jax.process_index(), jax.process_count()
+    steps = zip(stream(shards["train"], shapes, c, part, parts), schedule(c), strict=False)
+    everywhere = NamedSharding(mesh, P())
+    row = ScheduleRow(*[everywhere] * len(ScheduleRow._fields))
+    return prefetch(
+        itertools.islice(steps, start, None), (NamedSharding(mesh, P(mesh.axis_names)), row)
+    )
+
+
+def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
+    """Mean loss over the validation tokens, nats a token."""
+    hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
+    tokens = stream(shards["val"], batch_shapes("val", c), c, jax.process_index() % hosts, hosts)
+    batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
+    program = programs[c.stage_at(step), "val"]
+    return float(np.mean([float(program(validated(state), batch)) for batch in batches]))
+
+
+def watch_for_stall(seconds: int) -> None:
+    """Ends the process, with the stacks of its threads, unless this is called again in time."""
+    faulthandler.cancel_dump_traceback_later()
+    if seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) -> None:
+    """Writes a checkpoint, unless the run is void; exits, if there is a status to exit with."""
+    step, folder = facts["step"], log.path.with_suffix("")
+    try:
+        if status == VOID or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
+            status = VOID
+    except OSError as error:  # the run is worth more
+        log.line(f"warning: no checkpoint of step {step}: {error}")
+    process_allgather(np.int32(0))  # the others wait for the process that writes
+    if status:
+        why = f"NON-FINITE: the loss or a weight, by step {step}"
+        if status != VOID:
+            why = f"INTERRUPTED by {signal.Signals(status - 128).name} after step {step}"
+        last = max(folder.glob("*.state"), key=os.path.getmtime, default="needs a checkpoint")
+        log.line(f"{why}; to go on: {facts['command']} --resume {last}")
+        sys.exit(status)
+
+
+def main(argv: list[str], command: str = "python train_gpt.py") -> None:
+    """Runs a preset; `command` is how it was started, for the line that says how to go on."""
     preset, c = parse_config(argv)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", ".cache/jax")
-    shards, doing = find_data(c), "compiling"
-    c, facts, arrays = agree(c, shards)
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
+    shards = find_data(c)
+    jobs = [(shard, batch_shapes(split, c)) for split in shards for shard in shards[split]]
+    with ThreadPoolExecutor(8) as pool:
+        data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
+    facts, arrays, changed = {}, {}, []
+    if c.resume:
+        facts, arrays = load_checkpoint(Path(c.resume))
+        seed = facts["identity"]["seed"] if c.seed < 0 else c.seed
+        c = dataclasses.replace(c, seed=seed)
+        changed = check_checkpoint(facts, arrays, c, data)
+    elif c.seed < 0:
+        c = dataclasses.replace(c, seed=secrets.randbits(31))
+    now = {"identity": identity(c, data), "machine": [jax.process_count(), len(jax.devices())]}
     devices, c = fit_devices(preset, c)
     mesh = make_mesh(devices)
-    log = Log(preset, c, devices, argv, facts, began)
-    machine = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{preset} on {machine}, head in {c.head_forward}, log in {log.path}")
+    log = Log("" if changed else facts.get("log", ""))  # what has changed is another run
+    if arrays:
+        log.facts({"resume": {"step": facts["step"], "changed": changed}})
+    words = [word for i, word in enumerate(argv) if "--resume" not in (word, *argv[i - 1 : i])]
+    facts |= now | {"command": f"{command} {shlex.join(words)}"}
+    log.facts({"data": data} | run_facts(preset, c, devices, argv))
+    print(
+        f"{preset} on {len(devices)} x {devices[0].device_kind}, head in {c.head_forward}, "
+        f"log in {log.path}"
+    )
+    programs = compile_all(c, mesh, log)
+    weights, result = train(c, mesh, programs, shards, log, facts, arrays)
     try:
-        if c.attention == "cudnn":
-            check_attention(c, log)
-        programs = prepare(c, mesh, log)
-        doing = "training"
-        params, result = train(c, mesh, programs, shards, log, facts, arrays)
-    except KeyboardInterrupt:
-        log.line("INTERRUPTED")
-        os._exit(130)
-    except jax.errors.JaxRuntimeError as error:
-        if not re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED", str(error)):
-            raise
-        log.line(f"OUT OF MEMORY while {doing}: {str(error).splitlines()[0]}")
-        refuse(f"not enough memory on {machine} while {doing}: twice --batch is the same step "
-               "in less, of shorter sequences; see Memory in README.md")  # fmt: skip
-    try:
-        weights = unpad(params, c) if c.save else {}
-        if weights and not jax.process_index():
-            path = log.path.with_suffix(".npz")  # numbers under the names of the table
-            of = dict(config=dataclasses.asdict(c), result=result, source=crc32(SOURCE.encode()))
-            np.savez(path, **{k: json.dumps(v) for k, v in of.items()}, **weights)
+        if c.save:
+            path, weights = log.path.with_suffix(".npz"), unpad(weights, c)
+            about = {
+                "config": dataclasses.asdict(c),
+                "result": result,
+                "source": crc32(SOURCE.encode()),
+            }
+            about = {name: json.dumps(value) for name, value in about.items()}
+            if jax.process_index() == 0:
+                np.savez(path, **about, **weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
-        log.lap("save")
-        log.end(f"RESULT {json.dumps(result)}")
-    if "weights" in result:
-        print(f"next: ./run.sh sample {path} '{'def ' if c.vocab == 257 else 'The'}'")
+        log.line(f"RESULT {json.dumps(result)}")
+    if c.save:
+        print(f"next: ./run.sh sample {path} {'def ' if c.vocab == 257 else 'The'!r}")
 
 
 if __name__ == "__main__":

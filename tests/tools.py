@@ -16,24 +16,53 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import train_gpt
+from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
+FLOAT32_FLAGS = [word for name in FORMATS for word in (f"--{name}", "float32")]
+
+# Every technique in a small model.
+MINI_LAYERS = (
+    Layer(SHORT, paired_heads=True, xsa=True, value_table=0),
+    Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
+    Layer(SHORT, paired_heads=True, bigram=True, value_table=1, new_gates=True),
+    Layer(None, skip_from=1),
+    Layer(SHORT, xsa=True, bigram=True, attend_to=2),
+    Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=2, attend_to=2,
+          mudd=("input", "layer2")),
+)  # fmt: skip
+MINI_STAGES = (
+    Stage(10, 512, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
+    Stage(10, 512, short=16, long=48, max_doc=0, lr=1.5),
+    Stage(0, 512, short=16, long=64, max_doc=0, lr=1.0),
+)
 MINI = dataclasses.replace(
-    train_gpt.PRESETS["tiny"], plan="Spxv0 Lkqxgb Snpbv1 -<1 Sxb@2 Lkgdmv2@2", D=32, H=2, F=64, E=8,
-    bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32, dc_window=12,
-    attention="xla", val_T=128, val_tokens=2048, seed=3,
-    stages="10 512 8 16 0 1 0,1,.5:0 / 10 512 16 48 0 1.5 0,1 / 0 512 16 64 0 1 0,1", steps=20,
-    flat=8, fallen=18, momentum_steps=5, momentum_fall=4, untie=13,
+    train_gpt.PRESETS["tiny"],
+    layers=MINI_LAYERS,
+    stages=MINI_STAGES,
+    mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
+    D=32, H=2, F=64, R=8, bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32,
+    dc_window=12, attention="xla", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
+    cooldown_end=18 / 20, momentum_warmup=5 / 20, momentum_cooldown=4 / 20, untie=13 / 20,
 )  # fmt: skip
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 
 SMALL = (  # flags for train_gpt.py: a run of seconds
-    "--D 32 --H 2 --F 64 --E 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
+    "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
     "--val_tokens 1024 --batch 8 --target 0"
 ).split()
+
+
+def with_tiny(source: str, layers: str, stages: str) -> str:
+    """The source of a script whose preset `tiny` has these layers and stages, written as code."""
+    main = 'if __name__ == "__main__":'
+    assert source.count(main) == 1
+    change = f"layers=({layers},), stages=({stages},), mudd_head=()"
+    preset = f'PRESETS["tiny"] = dataclasses.replace(PRESETS["tiny"], {change})'
+    return source.replace(main, f"{preset}\n\n\n{main}")
 
 
 def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
@@ -80,23 +109,38 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
 
 
-def whole_loss(weights: dict, tokens, *rest) -> jax.Array:
-    """loss_fn of weights as from gather."""
-    return train_gpt.loss_fn(train_gpt.read_pairs(weights, tokens, rest[1]), tokens, *rest)
+def bigram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
+    """Weights as forward() takes them: with the bigram rows that tokens (B, T) read."""
+    rows, _ = train_gpt.hash_bigrams(tokens, c)
+    return w | {"bigram_rows": train_gpt.take_rows(w["bigram"], rows)}
+
+
+def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) -> jax.Array:
+    """loss_fn of weights as from whole_weights, tokens (B, T + 1)."""
+    return train_gpt.loss_fn(bigram_rows(w, tokens[:, :-1], c), tokens, targets, c, stage)
+
+
+def bank_matrices(name: str, matrices, c: train_gpt.Config) -> dict[int, list]:
+    """Matrices [N, rows, cols] of a bank as whole_weights returns them, by layer."""
+    by_layer = {}
+    for layer, matrix in zip(train_gpt.param_table(c)[name].owners, matrices, strict=True):
+        by_layer.setdefault(layer, []).append(matrix)
+    return by_layer
 
 
 def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
-    """Weights as `gather` returns them, all of them random, so that no path can hide."""
+    """Weights as train_gpt.whole_weights returns them, all of them random, so that no path can
+    hide."""
     weights = {}
-    for name, row in train_gpt.param_table(c).items():
-        if row.optimizer == "muon":
-            matrices = jnp.asarray(c.D**-0.5 * noise(name, row.shape, seed))
-            weights[name] = [*matrices]
-        elif row.spec == PartitionSpec("fsdp"):
-            weights[name] = jnp.asarray(0.3 * noise(name, row.stored_shape, seed))
+    for name, param in train_gpt.param_table(c).items():
+        if param.sharding == BANK:
+            matrices = jnp.asarray(c.D**-0.5 * noise(name, param.model_shape, seed))
+            weights[name] = bank_matrices(name, matrices, c)
+        elif param.sharding == LOOKUP:
+            weights[name] = jnp.asarray(0.3 * noise(name, param.shape, seed))
         else:  # around their first values: some of these are there to keep the stream in bounds
-            first = np.asarray(row.init(jax.random.key(seed), row.shape))
-            weights[name] = jnp.asarray(first + 0.2 * noise(name, row.shape, seed))
+            first = np.asarray(param.init(jax.random.key(seed), param.shape))
+            weights[name] = jnp.asarray(first + 0.2 * noise(name, param.shape, seed))
     return weights
 
 
@@ -110,13 +154,18 @@ def random_params(c: train_gpt.Config) -> dict[str, np.ndarray]:
 
 
 def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
-    """A state with these parameters; the tables are theirs, and embed is head."""
+    """A state with these parameters; the lookups are theirs, and embed is head."""
     state, params = train_gpt.make_state(c, mesh), random_params(c)
     put = lambda name, like: jax.device_put(params[name].astype(like.dtype), like.sharding)
     return state._replace(
         params={name: put(name, like) for name, like in state.params.items()},
-        tables={name: put(name, like) for name, like in state.tables.items()},
+        lookups={name: put(name, like) for name, like in state.lookups.items()},
     )
+
+
+def schedule_row(c: train_gpt.Config, step: int, mesh: Mesh) -> train_gpt.ScheduleRow:
+    """A step's row of the schedule, on all devices."""
+    return jax.device_put(train_gpt.schedule(c)[step], NamedSharding(mesh, PartitionSpec()))
 
 
 def basic(tmp_path: Path, name: str, *flags: str, plant: tuple[str, str] | None = None):
