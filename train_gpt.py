@@ -245,14 +245,12 @@ def check_config(c: Config) -> None:
     require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
     streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
     for i, layer in enumerate(c.layers):
-        known = layer.window in (SHORT, LONG, None)
-        require(known, f"layer {i}: window is {layer.window!r}, not SHORT, LONG or None")
+        require(layer.window in (SHORT, LONG, None), f"layer {i}: no window {layer.window!r}")
         bare = Layer(None, skip_from=layer.skip_from, new_gates=layer.new_gates)
-        fits = layer.window or layer == bare
-        require(fits, f"layer {i} has no attention (window=None), so it can only be {bare}")
+        require(layer.window or layer == bare, f"layer {i} has no attention: it can only be {bare}")
         for name in ("attend_to", "skip_from"):
             source = getattr(layer, name)
-            earlier = source is None or source in range(i)
+            earlier = source is None or 0 <= source < i
             require(earlier, f"layer {i}: {name}={source} is not an earlier layer")
         for name in layer.mudd:
             require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
@@ -261,21 +259,19 @@ def check_config(c: Config) -> None:
         streams.append(f"layer{i}")
     for name, _ in c.mudd_head:
         require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
-
-    least = sum(stage.steps > 0 for stage in c.stages)
-    require(0 < least <= c.total_steps, f"--steps {c.total_steps} is less than {least} stages")
+    trained = sum(stage.steps > 0 for stage in c.stages)
+    require(0 < trained <= c.total_steps, f"--steps {c.total_steps} is less than {trained} stages")
     for i, stage in enumerate(c.stages):
         weights = target_weights(stage)
         require(weights, f"stage {i}: all weights in targets and prefix are 0")
-        known = c.prefixes or 0 not in weights
-        require(known, f"stage {i}: prefix has a loss weight, but --prefixes names no table")
+        needs_table = 0 in weights and not c.prefixes
+        require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
         even = stage.tokens % c.batch == 0
         require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
-    fits = not any(T % c.head_chunk for T in lengths)
-    largest = math.gcd(c.head_chunk, *lengths)
-    require(fits, f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
-            f"but {largest} does")
+    fits = math.gcd(c.head_chunk, *lengths)
+    message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
+    require(fits == c.head_chunk, f"{message}, but {fits} does")
     whole = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(whole, f"--val_tokens {c.val_tokens} is not a multiple of 8 sequences of {c.val_T}")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
@@ -406,20 +402,19 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     token; v and x mix several streams. Xiao et al. 2025, arXiv:2502.12170; record 81."""
     layer = c.layers[i]
     mix = run_net(f"mudd{i}", x_BTD, w, c)
-    x = x_BTD
-    source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
-    streams = [*(saved[name] for name in layer.mudd), x]
+    source = x_BTD if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+    streams = [*(saved[name] for name in layer.mudd), x_BTD]
     v_terms = weigh(mix["v"], streams)
     if layer.value_table is not None:
         weight_BTD = jnp.repeat(mix["value"], c.D // 2, axis=-1)  # one for each half of the heads
         v_terms.append((weight_BTD, saved[f"value{layer.value_table}"]))
     y = attention(source, v_terms, i, w, gate, pos, c)
-    x = weighted_sum((1.0, x), *weigh(mix["x"], streams))
+    x = weighted_sum((1.0, x_BTD), *weigh(mix["x"], streams))
     x = weighted_sum(*weigh(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
     return weighted_sum(*weigh(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
-def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0) -> Array:
+def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
     """Layer i's attention on norm(x), (B, T, D). v_terms are (weight, array) pairs that are added
     to v; out_scale multiplies the output."""
     layer = c.layers[i]
@@ -535,7 +530,7 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
 
 
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
-    """A layer's gates and their first values: one for each token, or one for each of its H heads."""
+    """A layer's gates and their first values: one for a token, or one for each of its H heads."""
     gates = {}
     if layer.window and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
         gates["x0"] = [0.0]
@@ -638,7 +633,8 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     # to q.k: 0 within a document, -256 or less for an earlier one. Times a scale of 0.1 or more,
     # that hides keys as long as K <= 128. Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
-    high, low, one = document // 16, document % 16, jnp.ones_like(document)
+    one = jnp.ones_like(document)
+    high, low = document // 16, document % 16
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
@@ -671,12 +667,13 @@ def prefix_table(c: Config) -> np.ndarray:
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-SOFTCAP, SOFTCAP_SHIFT, SOFTCAP_WIDTH = 23, 5, 7.5
+SOFTCAP = 23  # logits are between 0 and this
+SOFTCAP_WIDTH = 7.5
 
 
 def softcap(z: Array) -> Array:
-    """[softcap] Logits between 0 and 23, in float32. Gemma 2, arXiv:2408.00118; records 18, 54."""
-    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+    """[softcap] Bounded logits, in float32. Gemma 2, arXiv:2408.00118; records 18 and 54."""
+    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / SOFTCAP_WIDTH)
 
 
 def quantize(x: Array, scale: float, dtype: str) -> Array:
@@ -686,9 +683,7 @@ def quantize(x: Array, scale: float, dtype: str) -> Array:
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
 
 
-def scaled_matmul(
-    a: Array, b: Array, axes: tuple, scale: float, dtype: str, precision=None
-) -> Array:
+def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
     """The product of matrices over an axis of each, divided by scale. Precision "highest" keeps all
     bits in the sums of float8 products."""
     summed = ((axes[:1], axes[1:]), ((), ()))
@@ -727,21 +722,16 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         z, softmax_scale = lax.optimization_barrier((z, softmax_scale))
         s = softcap(z)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        is_target = [column == targets[:, j, None] for j in range(targets.shape[1])]
-        at_target = [
-            jnp.where(is_j, target_scale[:, j, None], 0) for j, is_j in enumerate(is_target)
-        ]
-        ds = softmax_scale * jnp.exp(s) - sum(at_target)
+        ds = softmax_scale * jnp.exp(s)
+        for j in range(targets.shape[1]):
+            ds -= jnp.where(column == targets[:, j, None], target_scale[:, j, None], 0)
         g8 = lax.optimization_barrier(quantize(ds * s * (SOFTCAP - s), 1, c.head_backward))
         dx = scaled_matmul(g8, w8_DV, (1, 1), g_scale * c.w_scale, c.compute, "highest")
         dw = scaled_matmul(g8, x8, (0, 0), g_scale * c.x_scale, "float32", "highest")
         return dw_VD + dw, (loss, dx)
 
-    chunks = (
-        x_ND.reshape(-1, c.head_chunk, x_ND.shape[1]),
-        targets_NJ.reshape(-1, c.head_chunk, targets_NJ.shape[1]),
-    )
-    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
+    chunks = [a.reshape(-1, c.head_chunk, a.shape[1]) for a in (x_ND, targets_NJ)]
+    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
 
@@ -916,7 +906,9 @@ gelu.defvjp(gelu_fwd, gelu_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-BANK, LOOKUP, REPLICATED = P(None, "fsdp"), P("fsdp"), P()
+BANK = P(None, "fsdp")
+LOOKUP = P("fsdp")
+REPLICATED = P()
 BANK_GROUP = 8  # matrices in a group of a bank
 
 
@@ -966,7 +958,7 @@ def param_table(c: Config) -> dict[str, Param]:
         "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "bigram": lookup(c.bigrams, D, 0.0, 75, 5, (0.75, 0.95)),
         **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, (0.75, 0.95)) for n in c.value_tables()},
-        # rows, cols, layers, and for each matrix of a layer: bound of first values, factor on the rate
+        # rows, cols, layers, and (bound of the first values, factor on the rate) of each matrix
         "qk":  bank(2 * D // H, D, attention, [(bound, 1)] * H, muon),  # of 2 heads; q, then k
         "vo":  bank(D, D, attention, [(bound, 1)] * 2, muon),
         "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),  # fc, proj^T
@@ -1042,7 +1034,7 @@ def make_mesh(devices: list[jax.Device]) -> Mesh:
 
 
 def mesh_axes() -> tuple[str, ...]:
-    """All axes, inside a program: tokens are spread over them. All but the last: ("nodes",) or ()."""
+    """("fsdp",) or ("nodes", "fsdp"), inside a program; tokens are spread over all of them."""
     return jax.sharding.get_abstract_mesh().axis_names
 
 
@@ -1338,8 +1330,8 @@ def update_parameters(
 
 
 def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Array:
-    """Mean next-token loss of a validation batch, under shard_map; c is for_validation(). All-gathers
-    banks and lookups, all-reduces the loss."""
+    """Mean next-token loss of a validation batch, under shard_map; c is from for_validation().
+    All-gathers banks and lookups, all-reduces the loss."""
     weights = whole_weights(params, c)
 
     def microbatch(tokens_BS):
@@ -1365,20 +1357,20 @@ OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
 
 
 def compile_train_step(stage: int, second: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (state, tokens, schedule row) -> (state, loss), from shapes."""
+    """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
     T, at_once = c.sequence_length(stage), math.gcd(c.microbatch, c.batch // mesh.size)
-    scalar, targets = np.float32(0), np.zeros(len(target_weights(c.stages[stage])), np.float32)
-    row = ScheduleRow(scalar, scalar, scalar, np.bool_(False), targets)
 
     def step(state, tokens, row):
         return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, second)
 
-    tokens = np.zeros((c.batch, T + 1), np.int32)
-    return compile_program(step, state_shapes(c, mesh), tokens, P(mesh.axis_names), mesh, row)
+    scalar, weights = np.float32(0), np.zeros(len(target_weights(c.stages[stage])), np.float32)
+    row = shapes_on(mesh, P(), ScheduleRow(scalar, scalar, scalar, np.bool_(False), weights))
+    tokens = shapes_on(mesh, P(mesh.axis_names), np.zeros((c.batch, T + 1), np.int32))
+    return compile_program(step, mesh, state_shapes(c, mesh), tokens, row)
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens) -> loss, with the windows of a stage, from shapes."""
+    """The program (params, tokens) -> loss, with the windows of a stage, compiled from shapes."""
     params = validated(state_shapes(c, mesh))
     c = c.for_validation()
     at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
@@ -1386,23 +1378,24 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     def step(params, tokens):
         return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
 
-    tokens = np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32)
-    return compile_program(step, params, tokens, P("fsdp"), mesh)
+    tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
+    return compile_program(step, mesh, params, tokens)
 
 
-def compile_program(step: Callable, state, tokens, tokens_spec: P, mesh: Mesh, *row) -> Any:
-    """Compiles a step; a training step returns a state, in the place of the one it is given."""
+def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
+    """Shapes of arrays that are sharded by spec."""
+    place = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
 
-    def shape(x, spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    rest = shape(tokens, tokens_spec), *jax.tree.map(lambda x: shape(x, P()), row)
-    specs = jax.tree.map(lambda x: x.sharding.spec, (state, *rest))
+def compile_program(step: Callable, mesh: Mesh, state: Any, tokens: Any, *row) -> Any:
+    """Compiles a step. A training step, which has a row, puts its state in place of the old one."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, (state, tokens, *row))
     out_specs = (specs[0], P()) if row else P()
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
     program = jax.jit(program, donate_argnums=0 if row else (), keep_unused=True)
     platform = mesh.devices.flat[0].platform
-    return program.lower(state, *rest).compile(OPTIONS.get(platform))
+    return program.lower(state, tokens, *row).compile(OPTIONS.get(platform))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -1417,16 +1410,17 @@ def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
 def open_shard(path: Path) -> np.memmap:
     """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [20240520, 1] or path.stat().st_size != 1024 + 2 * max(1, *header[2:], 1):
+    count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
+    if count < 1 or path.stat().st_size != 1024 + 2 * count:
         refuse(
             f"{path} is not a whole shard of tokens: python data/check.py {path.parent} says why"
         )
-    return np.memmap(path, "<u2", "r", offset=1024, shape=(header[2],))
+    return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
 
 
 def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
-    """[packing] The batches that a shard holds: for each sequence, (start, end) of its pieces, T + 1
-    tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit; what
+    """[packing] The batches that a shard holds: for each sequence, (start, end) of its pieces,
+    T + 1 tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit; what
     is cut off is dropped, and so is the shard's tail. Records 26 and 29. With max_doc 0, a sequence
     is one piece, which begins where the one before it ended."""
     starts = [len(shard)]
@@ -1458,12 +1452,12 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
 
 def find_data(c: Config) -> dict[str, list[np.memmap]]:
     """The shards that the run reads, by split; exits with status 2 if they hold too little."""
-    if any(0 in target_weights(stage) for stage in c.stages):
-        if not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab:
-            refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
+    needs_prefixes = any(0 in target_weights(stage) for stage in c.stages)
+    if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
+        refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
     folder = Path(c.data).absolute()
     shards = {"train": [], "val": []}
-    for split in shards:
+    for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
         shapes, found = batch_shapes(split, c), 0
         paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
         for path in paths if split == "train" else paths[:1]:
@@ -1471,7 +1465,6 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
         if found < len(shapes):
-            flag = "--steps" if split == "train" else "--val_tokens"
             refuse(
                 f"{folder}: the {split} shards hold {found} of {len(shapes)} batches; get more "
                 f"(data/README.md), or run with fewer {flag}"
@@ -1529,6 +1522,11 @@ def refuse(message: str) -> None:
     sys.exit(2)
 
 
+def warn(message: str) -> None:
+    """Tells what does not stop the run."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """train_gpt.py [record | tiny] [--field value ...]: numbers and strings of Config are flags."""
     if "-h" in argv or "--help" in argv:
@@ -1552,21 +1550,18 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of all hosts, and the configuration in formats that they can run."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
+    n, gpu = len(devices), devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if preset == "record" and devices[0].platform == "cpu":
-        print(
-            "warning: JAX sees only a CPU, but the record needs GPUs; without them: ./run.sh tiny",
-            file=sys.stderr,
-        )
-    n = len(devices)
+        warn("JAX sees only a CPU, but the record needs GPUs; without them: ./run.sh tiny")
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
-        batch, advice = math.lcm(n, c.batch), ""
-        if n % 8 == 0 and all(stage.tokens % batch == 0 for stage in c.stages):
-            chunk = math.gcd(c.head_chunk, c.val_T, *(stage.tokens // batch for stage in c.stages))
-            advice = f"; or another stream, no record: --batch {batch} --head_chunk {chunk}"
+        batch = math.lcm(n, c.batch)
+        chunk = math.gcd(c.head_chunk, c.val_T, *(stage.tokens // batch for stage in c.stages))
+        advice = f"; or another stream, no record: --batch {batch} --head_chunk {chunk}"
+        fits = n % 8 == 0 and not any(stage.tokens % batch for stage in c.stages)
         refuse(
-            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8{advice}"
+            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8"
+            + (advice if fits else "")
         )
-    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
     if gpu and float(devices[0].compute_capability) < 8.9:  # before Ada and Hopper: no FP8
@@ -1614,7 +1609,7 @@ def load_checkpoint(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
                 arrays = dict(file)
             return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
-            print(f"warning: {path} is not a whole checkpoint: {error!r}", file=sys.stderr)
+            warn(f"{path} is not a whole checkpoint: {error!r}")
     refuse(f"--resume {place}: there is no whole checkpoint")
 
 
@@ -1622,33 +1617,27 @@ def identity(c: Config, data: list[dict]) -> dict[str, Any]:
     """What must be the same in a run and in the run that it goes on from: source, flags, tokens."""
     free = ("data", "resume", "force", "save", "save_every", "stall")
     flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in free}
-    same = {"the source": crc32(SOURCE.encode()), "seed": c.seed, **flags}
+    same = {"the source": crc32(SOURCE.encode()), **flags}
     same |= {shard["file"]: shard["sha256"] for shard in data}
     return json.loads(json.dumps(same))  # as it is read back from a file
 
 
-def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> list[str]:
-    """What has changed since the checkpoint. Exits with status 2 unless the run may go on: --force
-    allows another source, flags or tokens, but not other shapes."""
+def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> str:
+    """What has changed since the checkpoint. Exits with status 2 if the run cannot go on: --force
+    allows another source, other flags or tokens, but not other shapes."""
     before, now = facts["identity"], identity(c, data)
-    changed = [
-        f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}"
-        for name in before | now
-        if before.get(name) != now.get(name)
-    ]
-    shapes = saved_arrays(jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
-    for place in shapes | arrays:
-        saved, needed = (np.shape(tree.get(place, ())) for tree in (arrays, shapes))
-        if saved != needed or place not in arrays:
-            refuse(
-                f"--resume {c.resume}: {'; '.join(changed[:3])}: {place} has shape {saved}, but "
-                f"{needed} is needed, so the run cannot go on"
-            )
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
+    why = f"--resume {c.resume}: {'; '.join(changes[:3])}"
+    state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
+    shapes = {place: x.shape for place, x in saved_arrays(state).items()}
+    if shapes != {place: x.shape for place, x in arrays.items()}:
+        refuse(f"{why}; its arrays are not those of this model, so the run cannot go on from it")
     if facts["step"] > c.total_steps:
-        refuse(f"--resume {c.resume} is of step {facts['step']}, the run has {c.total_steps}")
-    if changed and not c.force:
-        refuse(f"--resume {c.resume}: {'; '.join(changed[:3])}; --force 1 goes on all the same")
-    return changed
+        refuse(f"{why}; it is of step {facts['step']}, and the run has {c.total_steps}")
+    if changes and not c.force:
+        refuse(f"{why}; --force 1 goes on all the same")
+    return "; ".join(changes)
 
 
 def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
@@ -1681,7 +1670,7 @@ class Log:
             try:
                 print(text, file=file, flush=True)
             except OSError as error:
-                print(f"warning: {file.name} has gaps: {error}", file=sys.stderr)
+                warn(f"{file.name} has gaps: {error}")
 
     def facts(self, facts: dict[str, Any]) -> None:
         """Writes a line for each fact."""
@@ -1691,25 +1680,21 @@ class Log:
 
 def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
     """What it takes to run this again, without secrets."""
-    steers = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
-    environment = {name: value for name, value in os.environ.items() if steers.match(name)}
-    versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
     git = "git describe --always --dirty --abbrev=40 2>/dev/null"
-    backend = devices[0].client.platform_version
-    return {
-        "hosts": jax.process_count(),
-        "versions": versions | {"python": sys.version, "backend": backend},
-        "devices": [device.device_kind for device in devices],
-        "driver": subprocess.getoutput(driver),
-        "environment": {k: v.replace(str(Path.home()), "~") for k, v in environment.items()},
-        "git": subprocess.getoutput(git),
-        "argv": argv,
-        "seed": c.seed,
-        "config": {"preset": preset, **dataclasses.asdict(c)},
-        "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
-        "parameters": {name: math.prod(p.model_shape) for name, p in param_table(c).items()},
-    }
+    steers = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
+    environment = {k: v for k, v in os.environ.items() if steers.match(k)}
+    versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
+    versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
+    facts = {"hosts": jax.process_count(), "versions": versions}
+    facts |= {"devices": [device.device_kind for device in devices]}
+    facts |= {"driver": subprocess.getoutput(driver), "git": subprocess.getoutput(git)}
+    home = str(Path.home())
+    facts |= {"environment": {k: v.replace(home, "~") for k, v in environment.items()}}
+    facts |= {"argv": argv, "seed": c.seed, "config": {"preset": preset, **dataclasses.asdict(c)}}
+    facts |= {"prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0}
+    sizes = {name: math.prod(param.model_shape) for name, param in param_table(c).items()}
+    return facts | {"parameters": sizes}
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -1764,7 +1749,8 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
             done, loss = pending.popleft()
             watch_for_stall(c.stall)
             if done % 10 == 0:
-                loss, ms = float(loss), 1e3 * (seconds + time.perf_counter() - clock)
+                loss = float(loss)
+                ms = 1e3 * (seconds + time.perf_counter() - clock)
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
                 status.extend([] if math.isfinite(loss) else [VOID])
 
@@ -1795,18 +1781,12 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
         show_losses()
 
     memory = [device.memory_stats() or {} for device in mesh.local_devices]
-    return validated(state), {
-        "reason": "target reached" if val_loss <= c.target else "end of schedule",
-        "val_loss": val_loss,
-        "target": c.target,
-        "steps": step,
-        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
-        "seed": c.seed,
-        "devices": mesh.size,
-        "train_time_ms": ms,
-        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
-        "resumed": bool(arrays),
-    }
+    reason = "target reached" if val_loss <= c.target else "end of schedule"
+    result = {"reason": reason, "val_loss": val_loss, "target": c.target, "steps": step}
+    result |= {"tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step])}
+    result |= {"seed": c.seed, "devices": mesh.size, "train_time_ms": ms, "resumed": bool(arrays)}
+    result |= {"peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory)}
+    return validated(state), result
 
 
 def common_status(status: list[int], step: int) -> int:
@@ -1821,11 +1801,9 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
     """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
     shapes, part, parts = batch_shapes("train", c), jax.process_index(), jax.process_count()
     steps = zip(stream(shards["train"], shapes, c, part, parts), schedule(c), strict=False)
-    everywhere = NamedSharding(mesh, P())
-    row = ScheduleRow(*[everywhere] * len(ScheduleRow._fields))
-    return prefetch(
-        itertools.islice(steps, start, None), (NamedSharding(mesh, P(mesh.axis_names)), row)
-    )
+    row = ScheduleRow(*[NamedSharding(mesh, P())] * len(ScheduleRow._fields))
+    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
+    return prefetch(itertools.islice(steps, start, None), shardings)
 
 
 def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
@@ -1873,45 +1851,44 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     jobs = [(shard, batch_shapes(split, c)) for split in shards for shard in shards[split]]
     with ThreadPoolExecutor(8) as pool:
         data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
-    facts, arrays, changed = {}, {}, []
-    if c.resume:
-        facts, arrays = load_checkpoint(Path(c.resume))
-        seed = facts["identity"]["seed"] if c.seed < 0 else c.seed
+    facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
+    if c.seed < 0:
+        seed = facts["identity"]["--seed"] if facts else secrets.randbits(31)
         c = dataclasses.replace(c, seed=seed)
-        changed = check_checkpoint(facts, arrays, c, data)
-    elif c.seed < 0:
-        c = dataclasses.replace(c, seed=secrets.randbits(31))
-    now = {"identity": identity(c, data), "machine": [jax.process_count(), len(jax.devices())]}
+    changed = check_checkpoint(facts, arrays, c, data) if facts else ""
+    words = [word for i, word in enumerate(argv) if "--resume" not in (word, *argv[i - 1 : i])]
+    facts |= {"identity": identity(c, data), "command": f"{command} {shlex.join(words)}"}
     devices, c = fit_devices(preset, c)
     mesh = make_mesh(devices)
+    machine = [jax.process_count(), len(devices), devices[0].device_kind, jax.__version__]
+    if facts.get("machine", machine) != machine:
+        warn(f"{c.resume} is of {facts['machine']}, this is {machine}: not equal bit by bit")
+    facts["machine"] = machine
     log = Log("" if changed else facts.get("log", ""))  # what has changed is another run
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
-    words = [word for i, word in enumerate(argv) if "--resume" not in (word, *argv[i - 1 : i])]
-    facts |= now | {"command": f"{command} {shlex.join(words)}"}
     log.facts({"data": data} | run_facts(preset, c, devices, argv))
-    print(
-        f"{preset} on {len(devices)} x {devices[0].device_kind}, head in {c.head_forward}, "
-        f"log in {log.path}"
-    )
+    place = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"{preset} on {place}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
     weights, result = train(c, mesh, programs, shards, log, facts, arrays)
+    path = log.path.with_suffix(".npz")
     try:
         if c.save:
-            path, weights = log.path.with_suffix(".npz"), unpad(weights, c)
-            about = {
-                "config": dataclasses.asdict(c),
-                "result": result,
-                "source": crc32(SOURCE.encode()),
-            }
-            about = {name: json.dumps(value) for name, value in about.items()}
-            if jax.process_index() == 0:
-                np.savez(path, **about, **weights)
+            save_weights(path, unpad(weights, c), c, result)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")
     if c.save:
         print(f"next: ./run.sh sample {path} {'def ' if c.vocab == 257 else 'The'!r}")
+
+
+def save_weights(path: Path, weights: dict[str, np.ndarray], c: Config, result: dict) -> None:
+    """Writes weights by name, and what evals/ need to know of them, as JSON."""
+    about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
+    about = {name: json.dumps(value) for name, value in about.items()}
+    if jax.process_index() == 0:
+        np.savez(path, **about, **weights)
 
 
 if __name__ == "__main__":
