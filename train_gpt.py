@@ -1019,7 +1019,9 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     whole = {}
     for name, param in param_table(c).items():
         array = process_allgather(params[name], tiled=True)
-        whole[name] = array.reshape(-1, *param.model_shape[1:])[: param.model_shape[0]]
+        if param.sharding == BANK:
+            array = array.reshape(-1, *param.model_shape[1:])
+        whole[name] = array[: param.model_shape[0]]
     return whole
 
 
@@ -1420,9 +1422,9 @@ def open_shard(path: Path) -> np.memmap:
 
 def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
     """[packing] The batches that a shard holds: for each sequence, (start, end) of its pieces,
-    T + 1 tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit; what
-    is cut off is dropped, and so is the shard's tail. Records 26 and 29. With max_doc 0, a sequence
-    is one piece, which begins where the one before it ended."""
+    T + 1 tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit;
+    what is cut off is dropped, and so is the shard's tail. Records 26 and 29. With max_doc 0, a
+    sequence is one piece, which begins where the one before it ended."""
     starts = [len(shard)]
     if any(max_doc for *_, max_doc in shapes):
         starts = [*np.flatnonzero(shard == c.eot).tolist(), len(shard)]
