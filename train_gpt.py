@@ -1737,13 +1737,15 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
 def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict, arrays: dict):
     """The run, from fresh weights or a checkpoint's. Returns trained weights and the RESULT."""
     state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
-    start, status = facts.get("step", 0), []  # status: of the exit for which a signal or a NaN asks
+    exits = []  # the exit statuses for which signals and losses ask
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: status.append(128 + number))
+        signal.signal(number, lambda number, _: exits.append(128 + number))
+    start = facts.get("step", 0)
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
     seconds = facts.get("seconds", 0.0)  # of training, until the clock was last started
     clock = time.perf_counter()
+    watch_for_stall(c.stall)
 
     def show_losses(wait=False):
         """Logs every tenth loss that is there."""
@@ -1754,10 +1756,11 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
                 loss = float(loss)
                 ms = 1e3 * (seconds + time.perf_counter() - clock)
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
-                status.extend([] if math.isfinite(loss) else [VOID])
+                if not math.isfinite(loss):
+                    exits.append(VOID)
 
     for step in range(start, c.total_steps + 1):
-        stop = common_status(status, step)
+        stop = agreed_exit(exits, step)
         checkpoint = c.save_every and step > start and step % c.save_every == 0
         if c.validates_before(step) or checkpoint or stop:  # ---- the clock stands still
             show_losses(wait=True)
@@ -1765,7 +1768,8 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
             seconds += time.perf_counter() - clock
             watch_for_stall(0)
             if c.validates_before(step):
-                val_loss, ms = validate(state, step, c, mesh, programs, shards), 1e3 * seconds
+                val_loss = validate(state, step, c, mesh, programs, shards)
+                ms = 1e3 * seconds
                 log.line(
                     f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
                     f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
@@ -1777,6 +1781,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
                 facts |= {"step": step, "seconds": seconds, "log": str(log.path)}
                 save_and_stop(state, stop, facts, log)
             clock = time.perf_counter()
+            watch_for_stall(c.stall)
         tokens, row = next(batches)  # ---- one step
         state, loss = programs[c.stage_at(step), step % 2 == 1](state, tokens, row)
         pending.append((step + 1, loss))
@@ -1791,9 +1796,9 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
     return validated(state), result
 
 
-def common_status(status: list[int], step: int) -> int:
-    """The exit status that was asked for first, or 0. Processes agree on it every ten steps."""
-    first = status[0] if status else 0
+def agreed_exit(exits: list[int], step: int) -> int:
+    """The first exit status, or 0. Several processes agree on one every ten steps."""
+    first = exits[0] if exits else 0
     if jax.process_count() == 1:
         return first
     return 0 if step % 10 else int(process_allgather(np.int32(first)).max())
