@@ -928,9 +928,7 @@ class Param(NamedTuple):
     weight_decay: float  # factor on the base rate: see apply_update()
     optimizer: optax.GradientTransformation  # of one array: what a device owns of it
     sharding: P = REPLICATED
-    every: int = (
-        2  # steps between updates, 1 or 2, of which each takes all gradients since the last
-    )
+    every: int = 2  # steps from update to update, 1 or 2; gradients add up in between
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     owners: tuple[int, ...] = ()  # of a bank: the layer that each matrix belongs to
     rows: int = 0  # of a lookup: rows without padding
@@ -938,8 +936,9 @@ class Param(NamedTuple):
     @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape without padding; of a bank, [matrices, rows, cols]."""
-        count = {BANK: len(self.owners), LOOKUP: self.rows}.get(self.sharding)
-        return self.shape if count is None else (count, *self.shape[-2 if self.owners else -1 :])
+        if self.sharding == BANK:
+            return (len(self.owners), *self.shape[2:])
+        return (self.rows, *self.shape[1:]) if self.sharding == LOOKUP else self.shape
 
 
 def param_table(c: Config) -> dict[str, Param]:
@@ -1176,8 +1175,8 @@ def schedule(c: Config) -> list[ScheduleRow]:
     cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
     lr = np.array([stage.lr for stage in c.stages])[stage]
     lr = lr * (1 - cooldown) + c.lr_floor * cooldown
-    rise = np.clip(progress / c.momentum_warmup, 0, 1)
-    fall = np.clip((progress - 1) / c.momentum_cooldown + 1, 0, 1)
+    rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
+    fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
     momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
     rows = []
     for step in steps:
@@ -1236,8 +1235,8 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     table = param_table(c)
 
     def place(path, x):
-        name = next(key.key for key in path if hasattr(key, "key"))
-        everywhere = path[0].name == "lookups" or x.ndim == 0
+        field, name = path[0].name, path[1].key
+        everywhere = field == "lookups" or x.ndim == 0
         sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -1245,7 +1244,8 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
 
 
 def make_state(c: Config, mesh: Mesh) -> State:
-    """The state at the start of a run; the same numbers on any number of devices."""
+    """The state at the start of a run; the same numbers on any number of devices. A seed of -1,
+    for which main() draws one, is 0 here."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     seed = np.uint32(max(0, c.seed))
     return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(seed, c)
@@ -1262,7 +1262,7 @@ def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int
     all-reduce       .. beyond 8 devices              nodes  compute   every step
     all-gather       bigram: rows, their gradients    all    compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
-    all-gather       lookups, for the next steps      fsdp   compute   end of a second step
+    all-gather       lookups that were updated        fsdp   compute   end of a second step
     """
     table = param_table(c)
     # Whole weights. Lookups were sent at the end of the last second step.
@@ -1298,19 +1298,21 @@ def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int
 def update_parameters(
     state: State, grads: dict, row: ScheduleRow, c: Config, second: bool
 ) -> State:
-    """Updates what this device owns."""
+    """Updates the parameters that are due, of which this device owns parts."""
+    table = param_table(c)
+    due = [name for name, param in table.items() if second or param.every == 1]
     waiting = {name: grads[name] for name in state.waiting_grads}
     if second:
         grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
         waiting = state.waiting_grads  # the next step overwrites them
+    if "embed" in due:
         both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
-        for name in ("embed", "head"):
-            grads[name] = jnp.where(row.tied, both, grads[name])
+        tied = {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
+        grads = grads | tied
 
     params, opt_state = dict(state.params), dict(state.opt_state)
-    for name, param in param_table(c).items():
-        if param.every == 2 and not second:
-            continue
+    for name in due:
+        param = table[name]
         update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
             grads[name], opt_state[name], params[name], momentum=row.momentum
         )
@@ -1320,14 +1322,13 @@ def update_parameters(
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
         params[name] = apply_update(params[name], update, rate, lr, param.weight_decay)
-
-    lookups = state.lookups
-    if second:
-        # A copy, because XLA may round the two updates differently.
+    if "embed" in due:  # a copy, because XLA may round the two updates differently
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
-        # Sent here, the tables arrive while Muon still works.
-        gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True, to="invarying")
-        lookups = {name: gather(params[name].astype(c.compute)) for name in lookups}
+    lookups = dict(state.lookups)
+    for name in lookups:
+        if name in due:  # sent here, the tables arrive while Muon still works
+            x = params[name].astype(c.compute)
+            lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
     return State(params, opt_state, waiting, lookups)
 
 
