@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [record | tiny] [--field value ...]
+#   ./run.sh [SCRIPT.py] [record | tiny] [--field value ...]          a copy of train_gpt.py
 #   ./run.sh check [--small | --field value ...]
 #   ./run.sh basics/NAME.py [argument ...]                            basics/README.md
 #   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
@@ -145,6 +145,13 @@ if [ "${1:-}" = test ]; then
   exec .venv/bin/python -m pytest -q -n 2 --dist loadfile "$@"
 fi
 
+trainer=train_gpt.py
+case ${1:-} in
+  *.py)
+    trainer=$1
+    shift
+    ;;
+esac
 case ${1:--} in
   -*)
     preset=tiny why="no NVIDIA GPU"
@@ -173,4 +180,4 @@ unlock
 [ -z "$data" ] || .venv/bin/python data/check.py --quick -- "$data"
 # On CPUs XLA asks for its memory anew every step: in pages of 2 MB (glibc >= 2.35) that is faster.
 [ -n "$cuda" ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
-exec .venv/bin/python train_gpt.py "$preset" "$@"
+exec .venv/bin/python dev/launch.py "$trainer" "$preset" "$@"

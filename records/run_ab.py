@@ -160,20 +160,35 @@ def interpreter() -> str:
 
 
 def run(python: str, arm: Path, words: list[str], lock: int) -> int:
-    """One training; its exit status. Ctrl-C is passed on, and then waited for."""
+    """One training; its exit status. SIGINT and SIGTERM are passed on, and then waited for."""
     env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
     if words[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
+    source = (arm / "train_gpt.py").read_text(encoding="utf-8")
+    words = ["train_gpt.py", *words]
+    if re.search(r"^def main\(.*\bcommand\b", source, re.M):  # older versions start themselves
+        words = [str(ROOT / "dev/launch.py"), *words]
     # In a session of its own a terminal's Ctrl-C reaches it once, through here; and it holds the
     # lock, so that nobody starts a second one beside it should this process die.
-    child = subprocess.Popen([python, "train_gpt.py", *words], cwd=arm, env=env, pass_fds=[lock],
-                             start_new_session=True)  # fmt: skip
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGINT)
-        child.wait()
-        raise
+    child = subprocess.Popen(
+        [python, *words], cwd=arm, env=env, pass_fds=[lock], start_new_session=True
+    )
+    stopped = None
+    while True:
+        try:
+            status = child.wait()
+            break
+        except KeyboardInterrupt as error:
+            stopped = error
+            child.send_signal(error.args[0])
+    if stopped:
+        raise stopped
+    return status
+
+
+def stop(number: int, _) -> NoReturn:
+    """Handles a signal."""
+    raise KeyboardInterrupt(number)
 
 
 def run_plan(out: Path) -> None:
@@ -215,11 +230,14 @@ def main() -> None:
     if not (out / "plan.json").is_file():
         refuse(f"{out}/plan.json is not there")
     print(f"planned in {out}/plan.json")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as in a job in the background
+            signal.signal(number, stop)
     try:
         run_plan(out)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"\nrun_ab.py: interrupted; to go on: --resume {out}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + error.args[0])
     plan = json.loads((out / "plan.json").read_text())
     arms = [out / name for name in plan["arms"]]
     # With flags no arm can be a record; then the question is what differs.

@@ -17,13 +17,13 @@ import run_ab
 import verify
 
 import train_gpt
-from tests.tools import SMALL, write_shard
+from tests.tools import SMALL, with_tiny, write_shard
 from tests.tools import text as tokens
 
 RUN_AB = Path(run_ab.__file__)
 # A train_gpt.py that writes a log at once. What it does besides, files in its folder say.
 SCRIPT = f"""\
-import os, pathlib, random, sys, time
+import os, pathlib, random, signal, sys, time
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(RUN_AB.parent)!r}]
 import fake_runs
 LOSS = 1.46
@@ -37,13 +37,15 @@ with open("../order", "a") as file:
 place.with_suffix(".npz").write_text("weights")
 if pathlib.Path("../wait").exists():
     place.write_text(text[:-200])
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
     pathlib.Path("../waiting").write_text(f"{{os.getpid()}} ")
-    try:
-        time.sleep(60)
-    except KeyboardInterrupt:
-        time.sleep(0.5)
-        place.write_text(text.rpartition("step:")[0] + "INTERRUPTED\\n")
-        sys.exit(130)
+    while not signals:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    place.write_text(text.rpartition("step:")[0] + f"INTERRUPTED by {{signals[0]}}\\n")
+    sys.exit(128 + signals[0])
 if pathlib.Path("../nan").exists():
     place.write_text(text.rpartition("RESULT")[0] + "NON-FINITE: the loss is no number\\n")
     sys.exit(3)
@@ -136,16 +138,19 @@ def wait_for(path: Path) -> int:
     raise TimeoutError(path)
 
 
-def test_ctrl_c_costs_one_run(unfinished):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_costs_one_run(unfinished, number):
     out = unfinished
     (out / "wait").touch()
     process = start("--resume", out, start_new_session=True)
     wait_for(out / "waiting")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all that run in it
+    os.killpg(process.pid, number)  # as a terminal does, to all that run in it
     process.wait(timeout=30)
     *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
-    assert log.read_text().endswith("INTERRUPTED\n")  # it was waited for
-    assert process.returncode == 130 and f"to go on: --resume {out}" in process.stderr.read()
+    assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
+    assert (
+        process.returncode == 128 + number and f"to go on: --resume {out}" in process.stderr.read()
+    )
     (out / "wait").unlink()
     status, text, _ = run("--resume", out)
     assert status == 0 and "1 interrupted and run again" in text
@@ -213,14 +218,17 @@ def test_a_plan_is_not_changed(unfinished):
 
 
 def test_the_real_script(tmp_path):
-    """With train_gpt.py itself, relative data and the compilation cache of its folder. Should its
-    log change, the judge has to."""
+    """With train_gpt.py itself, started by the launcher, relative data and the compilation cache of
+    its folder. Should its log change, the judge has to."""
+    script = tmp_path / "train_gpt.py"
+    stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
+    script.write_text(with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage))
     with tempfile.TemporaryDirectory(dir=RUN_AB.parents[1] / "data") as data:
         for name in ("train_000001", "train_000002", "val_000000"):
-            write_shard(Path(data, f"x_{name}.bin"), tokens(1200))
-        flags = ["tiny", *SMALL[:-2], "--stages", "6 256 8 16 0 1 0,1", "--steps", "6"]
+            write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
+        flags = ["tiny", *SMALL[:-2], "--steps", "6"]
         flags += ["--data", f"data/{Path(data).name}"]
-        words = f"new={train_gpt.__file__}", "-n", 2, "--out", tmp_path / "out", "--", *flags
+        words = f"new={script}", "-n", 2, "--out", tmp_path / "out", "--", *flags
         status, text, err = run(*words)
     first, second = verify.collect(tmp_path / "out" / "new").runs
     assert first.ended == second.ended == "end of schedule", err
@@ -231,8 +239,8 @@ def test_the_real_script(tmp_path):
     assert (tmp_path / "out" / "cache").is_dir()
     assert str(tmp_path) not in (said := first.path.read_text())
     result = json.loads(said.rpartition("RESULT ")[2])
-    assert first.source == hashlib.sha256(Path(train_gpt.__file__).read_bytes()).hexdigest()
-    assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 256
+    assert first.source == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 1024
     assert (first.loss, first.seconds * 1000) == (result["val_loss"], result["train_time_ms"])
     assert first.argv == [*flags, "--target", "0"] and first.seed == result["seed"]
     assert "seed" not in first.config and first.config["target"] == 0

@@ -36,7 +36,7 @@ elif argv == ["-m", "ensurepip"]:
     sys.exit({ensurepip})
 elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
     sys.exit("no network")
-elif argv[0] == "train_gpt.py":
+elif argv[0] == "dev/launch.py":
     print("pages", os.environ.get("GLIBC_TUNABLES"))
 """
 
@@ -119,7 +119,8 @@ def machine(tmp_path):
 
 VENV, PIP = "-m venv .venv", "-m pip install --quiet --disable-pip-version-check -r"
 CHECK = "data/check.py --quick --"
-TINY = ["data/source_code.py", f"{CHECK} data/source_code", "train_gpt.py tiny"]
+TRAIN = "dev/launch.py train_gpt.py"
+TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
 
 
 def said(*lines, name="python3.12"):
@@ -254,7 +255,7 @@ def test_a_venv_of_others_that_cannot_be_used_is_left_alone(machine, minor, miss
 # ---- Machines ------------------------------------------------------------------------------------
 def test_gpu_gets_the_cuda_of_its_driver_in_a_fresh_venv_and_the_record(machine):
     machine.python(12)
-    record = "data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", "train_gpt.py record"
+    record = "data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"
     for version, cuda in ("525.1", 12), ("580.65.06", 13), ("579.9", 12), ("1000.1", 13):
         machine.driver(version)
         assert machine.run() == said(VENV, f"{PIP} requirements.txt jax[cuda{cuda}]", *record)
@@ -276,13 +277,15 @@ def test_unfit_drivers_pythons_and_systems_are_refused(machine):
 
 # ---- Tokens and arguments ------------------------------------------------------------------------
 @pytest.mark.parametrize("argv, expected", [
-    (["tiny", "--seed", "1"], [*TINY[:2], "train_gpt.py tiny --seed 1"]),
-    (["tiny", "--data", "my text"], [f"{CHECK} my text", "train_gpt.py tiny --data my text"]),
-    (["--data", "a", "--data=b"], [f"{CHECK} b", "train_gpt.py tiny --data a --data=b"]),
-    (["--help"], ["train_gpt.py tiny --help"]),
-    (["record"], ["train_gpt.py record"]),  # without GPUs, which train_gpt.py explains
-    (["record", "--data", "x"], [f"{CHECK} x", "train_gpt.py record --data x"]),
-    (["huge", "--x", "1"], ["train_gpt.py huge --x 1"]),
+    (["tiny", "--seed", "1"], [*TINY[:2], f"{TRAIN} tiny --seed 1"]),
+    (["my_idea.py", "tiny", "--seed", "1"], [*TINY[:2], "dev/launch.py my_idea.py tiny --seed 1"]),
+    (["sub dir/my.py", "--seed=1"], [*TINY[:2], "dev/launch.py sub dir/my.py tiny --seed=1"]),
+    (["tiny", "--data", "my text"], [f"{CHECK} my text", f"{TRAIN} tiny --data my text"]),
+    (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
+    (["--help"], [f"{TRAIN} tiny --help"]),
+    (["record"], [f"{TRAIN} record"]),  # without GPUs, which train_gpt.py explains
+    (["record", "--data", "x"], [f"{CHECK} x", f"{TRAIN} record --data x"]),
+    (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
@@ -344,7 +347,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 
 
 @pytest.mark.parametrize("argv, held, free", [
-    ([], "-m -m data/source_code.py", "data/check.py train_gpt.py"),
+    ([], "-m -m data/source_code.py", "data/check.py dev/launch.py"),
     (["check"], "-m -m", "-m"),
     (["loss", "x"], "-m -m -m", "evals/loss.py"),
     (["test"], "-m -m -m", "-m -m -m"),

@@ -1,0 +1,385 @@
+"""dev/launch.py: how processes find each other, how a run is ended, and what a GPU must compute."""
+
+import dataclasses
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import launch
+import pytest
+
+import train_gpt
+from tests.tools import FLOAT32_FLAGS, SMALL, text, write_shard
+
+MAIN = 'if __name__ == "__main__":'
+FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, *"--steps 30 --save 0 --stall 0 --data data".split()]
+
+
+# ---- A run in a process of its own ---------------------------------------------------------------
+# Programs that compute nothing, so that a run takes no time; HOOK runs before each training step.
+STAND_INS = """
+def compile_all(c, mesh, log):
+    print("compiling", flush=True)
+    steps = itertools.count(1)
+    def train_program(state, tokens, row):
+        HOOK(next(steps))
+        return state, jnp.zeros(())
+    def val_program(params, tokens):
+        return 9.0
+    kinds = {False: train_program, True: train_program, "val": val_program}
+    return {(0, kind): program for kind, program in kinds.items()}
+
+def HOOK(step):
+    pass
+"""
+HUNG = """
+import ctypes  # as in XLA, no handler that is written in Python runs
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+def HOOK(step):
+    if step == 12:
+        lock(mutex)
+        lock(mutex)
+"""
+SLEEPS = """
+def compile_train_step(*_):
+    print("in the compiler", flush=True)
+    time.sleep(20)
+"""
+FAILS = """
+def compile_train_step(*_):
+    raise jax.errors.JaxRuntimeError("{}\\nmore")
+"""
+
+
+@pytest.fixture
+def start(tmp_path, request):
+    """Starts the launcher in a folder with a script that has `code` at its end."""
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data/x_train_1.bin", text(40_000))
+    write_shard(tmp_path / "data/x_val_1.bin", text(1600))
+
+    def start(code: str, *flags: str, until: str = "", script="train_gpt.py") -> subprocess.Popen:
+        source = train_gpt.SOURCE.replace(MAIN, f"{code}\n\n{MAIN}")
+        (tmp_path / script).write_text(source)
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        # A job in the background ignores Ctrl-C, and its children inherit that.
+        process = subprocess.Popen(
+            [sys.executable, launch.__file__, script, *FLAGS, *flags],
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        request.addfinalizer(process.kill)
+        if until:
+            next(line for line in process.stdout if until in line)
+        return process
+
+    return start
+
+
+def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_run_that_hangs(start, number):
+    process = start(STAND_INS + HUNG, until="step:10/30 train_loss")
+    time.sleep(0.5)
+    process.send_signal(number)
+    time.sleep(0.1)  # mpirun sends it twice
+    process.send_signal(number)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert end(process, 5)[0] == 128 + number
+
+
+def test_ctrl_c_ends_compiling_at_once(start, tmp_path):
+    process = start(SLEEPS, until="in the compiler")
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process, 5)
+    assert code == 130 and "Traceback" not in err
+    assert not [*tmp_path.glob("logs/*/*")]
+
+
+def test_lack_of_memory_is_explained(start):
+    code, _, err = end(start(FAILS.format("RESOURCE_EXHAUSTED: no 9 GB")))
+    assert code == 2 and "Traceback" not in err
+    assert re.fullmatch(r"launch\.py: not enough memory: RESOURCE_.* 9 GB\. .*--batch.*\n", err)
+
+
+def test_any_other_error_is_shown(start):
+    code, _, err = end(start(FAILS.format("INTERNAL: no luck")))
+    assert code == 1 and "Traceback" in err and "no luck\nmore" in err and "memory" not in err
+
+
+@pytest.mark.parametrize("message", [
+    "RESOURCE_EXHAUSTED: cannot allocate", "CUDNN_STATUS_ALLOC_FAILED", "out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+])  # fmt: skip
+def test_what_counts_as_lack_of_memory(message):
+    assert launch.NO_MEMORY.search(message)
+
+
+def test_a_copy_beside_train_gpt_runs(start, tmp_path):
+    """It logs its own source, refuses under its own name, and says how to go on."""
+    (tmp_path / "train_gpt.py").write_text("raise ImportError('this is not the script')")
+    nap = STAND_INS + "def HOOK(step):\n    time.sleep(0.05)\n# my idea\n"
+    process = start(nap, until="step:10/30 train_loss", script="my_idea.py")
+    process.terminate()
+    code, out, err = end(process)
+    assert (code, err) == (143, "")
+    assert re.search(r"; to go on: \./run\.sh my_idea\.py tiny .* --resume logs/", out)
+    (log,) = tmp_path.glob("logs/*.txt")
+    assert log.read_text().startswith((tmp_path / "my_idea.py").read_text())
+    code, _, err = end(start("", "--D", "no", script="my_idea.py"))
+    assert code == 2 and err.startswith("my_idea.py: argument --D")
+
+
+@pytest.mark.parametrize("argv", [[], ["absent.py", "tiny"]])
+def test_without_a_script_it_says_how_it_is_used(argv, tmp_path):
+    done = subprocess.run(
+        [sys.executable, launch.__file__, *argv], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("launch.py: usage: launch.py SCRIPT")
+
+
+# ---- How processes find each other ---------------------------------------------------------------
+def slurm(count: int, rank: int, job: int = 0, port: int = 1) -> dict[str, str]:
+    """Variables of task `rank` of a step of `count` tasks, one on each node."""
+    one = dict(JOB_ID=port, STEP_NODELIST="localhost", PROCID=rank, NTASKS=job or count,
+               STEP_NUM_TASKS=count, LOCALID=0, STEP_TASKS_PER_NODE=f"1(x{count})")  # fmt: skip
+    return {f"SLURM_{name}": str(value) for name, value in one.items()}
+
+
+MPI = dict(
+    OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", OMPI_MCA_orte_hnp_uri="1.0;tcp://a:1"
+)
+TORCH = dict(MASTER_ADDR="a", MASTER_PORT="29500", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+OURS = dict(JNANO_COORDINATOR="a:7", JNANO_PROCESSES="2", JNANO_PROCESS="1")
+LOCAL = dict(OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+SHARED = slurm(2, 1) | dict(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2")
+NONE = dict(coordinator_address=None, num_processes=None, process_id=None)  # JAX finds them itself
+ALL, OWN = dict(local_device_ids=[]), dict(local_device_ids=[1])
+SECOND = dict(num_processes=2, process_id=1)
+
+
+@pytest.fixture
+def initialize(monkeypatch):
+    """Stands in for jax.distributed.initialize, where no launcher has left its variables."""
+    for name in [*os.environ]:
+        if re.match("SLURM_|OMPI_|JNANO_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|CUDA_VIS|TPU|MEG", name):
+            monkeypatch.delenv(name)
+    call = Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", call)
+    monkeypatch.setattr(jax.config, "update", Mock())
+    return call
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({}, None),
+    (slurm(1, 0, job=8), None),  # an interactive shell of a job of eight tasks
+    (slurm(2, 1), NONE | ALL),
+    (SHARED, NONE | OWN),
+    (SHARED | dict(CUDA_VISIBLE_DEVICES="0"), NONE | ALL),
+    (SHARED | dict(CUDA_VISIBLE_DEVICES="0,1"), NONE | OWN),
+    (MPI | LOCAL | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1"), NONE | ALL),
+    (MPI | LOCAL, NONE | OWN),
+    (MPI | LOCAL | dict(JNANO_COORDINATOR="b:9"), SECOND | dict(coordinator_address="b:9") | OWN),
+    (TORCH | dict(LOCAL_WORLD_SIZE="1"), SECOND | dict(coordinator_address="a:29501") | ALL),
+    (TORCH | dict(LOCAL_WORLD_SIZE="2"), SECOND | dict(coordinator_address="a:29501") | OWN),
+    (OURS, SECOND | dict(coordinator_address="a:7") | ALL),
+])  # fmt: skip
+def test_the_variables_of_launchers(env, expected, initialize, monkeypatch):
+    """One task of a host takes all of its devices, several take one each."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    launch.join()
+    assert initialize.called == bool(expected)
+    if expected:
+        passed = initialize.call_args.kwargs
+        assert {name: passed.get(name) for name in expected} == expected
+        jax.config.update.assert_called_with("jax_enable_preemption_service", False)
+
+
+def test_a_coordinator_alone_is_refused(initialize, monkeypatch):
+    monkeypatch.setenv("JNANO_COORDINATOR", "a:7")
+    with pytest.raises(SystemExit):
+        launch.join()
+    assert not initialize.called
+
+
+@pytest.mark.parametrize("endpoints, env, pod", [
+    ("one:0:10.0.0.1", {}, False),
+    ("one", {}, False),
+    ("one:0:10.0.0.1,two:1:10.0.0.2", {}, True),
+    ("one,two", {}, True),
+    (None, {}, False),  # no metadata server
+    (None, dict(TPU_WORKER_HOSTNAMES="localhost"), False),
+    (None, dict(TPU_WORKER_HOSTNAMES="one,two"), True),
+    ("one", dict(MEGASCALE_NUM_SLICES="2"), True),
+])  # fmt: skip
+def test_a_tpu_host_is_a_pod_only_with_others(endpoints, env, pod, initialize, monkeypatch):
+    def urlopen(request, timeout):
+        if endpoints is None:
+            raise OSError("no such host")
+        assert request.get_header("Metadata-flavor") == "Google"
+        return io.BytesIO(endpoints.encode())
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(launch, "TPU_DEVICES", ["/no", __file__])
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name == "libtpu")
+    launch.join()
+    assert initialize.called == pod
+    if pod:
+        passed = initialize.call_args.kwargs
+        assert {name: passed.get(name) for name in NONE | ALL} == NONE | ALL
+
+
+def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
+    monkeypatch.setattr(launch.urllib.request, "urlopen", Mock())
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
+    launch.join()
+    assert not initialize.called and not launch.urllib.request.urlopen.called
+
+
+# ---- The attention kernel ------------------------------------------------------------------------
+C, TINY = [dataclasses.replace(c, attention="xla") for c in train_gpt.PRESETS.values()]
+kernel, positions = jax.nn.dot_product_attention, train_gpt.positions
+
+
+def changed(left=0, right=0, **changes):
+    """The kernel with other options, and a window with other ends."""
+
+    def attend(q, k, v, local_window_size, **options):
+        ends = local_window_size[0] + left, local_window_size[1] + right
+        return kernel(q, k, v, **{"local_window_size": ends} | options | changes)
+
+    return attend
+
+
+def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
+    """The kernel with a fault in its output or in its gradients."""
+
+    def attend(*qkv, **options):
+        wrong = jax.custom_vjp(lambda *qkv: forward(kernel(*qkv, **options)))
+        pull = lambda *qkv: jax.vjp(lambda *qkv: kernel(*qkv, **options), *qkv)[1]
+        wrong.defvjp(lambda *qkv: (wrong(*qkv), pull(*qkv)), lambda pull, g: backward(*pull(g)))
+        return wrong(*qkv)
+
+    return attend
+
+
+def code(change=lambda high, low: (high, low), a=4096, b=256):
+    """positions(), with codes of change(high, low), weighted by a and b."""
+
+    def wrong(starts, c, stage):
+        pos = positions(starts, c, stage)
+        one, _, high, low = jnp.moveaxis(pos.doc_k.astype(jnp.int32), -1, 0)
+        high, low = change(high, low)
+        doc_q = jnp.stack((-a * high, -b * low, a * one, b * one), axis=-1).astype(c.compute)
+        doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
+        return pos._replace(doc_q=doc_q, doc_k=doc_k)
+
+    return wrong
+
+
+KERNELS = dict(
+    no_window=changed(local_window_size=None),
+    one_key_less=changed(left=-1),
+    one_key_more=changed(left=1),
+    other_scale=changed(scale=0.125),
+    sees_the_future=changed(right=1, is_causal=False),
+    no_documents=lambda q, k, v, **options: kernel(q.at[..., -4:].set(0), k, v, **options),
+    one_wrong_token=spoiled(lambda y: y.at[0, 300, 1].set(y[0, 299, 1])),
+    not_a_number=spoiled(lambda y: y.at[0, 300, 1, 5].set(jnp.nan)),
+    wrong_dq=spoiled(backward=lambda dq, dk, dv: (1.05 * dq, dk, dv)),
+    wrong_dk=spoiled(backward=lambda dq, dk, dv: (dq, 1.05 * dk, dv)),
+    wrong_dv=spoiled(backward=lambda dq, dk, dv: (dq, dk, 1.05 * dv)),
+)
+CODES = dict(
+    sign_of_high=code(a=-4096),
+    no_highest_bit=code(lambda high, low: (high & ~128, low)),
+    no_lowest_bit=code(lambda high, low: (high, low & ~1)),
+)
+
+
+@pytest.fixture
+def stamps(monkeypatch, tmp_path) -> Path:
+    """Where passes are remembered."""
+    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    return tmp_path / ".cache"
+
+
+@pytest.mark.parametrize("c, codes", [(C, positions), (C, code()), (TINY, positions)])
+def test_the_kernel_of_this_machine_passes_with_a_margin(c, codes, monkeypatch):
+    monkeypatch.setattr(train_gpt, "positions", codes)
+    errors = launch.attention_errors(train_gpt, c)
+    assert list(errors) == ["y", "dq", "dk", "dv"]
+    assert all(0 < error < 0.03 for error in errors.values())
+
+
+@pytest.mark.parametrize("fault", [*KERNELS, *CODES])
+def test_a_wrong_kernel_or_document_code_is_refused(fault, monkeypatch, capsys, stamps):
+    def attend(*qkv, **options):  # not in the reference, which has a mask
+        return (kernel if "mask" in options else KERNELS.get(fault, kernel))(*qkv, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(train_gpt, "positions", CODES.get(fault, positions))
+    with pytest.raises(SystemExit) as stopped:
+        launch.check_attention_once(train_gpt, C)
+    assert stopped.value.code == 2 and not stamps.exists()
+    line = r"launch\.py: attention by xla is wrong on this machine, errors \{.*\}; install.*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
+    errors = Mock(return_value={"y": 0.01})
+    monkeypatch.setattr(launch, "attention_errors", errors)
+    monkeypatch.setattr(launch.inspect, "getsource", lambda function: function and "source")
+    for _ in range(2):
+        launch.check_attention_once(train_gpt, C)
+    assert errors.call_count == 1 and len([*stamps.iterdir()]) == 1
+    changes = [
+        (launch.inspect, "getsource", lambda function: "other source"),
+        (launch.subprocess, "getoutput", lambda command: "other driver"),
+        (launch.os, "uname", lambda: Mock(nodename="other machine")),
+        (launch.importlib.metadata, "distributions", lambda: []),
+    ]
+    for n, change in enumerate(changes, 2):
+        monkeypatch.setattr(*change)
+        for _ in range(2):
+            launch.check_attention_once(train_gpt, C)
+        assert errors.call_count == n
+
+
+@pytest.mark.parametrize("platform, attention, calls", [
+    ("gpu", "cudnn", ["check", "main"]), ("gpu", "xla", ["main"]), ("cpu", "cudnn", ["main"]),
+])  # fmt: skip
+def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monkeypatch):
+    made = []
+    script = Mock(
+        parse_config=lambda argv: (argv[0], TINY),
+        fit_devices=lambda preset, c: ([], dataclasses.replace(c, attention=attention)),
+        main=lambda argv, command: made.append("main"),
+    )
+    monkeypatch.setattr(launch, "load_script", lambda path: script)
+    monkeypatch.setattr(launch, "watch_signals", lambda: None)
+    monkeypatch.setattr(launch, "check_attention_once", lambda script, c: made.append("check"))
+    monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
+    launch.main([train_gpt.__file__, "tiny"])
+    assert made == calls
