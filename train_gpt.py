@@ -274,6 +274,7 @@ def check_config(c: Config) -> None:
     require(fits == c.head_chunk, f"{message}, but {fits} does")
     whole = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(whole, f"--val_tokens {c.val_tokens} is not a multiple of 8 sequences of {c.val_T}")
+    require(c.val_every > 0, "--val_every must be at least 1")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
@@ -1485,8 +1486,9 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
             f"{path}: its largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot"
         )
     for _, T, max_doc in set(shapes):  # positions() tells 4,095 documents of a sequence apart
-        begins = np.cumsum(np.minimum(sizes, max_doc or len(shard)))
-        if np.any(begins[4095:-1] - begins[:-4096] < T):
+        taken = np.minimum(sizes, max_doc or len(shard))
+        begins = np.cumsum(taken) - taken
+        if np.any(begins[4095:] - begins[:-4095] < T):
             refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -1843,8 +1845,9 @@ def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) ->
         why = f"NON-FINITE: the loss or a weight, by step {step}"
         if status != VOID:
             why = f"INTERRUPTED by {signal.Signals(status - 128).name} after step {step}"
-        last = max(folder.glob("*.state"), key=os.path.getmtime, default="needs a checkpoint")
-        log.line(f"{why}; to go on: {facts['command']} --resume {last}")
+        last = max(folder.glob("*.state"), key=os.path.getmtime, default=None)
+        how = f"to go on: {facts['command']} --resume {last}" if last else "there is no checkpoint"
+        log.line(f"{why}; {how}")
         sys.exit(status)
 
 
@@ -1900,4 +1903,4 @@ def save_weights(path: Path, weights: dict[str, np.ndarray], c: Config, result: 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], f"python {shlex.quote(sys.argv[0])}")

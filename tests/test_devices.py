@@ -1,4 +1,5 @@
-"""1, 2, 4 and 8 devices do the same: tokens, validation, gradients, losses; and how they talk."""
+"""1, 2, 4 and 8 devices do the same: tokens, validation, gradients, losses; and how they
+communicate. Where nothing depends on a power of two in between, 4 devices are left out."""
 
 import dataclasses
 import functools
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
 from tests.tools import (
@@ -19,132 +20,191 @@ from tests.tools import (
     make_random_state,
     place_on,
     random_params,
+    schedule_row,
     sequences,
     text,
     unoptimized,
+    whole_loss,
 )
+from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
 
-COUNTS = (1, 2, 4, 8)
-# Every kind of parameter in two layers; odd steps before and after the untie.
-MINI = dataclasses.replace(
-    MINI, plan="Spbxv0 Lkgnxdmv1@0<0", batch=16, microbatch=16, steps=4, untie=2, flat=1,
-    fallen=3, stages="1 512 4 12 0 1 0,1,.5:0 / 3 512 8 24 0 1.5 0,1",
+COUNTS = (1, 2, 8)
+# Every kind of parameter in two layers; second steps before and after the untie.
+LAYERS = (
+    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, dc=True, value_table=1, attend_to=0,
+          mudd=("input", "layer0"), skip_from=0, new_gates=True),
 )  # fmt: skip
-MINI32, T = dataclasses.replace(MINI, **FLOAT32), 32
-ROWS = train_gpt.param_table(MINI)
-TABLES = sorted(name for name, row in ROWS.items() if row.spec == P("fsdp"))
-BANKS = [name for name, row in ROWS.items() if row.spec == P(None, "fsdp")]
+STAGES = (
+    Stage(1, 512, short=4, long=12, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
+    Stage(3, 512, short=8, long=24, max_doc=0, lr=1.5),
+)
+MINI = dataclasses.replace(
+    MINI,
+    layers=LAYERS,
+    stages=STAGES,
+    mudd_head=(("input", 0.0), ("layer0", -0.5), ("value0", 0.0)),
+    batch=16,
+    microbatch=16,
+    cooldown_start=1 / 4,
+    cooldown_end=3 / 4,
+    untie=2 / 4,
+)
+MINI32 = dataclasses.replace(MINI, **FLOAT32)
+T = MINI.sequence_length(1)
+TABLE = train_gpt.param_table(MINI)
+LOOKUPS = sorted(name for name, param in TABLE.items() if param.sharding == LOOKUP)
+BANKS = [name for name, param in TABLE.items() if param.sharding == BANK]
 
 
 def batch(step: int) -> np.ndarray:
+    """A step's tokens."""
     return sequences(MINI, T, seed=step, count=MINI.batch)
 
 
 @functools.cache
-def program(kind: str, stage: int, devices: int, c: train_gpt.Config = MINI32):
+def train_program(stage: int, second: bool, devices: int, c: train_gpt.Config = MINI32):
+    """A stage's program for first or second steps."""
     with unoptimized():
-        return train_gpt.compile_stage(kind, stage, c, make_mesh(devices))
+        return train_gpt.compile_train_step(stage, second, c, make_mesh(devices))
+
+
+@functools.cache
+def val_program(devices: int, c: train_gpt.Config = MINI32):
+    """The second stage's validation program."""
+    with unoptimized():
+        return train_gpt.compile_val_step(1, c, make_mesh(devices))
 
 
 @functools.cache
 def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]:
-    """Its loss, and what reached the optimizer, of all devices together: Adam's gradients wait for
-    the next step, and Muon's momentum is 0.15 of them."""
+    """The first step's loss and whole gradients: those of Adam wait for the next step, and Muon's
+    momentum is 0.15 of them."""
     mesh = make_mesh(devices)
-    state, loss = program("even", 0, devices, c)(
-        make_random_state(c, mesh), place_on(mesh, batch(0))
-    )
-    buffer, _ = state.optimizer.inner_states["muon"].inner_state
-    muon = {name: np.asarray(buffer[name]) / (1 - 0.85) for name in BANKS}
-    return float(loss), train_gpt.unpad(state.held | muon, c)
+    tokens, row = place_on(mesh, batch(0)), schedule_row(c, 0, mesh)
+    state, loss = train_program(0, False, devices, c)(make_random_state(c, mesh), tokens, row)
+    grads = dict(state.waiting_grads)
+    for name in BANKS:
+        buffer, _ = state.opt_state[name]
+        grads[name] = np.asarray(buffer) / (1 - 0.85)
+    return float(loss), train_gpt.unpad(grads, c)
 
 
 @functools.cache
 def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
-    """Losses of all steps; parameters and tables before the first one and after each. Windows and
-    targets change between an even step and the odd one that takes its gradients; then back, so that
-    two programs do."""
-    mesh, losses = make_mesh(devices), []
+    """Losses of all steps; parameters and lookups before the first one and after each. Windows and
+    targets change between a first step and the second one that takes its gradients; after that they
+    change back, so that two programs suffice."""
+    mesh = make_mesh(devices)
     state = make_random_state(c, mesh)
-    host = lambda tree: jax.tree.map(np.array, tree)
-    seen = [SimpleNamespace(params=host(state.params), tables=host(state.tables))]
-    for step in range(c.steps):
-        train = program(train_gpt.KINDS[step % 2], step % 2, devices, c)
-        state, loss = train(state, place_on(mesh, batch(step)))
+
+    def snapshot():
+        copies = jax.tree.map(np.array, (state.params, state.lookups))
+        return SimpleNamespace(params=copies[0], lookups=copies[1])
+
+    losses = []
+    snapshots = [snapshot()]
+    for step in range(c.total_steps):
+        stage = step % 2
+        row = schedule_row(c, step, mesh)
+        if stage == 0:  # its targets are those of the first step
+            row = row._replace(targets=schedule_row(c, 0, mesh).targets)
+        program = train_program(stage, step % 2 == 1, devices, c)
+        state, loss = program(state, place_on(mesh, batch(step)), row)
         losses.append(float(loss))
-        seen.append(SimpleNamespace(params=host(state.params), tables=host(state.tables)))
-    return losses, seen
+        snapshots.append(snapshot())
+    return losses, snapshots
 
 
-# ---- What goes in --------------------------------------------------------------------------------
-@pytest.mark.parametrize("devices", COUNTS)
+# ---- Tokens and first weights --------------------------------------------------------------------
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_the_stream_of_tokens_is_the_same(devices):
-    """Every step is on the devices in the order of its rows."""
-    stages = "3 512 4 12 40 1 0,1 / 3 256 4 12 0 1 0,1"
+    """Every step is on the devices in the order of its rows, with its row of the schedule."""
+    stages = (
+        Stage(3, 512, short=4, long=12, max_doc=40, lr=1.0, targets=(1.0, 0.5)),
+        Stage(3, 256, short=4, long=12, max_doc=0, lr=1.0),
+    )
     c = dataclasses.replace(MINI, stages=stages, batch=8)
     shards = [text(n).astype(np.uint16) for n in (900, 1200, 4000)]
-    mesh, got = make_mesh(devices), 0
-    batches = train_gpt.on_devices(train_gpt.stream(shards, c.fills("train"), c), mesh)
-    expected = [*train_gpt.stream(shards, c.fills("train"), c)]
-    for array, rows in zip(batches, expected, strict=True):
-        parts = sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)
-        assert len(parts) == devices and array.dtype == jnp.int32
-        np.testing.assert_array_equal(np.concatenate([p.data for p in parts]), rows)
-        got += 1
-    assert got == c.steps
+    expected = [*train_gpt.stream(shards, train_gpt.batch_shapes("train", c), c)]
+    assert len(expected) == c.total_steps
+    for start in 0, 2:
+        batches = train_gpt.train_batches(c, make_mesh(devices), {"train": shards}, start)
+        expected_rows = train_gpt.schedule(c)[start:]
+        pairs = zip(batches, expected[start:], expected_rows, strict=True)
+        for (tokens, row), expected_tokens, expected_row in pairs:
+            parts = sorted(tokens.addressable_shards, key=lambda part: part.index[0].start or 0)
+            assert len(parts) == devices and tokens.dtype == jnp.int32
+            np.testing.assert_array_equal(np.concatenate([p.data for p in parts]), expected_tokens)
+            jax.tree.map(np.testing.assert_array_equal, row, expected_row)
 
 
 def test_the_stream_is_two_steps_ahead_and_ends():
     taken = []
-    source = (taken.append(i) or np.full((8, 3), i, np.int32) for i in range(5))
-    batches = train_gpt.on_devices(source, make_mesh(2))
-    got = []
-    for array in batches:
-        got.append(int(array[0, 0]))
-        assert len(taken) == min(5, got[-1] + 3)
-    assert got == [0, 1, 2, 3, 4]
+
+    def source():
+        for i in range(5):
+            taken.append(i)
+            yield np.full((8, 3), i, np.int32)
+
+    sharding = NamedSharding(make_mesh(2), PartitionSpec("fsdp"))
+    numbers = []
+    for array in train_gpt.prefetch(source(), sharding):
+        numbers.append(int(array[0, 0]))
+        assert len(taken) == min(5, numbers[-1] + 3)
+    assert numbers == [0, 1, 2, 3, 4]
 
 
 def test_the_first_state_is_the_same():
     with unoptimized():
-        states = [train_gpt.make_state(MINI, make_mesh(n)) for n in COUNTS]
+        states = [train_gpt.make_state(MINI, make_mesh(n)) for n in (1, 2, 4, 8)]
     first, *others = (jax.tree.map(np.asarray, state) for state in states)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
-@pytest.mark.parametrize("kind", train_gpt.KINDS)
-def test_a_step_takes_the_memory_of_the_state_before_it(kind):
-    """All of it: also the gradients that an even step overwrites without reading them."""
+@pytest.mark.parametrize("second", [False, True])
+def test_a_step_takes_the_memory_of_the_state_before_it(second):
+    """All of it: also that of waiting gradients which a first step overwrites without reading."""
     mesh = make_mesh(8)
     state = make_random_state(MINI32, mesh)
-    after, _ = program(kind, train_gpt.KINDS.index(kind), 8)(state, place_on(mesh, batch(0)))
-    left = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if not x.is_deleted()]
-    assert not [path for path in left if jax.tree_util.keystr(path).startswith(".held")]
+    stage = int(second)
+    tokens, row = place_on(mesh, batch(0)), schedule_row(MINI32, stage, mesh)
+    jax.block_until_ready(train_program(stage, second, 8)(state, tokens, row))
+    assert all(x.is_deleted() for x in state.waiting_grads.values())
 
 
-# ---- What comes out ------------------------------------------------------------------------------
+# ---- Losses and gradients ------------------------------------------------------------------------
 @functools.cache
 def by_hand() -> tuple[float, dict, float]:
-    """Of one sequence at a time, with no sharding and no accumulation: loss and gradients of the
-    first step, loss of a validation step."""
+    """Loss and gradients of the first step, and the loss of a validation step, one sequence at a
+    time, without sharding or microbatches."""
     params = jax.tree.map(jnp.asarray, random_params(MINI32))
 
-    def loss(params, row, shares):
-        with pytest.MonkeyPatch.context() as patch:  # gather, where there is but one device
-            patch.setattr(train_gpt.lax, "all_gather", lambda x, *_, **__: x)
-            patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
-            weights = train_gpt.gather(params, MINI32)
-        weights = train_gpt.read_pairs(weights, row, MINI32)
-        return train_gpt.loss_fn(weights, row, shares, MINI32, stage=len(shares) % 2)
+    def same(x, *_, **__):
+        return x
+
+    def loss(params, tokens, targets, stage):
+        with pytest.MonkeyPatch.context() as patch:  # there is but one device
+            patch.setattr(train_gpt.lax, "all_gather", same)
+            patch.setattr(train_gpt.lax, "pcast", same)
+            weights = train_gpt.whole_weights(params, MINI32)
+        return whole_loss(weights, tokens, targets, MINI32, stage)
+
+    def train_loss(params, tokens):
+        return loss(params, tokens, {1: 1.0, 2: 0.5}, 0)
+
+    def val_loss(tokens):
+        return loss(params, tokens, {1: 1.0}, 1)
+
+    def mean(*xs):
+        return np.mean([np.asarray(x, np.float64) for x in xs], axis=0)
 
     with unoptimized():
-        one = jax.jit(jax.value_and_grad(lambda p, row: loss(p, row, {1: 1.0, 2: 0.5})))
-        parts = [one(params, row[None]) for row in batch(0)]
-        add = lambda *xs: np.mean([np.asarray(x, np.float64) for x in xs], axis=0)
-        total, grads = jax.tree.map(add, *parts)
-        each = jax.jit(lambda row: loss(params, row, {1: 1.0}))
-        val = np.mean([each(row[None]) for row in sequences(MINI, MINI.val_T)]) / MINI.val_T
+        gradient = jax.jit(jax.value_and_grad(train_loss))
+        total, grads = jax.tree.map(mean, *[gradient(params, row[None]) for row in batch(0)])
+        val_loss = jax.jit(val_loss)
+        val = np.mean([val_loss(row[None]) for row in sequences(MINI, MINI.val_T)]) / MINI.val_T
     return total / T, train_gpt.unpad(grads, MINI32), val
 
 
@@ -152,23 +212,24 @@ def by_hand() -> tuple[float, dict, float]:
 def test_validation_is_the_same(devices):
     mesh = make_mesh(devices)
     params = make_random_state(MINI32, mesh).params
-    loss = program("val", 1, devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)))
+    loss = val_program(devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)))
     assert float(loss) == pytest.approx(by_hand()[2], rel=1e-6)
 
 
 @pytest.mark.parametrize("devices", COUNTS)
 def test_gradients_are_the_same_to_the_factor(devices):
-    """Adam and Muon hide a lost factor of 8, so compare what they are given: the mean over the
+    """Adam and Muon hide a lost factor of 8, so what they are given is compared: the mean over the
     sequences, also by hand."""
     loss, grads = first_step(devices)
     assert loss == pytest.approx(by_hand()[0], rel=1e-6)
+    assert grads.keys() == by_hand()[1].keys() == TABLE.keys()
     for name, expected in by_hand()[1].items():
         error = np.linalg.norm(grads[name] - expected) / np.linalg.norm(expected)
         assert error < 1e-5, (name, error)
 
 
 def test_one_sequence_at_a_time_trains_alike():
-    """Above, a device runs all of its 16, 8, 4 or 2 at once."""
+    """Above, a device runs all of its 16, 8 or 2 at once."""
     loss, grads = first_step(2, dataclasses.replace(MINI32, microbatch=1))
     assert loss == pytest.approx(first_step(1)[0], rel=1e-6)
     for name, expected in first_step(1)[1].items():
@@ -183,56 +244,63 @@ def test_losses_are_the_same_over_a_change_of_stage_and_the_untie(devices):
     assert len(set(one)) == len(one)
 
 
-# ---- What moves, and when ------------------------------------------------------------------------
+# ---- What is updated, and when -------------------------------------------------------------------
 @pytest.mark.parametrize("devices", [1, 8])
-def test_even_steps_move_the_matrices_in_the_layers_and_odd_ones_everything(devices):
-    _, seen = run(devices)
-    for step, (before, after) in enumerate(zip(seen, seen[1:], strict=False)):
-        for name in ROWS:
-            moved = np.any(before.params[name] != after.params[name])
-            assert moved == (step % 2 == 1 or name in BANKS), (step, name)
+def test_first_steps_update_banks_and_second_steps_everything(devices):
+    _, snapshots = run(devices)
+    for step in range(MINI.total_steps):
+        before, after = snapshots[step : step + 2]
+        for name in TABLE:
+            changed = np.any(before.params[name] != after.params[name])
+            assert changed == (step % 2 == 1 or name in BANKS), (step, name)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_head_and_embedding_are_one_until_the_untie(devices):
-    same = [np.array_equal(at.params["head"], at.params["embed"]) for at in run(devices)[1]]
+    _, snapshots = run(devices)
+    same = [np.array_equal(s.params["head"], s.params["embed"]) for s in snapshots]
     assert same == [True, True, True, True, False]
 
 
+# Rows of layers that use a parameter, where not all do: layer 1 is a MUDD layer.
+USED_ROWS = dict(attn_lambdas=[0], mlp_lambdas=[0], value_gates=[0], skip_lambdas=[1])
+
+
 @pytest.mark.parametrize("devices", [1, 8])
-def test_all_of_the_model_moves_and_none_of_its_padding(devices):
-    """Of padding, NorMuon's rows and their norm are 0 / 0."""
-    first, *_, last = (at.params for at in run(devices)[1])
+def test_all_of_the_model_changes_and_none_of_its_padding(devices):
+    """For padding, NorMuon's norms of rows and matrices are 0 / 0."""
+    _, snapshots = run(devices)
+    first, last = snapshots[0].params, snapshots[-1].params
     padding = 0
-    for name, row in ROWS.items():
-        lead = len(row.stored_shape) - len(row.shape) + 1
-        moved = (last[name] != first[name]).reshape(-1, *row.stored_shape[lead:])
-        real = np.zeros(moved.shape, bool)
-        real[tuple(map(slice, row.shape))] = True
+    for name, param in TABLE.items():
+        shape = param.shape[2:] if name in BANKS else param.shape[1:]
+        changed = (last[name] != first[name]).reshape(-1, *shape)
+        real = np.zeros(changed.shape, bool)
+        real[: param.model_shape[0]] = True
         padding += np.sum(~real)
         assert np.isfinite(last[name]).all(), name
-        assert not (moved & ~real).any(), f"padding of {name}"
+        assert not (changed & ~real).any(), f"padding of {name}"
         if name in BANKS:
-            assert moved[: row.shape[0]].any(axis=(1, 2)).all(), name
+            assert changed[: param.model_shape[0]].any(axis=(1, 2)).all(), name
+        elif name in LOOKUPS:
+            assert changed.any(), name
         else:
-            assert moved.any() if name in TABLES else moved.mean() > 0.9, name
+            used = USED_ROWS.get(name, [*range(len(changed))])
+            assert changed[used].mean() > 0.9, name
+            assert not np.delete(changed, used, axis=0).any(), name
     assert padding
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_tables_are_those_of_the_parameters(devices):
-    for at in run(devices)[1]:
-        assert [*at.tables] == TABLES
-        for name, table in at.tables.items():
-            np.testing.assert_array_equal(table, at.params[name])
+def test_lookups_are_those_of_the_parameters(devices):
+    for snapshot in run(devices)[1]:
+        assert [*snapshot.lookups] == LOOKUPS
+        for name, lookup in snapshot.lookups.items():
+            np.testing.assert_array_equal(lookup, snapshot.params[name])
 
 
 # ---- The compiled program ------------------------------------------------------------------------
 SHAPE = re.compile(r"(?:bf16|f32)\[([\d,]*)\]")
-
-
-def compiled(kind: str):
-    return program(kind, 1, 8, MINI)
 
 
 def collectives(text: str, kind: str) -> list[int]:
@@ -244,37 +312,39 @@ def collectives(text: str, kind: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", train_gpt.KINDS)
-def test_each_weight_is_sent_once_and_none_is_all_reduced(kind):
-    """Groups of matrices in every step, tables in odd ones; each gradient to its owner alone, but
-    of token pairs each token's, to all."""
-    hlo, size = compiled(kind).as_text(), lambda name: int(np.prod(ROWS[name].stored_shape))
-    counts = {name: ROWS[name].stored_shape[0] for name in BANKS}
-    groups = [size(name) // n for name, n in counts.items() for _ in range(n)]
-    tables = [size(name) for name in TABLES]
-    sent = [MINI.batch * MINI.rows[1].T * MINI.D, *groups, *(tables if kind == "odd" else [])]
+@pytest.mark.parametrize("second", [False, True])
+def test_each_weight_is_sent_once_and_none_is_all_reduced(second):
+    """Groups of matrices in every step, lookups in second ones; each gradient to its owner alone,
+    but those of bigram rows, token by token, to all."""
+    hlo = train_program(1, second, 8, MINI).as_text()
+    sizes = {name: int(np.prod(TABLE[name].shape)) for name in TABLE}
+    groups = []
+    for name in BANKS:
+        count = TABLE[name].shape[0]
+        groups += [sizes[name] // count] * count
+    lookups = [sizes[name] for name in LOOKUPS]
+    sent = [MINI.batch * T * MINI.D, *groups, *(lookups if second else [])]
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
-    own = sum(groups + tables) - size("bigram")
-    assert sum(collectives(hlo, "reduce-scatter")) == own // 8
-    shares = [n // 8 for n in groups + tables]  # of a device
-    assert 0 < max(collectives(hlo, "all-reduce")) < min(shares)  # scalars and the loss
+    owned = sum(groups + lookups) - sizes["bigram"]
+    assert sum(collectives(hlo, "reduce-scatter")) == owned // 8
+    smallest = min(groups + lookups) // 8  # of what a device owns
+    assert 0 < max(collectives(hlo, "all-reduce")) < smallest  # replicated ones and the loss
 
 
 def test_training_is_in_fp8_and_validation_is_not():
-    for hlo, used in (
-        (compiled("even").as_text(), True),
-        (compiled("val").as_text(), False),
-    ):
-        assert [name in hlo for name in ("f8e4m3fn", "f8e5m2")] == [used, used]
+    train, val = train_program(1, False, 8, MINI).as_text(), val_program(8, MINI).as_text()
+    for name in "f8e4m3fn", "f8e5m2":
+        assert name in train and name not in val
 
 
-def test_tables_are_sent_rounded_and_whole_to_every_device():
+def test_lookups_are_sent_rounded_and_whole_to_every_device():
     mesh = make_mesh(8)
     state = make_random_state(MINI, mesh)
-    for kind in train_gpt.KINDS:
-        state, _ = compiled(kind)(state, place_on(mesh, batch(0)))
-    for name, table in state.tables.items():
-        assert table.dtype == jnp.bfloat16 and table.sharding.is_fully_replicated
+    for step in 0, 1:
+        tokens, row = place_on(mesh, batch(0)), schedule_row(MINI, 1, mesh)
+        state, _ = train_program(1, step == 1, 8, MINI)(state, tokens, row)
+    for name, lookup in state.lookups.items():
+        assert lookup.dtype == jnp.bfloat16 and lookup.sharding.is_fully_replicated
         expected = np.asarray(state.params[name].astype(jnp.bfloat16))
-        for part in table.addressable_shards:
+        for part in lookup.addressable_shards:
             np.testing.assert_array_equal(np.asarray(part.data), expected)

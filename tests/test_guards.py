@@ -1,4 +1,4 @@
-"""What cannot work is refused: exit code 2, one line on stderr, nothing compiled, no log."""
+"""What cannot work is refused: exit status 2, one line on stderr, nothing compiled, no log."""
 
 import dataclasses
 import hashlib
@@ -16,23 +16,36 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.tools import MINI32, SMALL, write_shard
+from tests.tools import MINI32, SMALL, unoptimized, write_shard
+from train_gpt import LONG, SHORT, Config, Layer, Stage
 
-TRAIN = Path(train_gpt.__file__).resolve()
-STAGES = "--stages '6 256 8 8 0 1 0,1'"
-MINI = f"tiny {' '.join(SMALL)} --steps 6 {STAGES}"
+TINY = f"tiny {shlex.join(SMALL)}"
+STAGE = Stage(6, 256, short=8, long=8, max_doc=0, lr=1.0)
 NAMES = "x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"
 TEXT = np.where(np.arange(1100) % 50 == 0, 256, np.arange(1100) % 97)
-COMPILE_STAGE = train_gpt.compile_stage
+REAL_TRAIN_STEP = train_gpt.compile_train_step
+REAL_VAL_STEP = train_gpt.compile_val_step
+
+
+def set_preset(monkeypatch, name: str, **changes) -> None:
+    """Changes a preset as somebody does who edits the file."""
+    changed = dataclasses.replace(train_gpt.PRESETS[name], **changes)
+    monkeypatch.setitem(train_gpt.PRESETS, name, changed)
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """An empty folder, one device, and nothing to compile."""
+    """An empty folder, one device, nothing to compile, and `tiny` with a stage of 6 steps."""
+
+    def no_compiler(*_):
+        pytest.fail("something compiled")
+
     one = jax.devices()[:1]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: one)
-    monkeypatch.setattr(train_gpt, "compile_stage", lambda *_: pytest.fail("something compiled"))
+    monkeypatch.setattr(train_gpt, "compile_train_step", no_compiler)
+    monkeypatch.setattr(train_gpt, "compile_val_step", no_compiler)
+    set_preset(monkeypatch, "tiny", stages=(STAGE,), head_chunk=64)
 
 
 @pytest.fixture
@@ -52,41 +65,40 @@ def refusal(capsys):
     def run(command: str, *argv: str) -> str:
         with pytest.raises(SystemExit) as stopped:
             train_gpt.main([*shlex.split(command), *map(str, argv)])
-        said = capsys.readouterr()
+        shown = capsys.readouterr()
         assert stopped.value.code == 2
-        assert re.fullmatch(r"train_gpt\.py: .+\n", said.err)
-        assert not Path("logs").exists() and said.out == ""
-        return said.err
+        assert re.fullmatch(r"train_gpt\.py: .+\n", shown.err)
+        assert not Path("logs").exists() and shown.out == ""
+        return shown.err
 
     return run
 
 
 # ---- Flags ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("argv, says", [
-    ("huge", "there is no preset 'huge', only record, tiny"),
+@pytest.mark.parametrize("argv, message", [
+    ("huge", "'huge'.*record.*tiny"),
     ("tiny --bogus 1", "--bogus"),
     ("tiny --step 3", "--step "),  # a typo must not become another flag
+    ("tiny --layers 3", "--layers"),  # layers are edited in the file
     ("tiny more", "more"),
     ("tiny --steps 1.5", "--steps.*'1.5'"),
     ("tiny --steps", "--steps"),
-    ("tiny --plan X", "--plan: 'X' is no layer; write one word a layer"),
-    ("tiny --plan L<1v0", "'L<1v0' is no layer"),
-    ("tiny --plan=-v0", "'-v0' is no layer"),  # values where nothing attends
-    ("tiny --plan=-b", "'-b' is no layer"),  # nor is anything added there
-    ("tiny --plan LS", "'LS' is no layer"),
-    ("tiny --val_tokens 0", "--val_tokens 0 is no multiple of 8 sequences of --val_T 1024"),
-    ("tiny --val_tokens 66560", "--val_tokens 66560 is no multiple of 8 .* --val_T 1024"),
-    ("tiny --val_T 768", "--val_tokens 65536 is no multiple of 8 sequences of --val_T 768"),
+    ("tiny --steps -1", "--steps -1 is less than 1 stages"),
+    ("tiny --val_tokens 0", "--val_tokens 0 is not a multiple of 8 sequences of 1024"),
+    ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8 sequences of 1024"),
+    ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 8 sequences of 768"),
+    ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 64\] tokens, but 16 does"),
+    ("tiny --batch 3", "stage 0: --batch 3 does not divide 256 tokens"),
+    ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
 ])  # fmt: skip
-def test_unknown_presets_flags_values_and_layers_are_refused(refusal, argv, says):
-    assert re.search(says, refusal(argv))
+def test_wrong_flags_are_refused(refusal, argv, message):
+    assert re.search(message, refusal(argv))
 
 
 FIELDS = """
     bare: int = 3
     share: float = 0.5          # 10 % of what %s and %(prog)s have
-    floor: float = 1.0          # may be 0
-    flag: bool = True           # whether to
+    word: str = "a b"
     betas: tuple = (0.8, 0.95)  # of Adam
 """
 
@@ -94,9 +106,10 @@ FIELDS = """
 @pytest.fixture
 def tweaked(tmp_path, monkeypatch):
     """A copy of the file with more fields, as of somebody who tries something."""
-    assert train_gpt.SOURCE.count("\n    # fmt: on\n\n    @functools") == 1
+    end = "    # fmt: on\n\n    def __post_init__"
+    assert train_gpt.SOURCE.count(end) == 1
     path = tmp_path / "tweaked.py"
-    path.write_text(train_gpt.SOURCE.replace("\n    # fmt: on\n", f"{FIELDS}    # fmt: on\n", 1))
+    path.write_text(train_gpt.SOURCE.replace(end, f"{FIELDS}{end}"))
     spec = importlib.util.spec_from_file_location("tweaked", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "tweaked", module)
@@ -105,19 +118,16 @@ def tweaked(tmp_path, monkeypatch):
 
 
 def test_a_new_field_is_a_flag_of_its_type(tweaked):
-    def parse(flags: str) -> dict:
-        c = tweaked.parse_config(["tiny", *flags.split()])[1]
-        return {name: getattr(c, name) for name in ("bare", "share", "floor", "flag", "betas")}
+    def parse(*flags: str) -> tuple:
+        c = tweaked.parse_config(["tiny", *flags])[1]
+        return c.bare, c.share, c.word, c.betas
 
-    start = parse("")
-    assert start == dict(bare=3, share=0.5, floor=1.0, flag=True, betas=(0.8, 0.95))
-    assert parse("--bare 0 --share 1 --floor 0") == start | dict(bare=0, share=1.0, floor=0.0)
-    for word, value in ("False", False), ("0", False), ("True", True), ("1", True):
-        assert parse(f"--flag {word}")["flag"] is value
-    assert parse("--betas (0.9,.99)") == start | dict(betas=(0.9, 0.99))
-    for wrong in "--flag perhaps", "--betas 0.9":
+    assert parse() == (3, 0.5, "a b", (0.8, 0.95))
+    flags = parse("--bare", "0", "--share", "1", "--word", "")
+    assert flags == (0, 1.0, "", (0.8, 0.95)) and isinstance(flags[1], float)
+    for wrong in ["--bare", "0.5"], ["--betas", "(0.9, 0.99)"]:  # tuples are edited in the file
         with pytest.raises(SystemExit):
-            parse(wrong)
+            parse(*wrong)
 
 
 @pytest.mark.parametrize("flags", ["--help", "tiny --steps 3 -h", "record --bogus --help"])
@@ -127,27 +137,127 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
     assert not stopped.value.code and usage == tweaked.parse_config.__doc__
-    start, end = map(tweaked.SOURCE.index, ("@dataclasses.dataclass(", "\n\n\nPRESETS"))
-    assert shown.strip() == tweaked.SOURCE[start:end] and FIELDS in shown
+    shown = shown.strip()
+    assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
+    assert shown in tweaked.SOURCE and FIELDS in shown
+
+
+# ---- Tweaks --------------------------------------------------------------------------------------
+FIRST = Layer(LONG, value_table=0)
+NO_ATTENTION = "layer 1 has no attention: it can only be Layer.window=None, "
+STREAMS = r"there are only \['x0', 'bigram', 'input', 'value0', 'layer0'\]"
+TWEAKS = dict(  # second layer, changes of Config, message
+    paired_heads=(Layer(None, paired_heads=True), {}, NO_ATTENTION),
+    key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
+    key_start=(Layer(None, key_start=True), {}, NO_ATTENTION),
+    xsa=(Layer(None, xsa=True), {}, NO_ATTENTION),
+    head_gate=(Layer(None, head_gate=True), {}, NO_ATTENTION),
+    dc=(Layer(None, dc=True), {}, NO_ATTENTION),
+    bigram=(Layer(None, bigram=True), {}, NO_ATTENTION),
+    value_table=(Layer(None, value_table=1), {}, NO_ATTENTION),
+    attend_to=(Layer(None, attend_to=0), {}, NO_ATTENTION),
+    mudd=(Layer(None, mudd=("layer0",)), {}, NO_ATTENTION + ".*skip_from=None"),
+    window=(Layer("middle"), {}, "layer 1: no window 'middle'"),
+    attend_to_itself=(Layer(LONG, attend_to=1), {}, "layer 1: attend_to=1 is not an earlier layer"),
+    attend_to_later=(Layer(LONG, attend_to=2), {}, "layer 1: attend_to=2 is not an earlier layer"),
+    attend_to_last=(Layer(LONG, attend_to=-1), {}, "attend_to=-1 is not an earlier layer"),
+    skip_from_itself=(Layer(None, skip_from=1), {}, "layer 1: skip_from=1 is not an earlier layer"),
+    skip_from_later=(Layer(None, skip_from=2), {}, "layer 1: skip_from=2 is not an earlier layer"),
+    mudd_stream=(Layer(LONG, mudd=("layer1",)), {}, "layer 1: mudd reads 'layer1', " + STREAMS),
+    mudd_table=(Layer(LONG, mudd=("value1",)), {}, "layer 1: mudd reads 'value1', " + STREAMS),
+    mudd_word=(Layer(LONG, mudd="input"), {}, "layer 1: mudd reads 'i', " + STREAMS),
+    mudd_bigram=(
+        Layer(LONG, mudd=("input",), bigram=True),
+        {},
+        "layer 1: leave out bigram=True, mudd adds the bigram anyway",
+    ),
+    mudd_head=(FIRST, dict(mudd_head=(("layer3", 0.0),)), "mudd_head reads 'layer3', there are"),
+    gap=(Layer(LONG, value_table=2), {}, r"value tables are \[0, 2\]: leave no gaps"),
+    prefix=(
+        FIRST,
+        dict(stages=(dataclasses.replace(STAGE, prefix=(0.0, 0.1)),)),
+        "stage 0: prefix has a weight, but --prefixes names no table",
+    ),
+    targets=(
+        FIRST,
+        dict(stages=(STAGE, dataclasses.replace(STAGE, targets=(0.0, (0.0, 0.0))))),
+        "stage 1: all weights in targets and prefix are 0",
+    ),
+    tokens=(
+        FIRST,
+        dict(stages=(dataclasses.replace(STAGE, tokens=258),)),
+        "stage 0: --batch 4 does not divide 258 tokens",
+    ),
+    steps=(FIRST, dict(stages=(STAGE, STAGE), steps=1), "--steps 1 is less than 2 stages"),
+)
+
+
+@pytest.mark.parametrize("name", TWEAKS)
+def test_a_wrong_tweak_fails_with_its_reason(name):
+    layer, changes, message = TWEAKS[name]
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(train_gpt.PRESETS["tiny"], layers=(FIRST, layer, FIRST), **changes)
+
+
+def test_a_right_tweak_does_not_fail():
+    layers = (
+        FIRST,
+        Layer(None, skip_from=0, new_gates=True),
+        Layer(SHORT, attend_to=0, value_table=1, mudd=("x0", "bigram", "input", "value1")),
+    )
+    changes = dict(mudd_head=(("layer2", 0.5), ("value0", 0.0)), layers=layers)
+    dataclasses.replace(train_gpt.PRESETS["tiny"], **changes)
+
+
+def test_a_misspelt_field_of_a_layer_or_a_stage_fails():
+    with pytest.raises(TypeError, match="head_gates"):
+        Layer(SHORT, head_gates=True)
+    with pytest.raises(TypeError, match="prefixes"):
+        Stage(6, 256, short=8, long=8, max_doc=0, lr=1.0, prefixes=0.25)
+
+
+def test_flags_that_do_not_fit_the_stages_are_refused(refusal, monkeypatch):
+    set_preset(monkeypatch, "tiny", stages=(STAGE, STAGE, STAGE))
+    assert "--steps 2 is less than 3 stages" in refusal(f"{TINY} --steps 2")
 
 
 # ---- Devices -------------------------------------------------------------------------------------
 def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
-    monkeypatch.setattr(train_gpt, "compile_stage", COMPILE_STAGE)
-    jax.config.update("jax_disable_most_optimizations", True)
-    flags = f"{MINI.replace('tiny', 'record')} --vocab 257 --eot 256 --prefixes '' --steps 1"
-    train_gpt.main([*shlex.split(flags), "--plan", "Lv0 -<0", "--data", str(data)])
-    jax.config.update("jax_disable_most_optimizations", False)
+    layers = (FIRST, Layer(None, skip_from=0))
+    small = dict(layers=layers, stages=(STAGE,), mudd_head=(), head_chunk=32, prefixes="")
+    set_preset(monkeypatch, "record", **small, vocab=257, eot=256)
+    monkeypatch.setattr(train_gpt, "compile_train_step", REAL_TRAIN_STEP)
+    monkeypatch.setattr(train_gpt, "compile_val_step", REAL_VAL_STEP)
+    with unoptimized():
+        flags = f"--steps 1 --stall 0 --data {data}".split()
+        train_gpt.main(["record", *SMALL, *flags])
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"warning: JAX sees only a CPU, .*; without GPUs: \./run\.sh tiny\n", err)
+    assert re.fullmatch(r"warning: JAX sees only a CPU, .*; without them: \./run\.sh tiny\n", err)
     assert out.startswith("record on 1 x cpu, head in float8_e4m3fn") and '"steps": 1,' in out
 
 
 @pytest.mark.parametrize("count, batch", [(3, 24), (6, 24), (8, 12)])
 def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count, batch):
+    stages = (dataclasses.replace(STAGE, tokens=240),)
+    set_preset(monkeypatch, "tiny", stages=stages, head_chunk=2)
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
-    message = refusal(f"{MINI} --head_chunk 1", "--data", data, "--batch", batch)
+    message = refusal(f"{TINY} --head_chunk 2 --batch {batch} --data {data}")
     assert f"{count} devices do not divide --batch {batch} or 8 matrices: use 1, 2, 4" in message
+    assert ("--batch 24 --head_chunk 2" in message) == (count == 8)  # others cannot share a bank
+
+
+def test_more_devices_get_advice_that_works(monkeypatch, capsys):
+    """16 devices on two hosts do not divide the record's 8 sequences."""
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0",
+                             process_index=0, id=0)  # fmt: skip
+    monkeypatch.setattr(jax, "devices", lambda: [device] * 16)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        train_gpt.fit_devices("record", Config())
+    (advice,) = re.findall("no record: (--batch .*)", capsys.readouterr().err)
+    preset, c = train_gpt.parse_config(advice.split())
+    assert (c.batch, c.head_chunk) == (16, 8192)
+    assert train_gpt.fit_devices(preset, c) == ([device] * 16, c)
 
 
 def test_no_more_devices_than_sequences(monkeypatch):
@@ -169,16 +279,16 @@ BEST = "float8_e4m3fn", "float8_e5m2"
 def test_formats_and_kernel_fit_the_device(
     monkeypatch, capsys, platform, kind, capability, attention, head
 ):
-    """A GPU without FP8 takes head and MLP in bfloat16; only NVIDIA's have cuDNN."""
+    """GPUs without FP8 run head and MLP in bfloat16; only NVIDIA's have cuDNN."""
     device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability,
                              process_index=0, id=0)  # fmt: skip
     monkeypatch.setattr(jax, "devices", lambda: [device] * 8)
-    c = dataclasses.replace(train_gpt.Config(), mlp_forward=BEST[0])
+    c = dataclasses.replace(Config(), mlp_forward=BEST[0])
     same = dict(mlp_forward=head[0], head_forward=head[0], head_backward=head[1])
     expected = dataclasses.replace(c, attention=attention, **same)
     assert train_gpt.fit_devices("record", c) == ([device] * 8, expected)
     wide = dataclasses.replace(c, compute="float32")
-    assert train_gpt.fit_devices("record", wide)[1].attention == "xla"  # cuDNN's has no float32
+    assert train_gpt.fit_devices("record", wide)[1].attention == "xla"  # cuDNN has no float32
     assert capsys.readouterr().err == ""
 
 
@@ -197,137 +307,156 @@ def test_broken_shards_are_refused(refusal, data, name, fault):
         os.truncate(data / name, BROKEN[fault])
     else:
         write_shard(data / name, TEXT, **BROKEN[fault])
-    message = refusal(MINI, "--data", data)
-    assert f"{data / name} is no whole shard of tokens: python data/check.py {data} s" in message
+    message = refusal(TINY, "--data", data)
+    reason = f"{data / name} is not a whole shard of tokens: python data/check.py {data} says why"
+    assert reason in message
 
 
-@pytest.mark.parametrize("gone, flags, says", [
-    ("*", "", "train shards hold 0 of 6 steps"),
-    ("*_train_000002*", "", "train shards hold 4 of 6 steps"),
-    ("none", "--steps 9", "train shards hold 8 of 9 steps"),
-    ("none", "--stages '6 2048 8 8 0 1 0,1'", "train shards hold 0 of 6 steps"),
-    ("none", "--stages '6 256 8 8 9 1 0,1'", "train shards hold 0 of 6 steps"),  # too much is cut
-    # A step of 257 tokens is all that a second shard can hold beside one of 1,025.
-    ("none", "--stages '3 256 8 8 0 1 0,1 / 3 1024 8 8 0 1 0,1'", "train shards hold 4 of 6 steps"),
-    ("*_val_*", "", "val shards hold 0 of 2 steps"),
-    ("none", "--val_tokens 1536", "val shards hold 2 of 3 steps; .* --val_tokens 1024"),
+LONG_STAGE = dataclasses.replace(STAGE, tokens=2048)
+CUT_STAGE = dataclasses.replace(STAGE, max_doc=9)
+TWO_STAGES = dataclasses.replace(STAGE, steps=3), dataclasses.replace(STAGE, steps=3, tokens=1024)
+
+
+@pytest.mark.parametrize("gone, stages, flags, message", [
+    ("*", (STAGE,), "", "train shards hold 0 of 6 batches"),
+    ("*_train_000002*", (STAGE,), "", "train shards hold 4 of 6 batches"),
+    ("none", (STAGE,), "--steps 9", "train shards hold 8 of 9 batches; .* with fewer --steps"),
+    ("none", (LONG_STAGE,), "", "train shards hold 0 of 6 batches"),
+    ("none", (CUT_STAGE,), "", "train shards hold 0 of 6 batches"),  # too much is cut off
+    # A batch of 257 tokens is all that a second shard can hold beside one of 1,025.
+    ("none", TWO_STAGES, "", "train shards hold 4 of 6 batches"),
+    ("*_val_*", (STAGE,), "", "val shards hold 0 of 2 batches"),
+    ("none", (STAGE,), "--val_tokens 1536", "val shards hold 2 of 3 .* with fewer --val_tokens"),
 ])  # fmt: skip
-def test_too_few_tokens_are_refused(refusal, data, gone, flags, says):
+def test_too_few_tokens_are_refused(refusal, data, monkeypatch, gone, stages, flags, message):
+    set_preset(monkeypatch, "tiny", stages=stages)
     write_shard(data / "x_val_000001.bin", TEXT)  # a second is no part of the rules' text
     for path in data.glob(gone):
         path.unlink()
     for name in ("._x_train_000001.bin", "x_train_000003.bin.part", "x_val.bin"):
         (data / name).write_bytes(b"?")  # nothing that counts
-    message = refusal(f"{MINI} {flags}", "--data", data)
-    assert re.search(f"{data}: {says}", message)
-
-
-def test_the_refusal_of_too_few_tokens_asks_for_nothing_that_is_refused(refusal, data):
-    """Fewer steps are fewer of each stage: those that fit are not those that were found."""
-    stages = "--stages '4 256 8 8 0 1 0,1 / 4 1024 8 8 0 1 0,1'"
-    message = refusal(f"{MINI} {stages} --steps 8", "--data", data)
-    assert "train shards hold 5 of 8 steps" in message and "--steps" in message
-    for steps in re.findall(r"--steps (\d+)", message):
-        argv = shlex.split(f"{MINI} {stages} --steps {steps} --data {data}")
-        train_gpt.find_data(train_gpt.parse_config(argv)[1])
+    assert re.search(f"{data}: the {message}", refusal(f"{TINY} {flags}", "--data", data))
 
 
 def test_the_shards_that_the_schedule_needs_are_read_in_order(data):
-    _, c = train_gpt.parse_config([*shlex.split(MINI), "--data", str(data)])
-    for steps, n in (4, 1), (5, 2), (8, 2):
+    _, c = train_gpt.parse_config([*shlex.split(TINY), "--data", str(data)])
+    for steps, count in (4, 1), (5, 2), (8, 2):
         shards = train_gpt.find_data(dataclasses.replace(c, steps=steps))
-        assert [Path(shard.filename).name for shard in shards] == [*NAMES[:n], NAMES[2]]
+        assert [Path(shard.filename).name for shard in shards["train"]] == [*NAMES[:count]]
+        assert [Path(shard.filename).name for shard in shards["val"]] == [NAMES[2]]
 
 
 @pytest.mark.parametrize("length", [None, 256, 258])  # int32s in the file; None: there is none
-@pytest.mark.parametrize("weight, refused", [(".25", 1), ("0", 0), ("0:.1", 1), (".1:0", 1)])
-def test_prefixes_that_are_not_there_are_refused(refusal, data, tmp_path, length, weight, refused):
-    """Where they are targets: of other tokens they would be nonsense."""
+@pytest.mark.parametrize("weight, refused", [(0.25, 1), (0.0, 0), ((0.0, 0.1), 1), ((0.1, 0.0), 1)])
+def test_prefixes_that_are_not_there_are_refused(
+    refusal, data, tmp_path, monkeypatch, length, weight, refused
+):
+    """Where they are targets: a table for other tokens would be nonsense."""
     path = tmp_path / "no_prefixes.bin"
     if length:
         np.zeros(length, "<i4").tofile(path)
-    stages = f"--stages '3 256 8 8 0 1 {weight},1 / 3 256 8 8 0 1 0,1'"
-    flags = f"{MINI} {stages} --prefixes {path} --data {data}"
+    first = dataclasses.replace(STAGE, steps=3, prefix=weight)
+    stages = (first, dataclasses.replace(STAGE, steps=3))
+    set_preset(monkeypatch, "tiny", stages=stages, prefixes=str(path))
+    flags = f"{TINY} --data {data}"
     if refused:
-        assert str(path) in refusal(flags)
+        assert f"{path} does not hold 257 prefixes" in refusal(flags)
     else:
-        assert len(train_gpt.find_data(train_gpt.parse_config(shlex.split(flags))[1])) == 3
+        _, c = train_gpt.parse_config(shlex.split(flags))
+        assert len(train_gpt.find_data(c)["train"]) == 2
 
 
 # ---- Stages --------------------------------------------------------------------------------------
+CONFIGS = {**train_gpt.PRESETS, "mini": MINI32}  # before the fixture changes `tiny`
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 20, 100, 1285, 1286, 5000])
-@pytest.mark.parametrize("c", [*train_gpt.PRESETS.values(), MINI32])
-def test_a_run_of_any_length_goes_through_its_stages(c, steps):
-    c, each = dataclasses.replace(c, steps=steps), [row.steps for row in c.rows]
-    stages, total = [c.stage_at(step) for step in range(steps)], sum(each)
-    used, some = Counter(stages), {i for i, n in enumerate(each) if n}
-    assert stages == sorted(stages) and c.ends[-1] == steps
-    assert used.keys() == some if steps >= len(some) else used.keys() < some
-    assert stages[-1] == max(some) and c.stage_at(steps) == len(each) - 1
-    for i in some:  # in proportion, but for what it costs that none is left out
-        assert abs(used[i] - each[i] * steps / total) <= len(some)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_of_any_length_goes_through_its_stages(name, steps):
+    lengths = [stage.steps for stage in CONFIGS[name].stages]
+    trained = {i for i, length in enumerate(lengths) if length}
+    if steps < len(trained):
+        with pytest.raises(ValueError, match=f"--steps {steps} is less than {len(trained)} stages"):
+            dataclasses.replace(CONFIGS[name], steps=steps)
+        return
+    c = dataclasses.replace(CONFIGS[name], steps=steps)
+    stages = [c.stage_at(step) for step in range(steps)]
+    used = Counter(stages)
+    assert c.total_steps == steps == c.stage_ends[-1]
+    assert stages == sorted(stages) and used.keys() == trained
+    assert c.stage_at(steps) == len(lengths) - 1
+    for i in trained:  # in proportion, but for the steps that go to stages that would have none
+        assert abs(used[i] - lengths[i] * steps / sum(lengths)) <= len(trained)
 
 
 def test_the_record_has_the_stages_of_upstream():
-    c = train_gpt.Config()
-    rows = [
-        (423, 16384, 128, 384, 896),
-        (424, 32768, 384, 896, 2048),
-        (423, 49152, 640, 1408, 2048),
-        (15, 49152, 768, 1664, 2048),
-        (0, 49152, 768, 2560, 2048),
+    c = Config()
+    rows = [(s.steps, s.tokens, s.short, s.long, s.max_doc, s.lr) for s in c.stages]
+    assert rows == [
+        (423, 131072, 128, 384, 896, 1.0),
+        (424, 262144, 384, 896, 2048, 1.52),
+        (423, 393216, 640, 1408, 2048, 1.73),
+        (15, 393216, 768, 1664, 2048, 1.73),
+        (0, 393216, 768, 2560, 2048, 1.73),
     ]
-    assert [row[:5] for row in c.rows] == rows  # steps, T, S, L, document
-    assert [row.rate for row in c.rows] == [1, 1.52, 1.73, 1.73, 1.73]
-    moves = [[0.25, 1, 0.5, 0.25], [0.25, 1, 0.5], [0, 1], [0, 1], [0, 1]]
-    ends = [[0.25, 1, 0.5, 0], [0, 1, 0], [0, 1], [0, 1], [0, 1]]
-    assert [[a for a, _ in row.shares] for row in c.rows] == moves
-    assert [[b for _, b in row.shares] for row in c.rows] == ends
-    assert c.ends.tolist() == [423, 847, 1270, 1285, 1285]
-    assert sum(B * T for B, T, _ in c.fills("train")) == 338_821_120
+    assert [train_gpt.target_weights(stage) for stage in c.stages] == [
+        {0: (0.25, 0.25), 1: (1.0, 1.0), 2: (0.5, 0.5), 3: (0.25, 0.0)},
+        {0: (0.25, 0.0), 1: (1.0, 1.0), 2: (0.5, 0.0)},
+        {1: (1.0, 1.0)},
+        {1: (1.0, 1.0)},
+        {1: (1.0, 1.0)},
+    ]
+    assert c.total_steps == 1285 and c.stage_ends.tolist() == [423, 847, 1270, 1285, 1285]
+    assert sum(B * T for B, T, _ in train_gpt.batch_shapes("train", c)) == 338_821_120
 
 
 # ---- The pass over the bytes ---------------------------------------------------------------------
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("at", [0, 500, -1])  # the last: in the tail, which is not trained on
-def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, at):
+@pytest.mark.parametrize("place", [0, 500, -1])  # the last is in the tail, which no batch has
+def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
     tokens = TEXT.copy()
-    tokens[at] = 257
+    tokens[place] = 257
     write_shard(data / name, tokens)
-    message = refusal(MINI, "--data", data)
+    message = refusal(TINY, "--data", data)
     assert f"{data / name}: its largest token is 257 (--vocab 257), " in message
 
 
-def check(path: Path, tokens, *fills: tuple[int, int, int]) -> dict:
+def facts_of(path: Path, tokens, *shapes: tuple[int, int, int]) -> dict:
+    """What the log states of a shard of these tokens, read in these shapes."""
     shard = train_gpt.open_shard(write_shard(path, tokens))
-    return train_gpt.check_tokens(shard, [*fills], train_gpt.PRESETS["tiny"])
+    return train_gpt.shard_facts(shard, [*shapes], train_gpt.PRESETS["tiny"])
+
+
+CROWD = r"a sequence of \d+ tokens would hold more than 4,095 documents"
 
 
 @pytest.fixture
 def crowded(capsys, tmp_path):
     """Whether documents are refused as too many in a sequence."""
 
-    def check_crowd(tokens, *fills) -> bool:
+    def is_crowded(tokens, *shapes) -> bool:
         try:
-            documents = check(tmp_path / "a.bin", tokens, *fills)["documents"]
-            assert documents == np.sum(tokens == 256)
-            return False
+            documents = facts_of(tmp_path / "a.bin", tokens, *shapes)["documents"]
         except SystemExit:
-            assert "more than 4095 in a sequence: True" in capsys.readouterr().err
+            assert re.search(CROWD, capsys.readouterr().err)
             return True
+        assert documents == np.sum(tokens == 256)
+        return False
 
-    return check_crowd
+    return is_crowded
 
 
 def test_documents_must_start(tmp_path, capsys):
-    with pytest.raises(SystemExit):  # of a vocabulary with another --eot
-        check(tmp_path / "a.bin", np.full(999, 7), (8, 64, 0))
-    assert "largest token is 7 (--vocab 257), 0 are --eot 256" in capsys.readouterr().err
+    """Without a start, the tokens are of a vocabulary with another --eot."""
+    with pytest.raises(SystemExit):
+        facts_of(tmp_path / "a.bin", np.full(999, 7), (8, 64, 0))
+    assert "largest token is 7 (--vocab 257), 0 are --eot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first", [0, 1, 20_000])  # the first document is no exception
-def test_documents_that_join_must_be_few_enough_for_the_code(crowded, first):
-    T, tokens = 8192, np.full(30_000, 7)
+def test_documents_in_a_row_must_be_few_enough_for_the_code(crowded, first):
+    T = 8192
+    tokens = np.full(30_000, 7)
     tokens[9000:first:9000] = 256
     tokens[first : first + 2 * 4095 : 2] = 256
     assert not crowded(tokens, (8, T, 0))
@@ -339,7 +468,7 @@ def test_documents_that_join_must_be_few_enough_for_the_code(crowded, first):
 
 @pytest.mark.parametrize("before", [0, 5])
 def test_documents_that_are_packed_must_be_few_enough_for_the_code(crowded, before):
-    """So many can be in one sequence when each is cut, however far apart they are."""
+    """When each is cut, so many fit in a sequence, however far apart they are."""
     tokens = np.full(before + 4096 * 10, 7)
     tokens[before::10] = 256
     assert not crowded(tokens, (8, 8190, 2)) and crowded(tokens, (8, 8191, 2))
@@ -349,37 +478,32 @@ def test_documents_that_are_packed_must_be_few_enough_for_the_code(crowded, befo
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_shards_are_checked_for_the_sequences_that_they_are_read_in(refusal, data, split):
+def test_shards_are_checked_for_the_sequences_that_are_read_from_them(
+    refusal, data, monkeypatch, split
+):
     crowd = np.full(70_000, 7)
     crowd[: 2 * 4096 : 2] = crowd[8192::90] = 256
     for path in data.iterdir():
         write_shard(path, crowd)
-    long = dict(
-        train="--steps 1 --stages '1 65536 8 8 0 1 0,1'", val="--val_T 8192 --val_tokens 65536"
-    )
-    message = refusal(f"{MINI} {long[split]} --data {data}")
-    assert f"x_{split}_" in message and "more than 4095 in a sequence: True" in message
+    if split == "train":
+        set_preset(monkeypatch, "tiny", stages=(dataclasses.replace(STAGE, tokens=65536),))
+        flags = "--steps 1"
+    else:
+        flags = "--val_T 8192 --val_tokens 65536"
+    message = refusal(f"{TINY} {flags} --data {data}")
+    assert f"x_{split}_" in message and re.search(CROWD, message)
 
 
 def test_a_shard_is_read_to_its_end(tmp_path, capsys):
-    """In pieces, of which this one has three."""
     T = 24_576
     tokens = np.random.default_rng(0).integers(0, 100, 2 * 2**22 + T + 999)
     tokens[5 * 10**6 : 5 * 10**6 + 999] = 256
     path = tmp_path / "a.bin"
-    assert check(path, tokens, (8, T, 0)) == dict(
+    assert facts_of(path, tokens, (8, T, 0)) == dict(
         file=path.name, bytes=path.stat().st_size, largest_token=256, tokens=len(tokens),
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(), documents=999,
     )  # fmt: skip
-    for side, crowd in (2000, False), (2100, True):  # where the second piece begins
-        tokens[2**22 - side : 2**22 + side] = 256
-        if crowd:
-            with pytest.raises(SystemExit):
-                check(path, tokens, (8, T, 0))
-            assert "more than 4095 in a sequence: True" in capsys.readouterr().err
-        else:
-            assert check(path, tokens, (8, T, 0))["documents"] == 999 + 2 * side
-    tokens[2**22 - 2100 : 2**22 + 2100], tokens[-1] = 0, 257
+    tokens[-1] = 257
     with pytest.raises(SystemExit):
-        check(path, tokens, (8, T, 0))
+        facts_of(path, tokens, (8, T, 0))
     assert "its largest token is 257" in capsys.readouterr().err

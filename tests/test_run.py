@@ -1,8 +1,10 @@
 """A whole run in miniature: its log, its weights, its clock, its ends."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
@@ -21,26 +24,66 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from tests.tools import FLOAT32, SMALL, text, write_shard
+from tests.tools import FLOAT32_FLAGS, SMALL, make_mesh, text, with_tiny, write_shard
+from train_gpt import BANK, LONG, SHORT, Layer, Stage
 
 TRAIN = Path(train_gpt.__file__).resolve()
-MINI = ["tiny", "--plan", "Lv0 S", *SMALL, "--steps", "10", "--val_every", "5"]
-MINI += ["--stall", "0"]  # for some tests move the time
-MINI += [word for name in FLOAT32.items() for word in ("--{} {}".format(*name)).split()]
-ONE = ["--stages", "10 256 8 8 0 1 0,1 / 0 256 8 16 0 1 0,1"]  # but for the last validation
-TWO = [
-    "--stages",
-    "4 256 8 8 50 1 0,1,.5 / 6 512 8 16 0 1 0,1",
-]  # documents are packed, then joined
+FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, "--steps", "10", "--val_every", "5"]
+FLAGS += ["--stall", "0"]  # for some tests change the time
+LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
+ONE = (
+    Stage(10, 256, short=8, long=8, max_doc=0, lr=1.0),
+    Stage(0, 256, short=8, long=16, max_doc=0, lr=1.0),  # only for the last validation
+)
+TWO = (
+    Stage(4, 256, short=8, long=8, max_doc=50, lr=1.0, targets=(1.0, 0.5)),
+    Stage(6, 512, short=8, long=16, max_doc=0, lr=1.0),
+)
 VAL = r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 TRAINED = r"step:(\d+)/(\d+) train_loss:(\d+\.\d{4}) train_time:(\d+)ms"
-QUIET = SimpleNamespace(line=lambda _: None, facts=lambda **_: None, lap=lambda _: None)
+QUIET = SimpleNamespace(line=lambda _: None, facts=lambda _: None)
 DEVICES = jax.devices()[:1]
-MESH = Mesh(np.array(DEVICES), ("fsdp",), axis_types=(AxisType.Auto,))
-REAL_COMPILE_STAGE = train_gpt.compile_stage
+MESH = make_mesh(1)
+REAL_TRAIN_STEP = train_gpt.compile_train_step
+REAL_VAL_STEP = train_gpt.compile_val_step
+
+
+def set_tiny(monkeypatch, stages: tuple, layers: tuple = LAYERS) -> None:
+    """Gives `tiny` other layers and stages, in this process."""
+    changes = dict(layers=layers, stages=stages, mudd_head=(), head_chunk=32)
+    changed = dataclasses.replace(train_gpt.PRESETS["tiny"], **changes)
+    monkeypatch.setitem(train_gpt.PRESETS, "tiny", changed)
+
+
+def write_script(path: Path, stages: tuple, layers: tuple = LAYERS) -> Path:
+    """A copy of the script whose `tiny` has other layers and stages, for processes."""
+    source = train_gpt.SOURCE
+    assert source.count("head_chunk=256,") == 1
+    source = source.replace("head_chunk=256,", "head_chunk=32,")
+    path.write_text(with_tiny(source, *(", ".join(map(repr, x)) for x in (layers, stages))))
+    return path
+
+
+def parse(monkeypatch, stages: tuple, *flags: str) -> train_gpt.Config:
+    """The configuration of a run with these stages."""
+    set_tiny(monkeypatch, stages)
+    return train_gpt.parse_config([*FLAGS, *flags])[1]
+
+
+@contextlib.contextmanager
+def signal_handlers() -> Iterator[None]:
+    """Restores the handlers that a run sets."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +96,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def read(path: Path) -> SimpleNamespace:
-    """A log, by `re` and `json` alone."""
+    """A log, read with `re` and `json` alone."""
     source, rest = re.split("^={100}\n", path.read_bytes().decode(), flags=re.M)
     lines, validations = rest.splitlines(), re.findall(f"^{VAL}$", rest, re.M)
     facts = re.findall("^(?!step)([a-z]+) (.*)$", rest, re.M)
@@ -72,7 +115,7 @@ def read(path: Path) -> SimpleNamespace:
 # ---- A real run ----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def real(data, tmp_path_factory) -> SimpleNamespace:
-    """What a process on two devices leaves, among a git and an nvidia-smi of ours."""
+    """What a process on two devices leaves, with stand-ins for git and nvidia-smi."""
     folder = tmp_path_factory.mktemp("real")
     git = 'test "$*" = "describe --always --dirty --abbrev=40" && echo abc123-dirty'
     for name, script in ("git", git), ("nvidia-smi", "echo 580.65.06; echo 580.65.06"):
@@ -86,54 +129,52 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
         "JAX_SECRET_KEY": "hidden-2", "XLA_PASSWORD": "hidden-3", "TPU_ACCESS_TOKEN": "hidden-4",
     }  # fmt: skip
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
-    argv = [*MINI, *TWO, "--data", str(data), "--seed", "7"]
+    flags = ["--data", str(data), "--seed", "7"]
+    argv = [*FLAGS, *flags]
+    script = write_script(folder / "train_gpt.py", TWO)
 
     def start() -> SimpleNamespace:
-        before, command = set(folder.glob("logs/*.txt")), [sys.executable, TRAIN, *argv]
+        before, command = set(folder.glob("logs/*.txt")), [sys.executable, script, *argv]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         (path,) = set(folder.glob("logs/*.txt")) - before
         return SimpleNamespace(**vars(read(path)), out=done.stdout.splitlines())
 
-    _, c = train_gpt.parse_config(argv)
-    return SimpleNamespace(**vars(start()), folder=folder, argv=argv, c=c, start=start)
+    with pytest.MonkeyPatch.context() as patch:
+        c = dataclasses.replace(parse(patch, TWO, *flags), attention="xla")
+    more = dict(folder=folder, script=script, argv=argv, c=c, start=start)
+    return SimpleNamespace(**vars(start()), **more)
 
 
 def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(real):
-    assert real.source.encode() == TRAIN.read_bytes()
-    kinds = re.compile(rf"[a-z]+ (?=[\[{{\"\d])(.*)|{VAL}|{TRAINED}|GOODPUT \d+%: .*")
+    assert real.source.encode() == real.script.read_bytes()
+    kinds = re.compile(rf"[a-z]+ (?=[\[{{\"\d])(.*)|{VAL}|{TRAINED}")
     assert all(kinds.fullmatch(line) for line in real.lines[:-1])
     assert real.lines[-1].startswith("RESULT {") and real.rest.endswith("\n")
     assert real.out == [
         f"tiny on 2 x cpu, head in float32, log in logs/{real.path.name}",
-        *["compiling 6 programs ...", *real.lines[-6:]],
+        *["compiling 6 programs ...", *real.lines[-5:]],
         f"next: ./run.sh sample logs/{real.path.stem}.npz 'def '",
     ]
 
 
 def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
-    names = (
-        "hosts data versions devices driver environment git argv seed config prefixes parameters "
-        "compile"
-    )
-    assert list(real.facts) == names.split() and real.facts["versions"]["backend"]
+    names = "data hosts versions devices driver environment git argv seed config prefixes"
+    assert real.facts.keys() == {*names.split(), "parameters", "compile"}
+    assert real.facts["versions"]["backend"]
     versions = dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__)
     assert real.facts["versions"].items() >= (versions | {"python": sys.version}).items()
-    config = dict(preset="tiny", **dataclasses.asdict(real.c) | {"attention": "xla"})
-    parameters = dict(  # the 127 rows of no token are as real as the head's columns
-        embed=384 * 32, head=384 * 32, bigram=512 * 32, values0=257 * 32, qk=4 * 32 * 32,
+    config = dict(preset="tiny", **dataclasses.asdict(real.c))
+    parameters = dict(  # the head's columns of padding are trained, so they count
+        embed=384 * 32, head=384 * 32, bigram=512 * 32, value0=257 * 32, qk=4 * 32 * 32,
         vo=4 * 32 * 32, mlp=4 * 64 * 32, vo_lambdas=4, attn_lambdas=4, mlp_lambdas=4,
-        value_gates=2 * 12, smear_gate=12, smear_lambda=1, gate_in=8 * 32, gate_scale=1,
-        gate_start=9, gate_x0=2 * 9,
+        skip_lambdas=2, value_gates=2 * 2 * 12, smear_gate=12, smear_lambda=1, gate_scale=1,
     )  # fmt: skip
-    none = {name: 0 for name in real.facts["parameters"].keys() - parameters}  # in such a plan
-    assert none.keys() == {"skip_lambdas", "gate_bigram", "gate_skip", "gate_xsa", "gate_heads",
-                           "gate_dc_from", "gate_dc_to", "mudd_in", "mudd_v", "mudd_x",
-                           "mudd_values", "mudd_attn", "mudd_mlp", "mudd_head"}  # fmt: skip
+    parameters |= {"gates_input.w1": 8 * 32, "gates_input.w2": 3 * 8, "gates_input.b2": 3}
     assert real.facts.items() >= dict(
-        devices=["cpu", "cpu"], hosts=[f"{os.uname().nodename}: 2 x cpu"],
-        driver="580.65.06\n580.65.06", git="abc123-dirty", argv=real.argv,
-        seed=7, config=config, parameters=parameters | none,
+        devices=["cpu", "cpu"], hosts=1, driver="580.65.06\n580.65.06", git="abc123-dirty",
+        argv=real.argv, seed=7, prefixes=0, config=json.loads(json.dumps(config)),
+        parameters=parameters,
     ).items()  # fmt: skip
     names = [*(f"x_train_00000{i}.bin" for i in (1, 2, 3)), "x_val_000000.bin"]  # not the fourth
     assert real.facts["data"] == [dict(
@@ -177,25 +218,26 @@ def test_the_result_sums_the_run_up(real):
 
 
 def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data):
-    of = {
-        name: json.loads(real.weights.pop(name).item()) for name in ("config", "result", "source")
-    }
-    assert real.result == of["result"] | dict(weights=f"{real.path.stem}.npz")
-    assert of["source"] == crc32(TRAIN.read_bytes())
-    assert real.facts["config"] == dict(preset="tiny", **(config := of["config"]))
-    c, params = train_gpt.Config(**config), {}
-    for name, row in train_gpt.param_table(c).items():
-        assert real.weights[name].shape == row.shape
-        stacked = (-1, *row.stored_shape[2:]) if row.optimizer == "muon" else row.stored_shape
-        padded = np.zeros(row.stored_shape, np.float32).reshape(stacked)
-        padded[tuple(map(slice, row.shape))] = real.weights[name]
-        params[name] = padded.reshape(row.stored_shape)
-    assert real.weights.keys() == params.keys()
+    weights = dict(real.weights)
+    about = {name: json.loads(weights.pop(name).item()) for name in ("config", "result", "source")}
+    assert real.result == about["result"] | dict(weights=f"{real.path.stem}.npz")
+    assert about["source"] == crc32(real.script.read_bytes())
+    assert real.facts["config"] == dict(preset="tiny", **about["config"])
+    c, params = real.c, {}
+    for name, param in train_gpt.param_table(c).items():
+        assert weights[name].shape == param.model_shape
+        rows = param.shape[2:] if param.sharding == BANK else param.shape[1:]
+        padded = np.zeros(param.shape, np.float32).reshape(-1, *rows)
+        padded[: len(weights[name])] = weights[name]
+        params[name] = padded.reshape(param.shape)
+    assert weights.keys() == params.keys()
     shard = train_gpt.open_shard(data / "x_val_000000.bin")
-    program = compiled("val", c.stage_at(10), program_config(c), MESH)
-    tokens = train_gpt.on_devices(train_gpt.stream([shard], c.fills("val"), c), MESH)
-    params = jax.device_put(params, program.input_shardings[0][0])
-    loss = np.mean([float(program(params, batch)) for batch in tokens])
+    program = compiled_val_step(c.stage_at(10), program_config(c), MESH)
+    places, tokens_place = program.input_shardings[0]
+    batches = train_gpt.stream([shard], train_gpt.batch_shapes("val", c), c)
+    params = jax.device_put(params, places)
+    losses = [float(program(params, batch)) for batch in train_gpt.prefetch(batches, tokens_place)]
+    loss = np.mean(losses)
     assert loss == pytest.approx(real.result["val_loss"], abs=1e-4)
 
 
@@ -208,10 +250,41 @@ def test_a_second_run_finds_its_programs_in_the_cache(real):
     assert again.losses == real.losses
 
 
+def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypatch):
+    """A sweep compiles once."""
+    changes = dict(
+        jax_enable_compilation_cache=True,
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_compilation_cache_dir=str(tmp_path),
+    )
+    before = {name: getattr(jax.config, name) for name in changes}
+
+    def cached_programs(*flags: str) -> int:
+        jax.clear_caches()  # in memory
+        c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="xla")
+        for second in False, True:
+            REAL_TRAIN_STEP(0, second, c, MESH)
+        REAL_VAL_STEP(0, c, MESH)
+        return len([*tmp_path.glob("*-cache")])
+
+    try:
+        for change in changes.items():
+            jax.config.update(*change)
+        compilation_cache.reset_cache()
+        count = cached_programs()
+        assert count >= 3
+        flags = "--muon_lr 0.01 --adam_lr 0.02 --steps 20 --cooldown_start 0.2 --seed 5 --untie 0.1"
+        assert cached_programs(*flags.split()) == count
+        assert cached_programs("--D", "64") > count  # it would be seen
+    finally:
+        for change in before.items():
+            jax.config.update(*change)
+        compilation_cache.reset_cache()
+
+
 # ---- Runs in this process ------------------------------------------------------------------------
-@functools.cache
-def compiled(kind: str, stage: int, c: train_gpt.Config, mesh: Mesh):
-    return REAL_COMPILE_STAGE(kind, stage, c, mesh)
+compiled_train_step = functools.cache(REAL_TRAIN_STEP)
+compiled_val_step = functools.cache(REAL_VAL_STEP)
 
 
 def program_config(c: train_gpt.Config) -> train_gpt.Config:
@@ -231,13 +304,22 @@ def run(data, tmp_path, monkeypatch):
     """Runs, and reads the log; `raises` is how the run should end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: DEVICES)
-    share = lambda kind, stage, c, mesh: compiled(kind, stage, program_config(c), mesh)
-    monkeypatch.setattr(train_gpt, "compile_stage", share)
+    set_tiny(monkeypatch, ONE)
+
+    def train_step(stage, second, c, mesh):
+        return compiled_train_step(stage, second, program_config(c), mesh)
+
+    def val_step(stage, c, mesh):
+        return compiled_val_step(stage, program_config(c), mesh)
+
+    monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
+    monkeypatch.setattr(train_gpt, "compile_val_step", val_step)
 
     def run(*argv: str, raises=()) -> SimpleNamespace:
         before, code = set(Path("logs").glob("*.txt")), None
         try:
-            train_gpt.main([*MINI, *ONE, "--data", str(data), *argv])
+            with signal_handlers():
+                train_gpt.main([*FLAGS, "--data", str(data), *argv])
             assert not raises
         except raises as error:
             code = getattr(error, "code", None)
@@ -248,7 +330,7 @@ def run(data, tmp_path, monkeypatch):
 
 
 def wrap(monkeypatch, name: str, change) -> None:
-    """Put change(result, *arguments) in the place of what a function of train_gpt returns."""
+    """Replaces what a function of train_gpt returns by change(result, *arguments)."""
     function = getattr(train_gpt, name)
     monkeypatch.setattr(train_gpt, name, lambda *args: change(function(*args), *args))
 
@@ -262,23 +344,26 @@ def test_the_target_ends_the_run_early(run):
 
 
 def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
-    """Whatever the devices, and the warming up, which leaves no trace."""
+    """Whatever the devices, and the first calls in compile_all(), which leave no trace."""
 
-    def prepare(c, mesh, log):
-        stages = ("even", 0), ("odd", 0), ("val", 0), ("val", 1)
-        return {stage: train_gpt.compile_stage(*stage, c, mesh) for stage in stages}
+    def compile_only(c, mesh, log):
+        programs = {(stage, "val"): train_gpt.compile_val_step(stage, c, mesh) for stage in (0, 1)}
+        for second in False, True:
+            programs[0, second] = train_gpt.compile_train_step(0, second, c, mesh)
+        return programs
 
     warm, other = run("--seed", "7"), run("--seed", "8")
-    monkeypatch.setattr(train_gpt, "prepare", prepare)
+    monkeypatch.setattr(train_gpt, "compile_all", compile_only)
     cold = run("--seed", "7")
     assert warm.losses == cold.losses != other.losses
     for name in warm.weights.keys() - {"config", "result", "source"}:
         np.testing.assert_array_equal(warm.weights[name], cold.weights[name])
         same = np.array_equal(warm.weights[name], other.weights[name])
-        assert same == (warm.weights[name].size == 0)
+        assert same == (name == "skip_lambdas"), name  # no layer here uses them
     unseen = slice(20, 250)  # tokens that are not in the data: their rows stay as they began
-    np.testing.assert_array_equal(warm.weights["values0"][unseen], real.weights["values0"][unseen])
-    assert len(np.unique(warm.weights["values0"][unseen])) > 1000
+    table = warm.weights["value0"][unseen]
+    np.testing.assert_array_equal(table, real.weights["value0"][unseen])
+    assert len(np.unique(table)) > 1000
 
 
 def test_every_run_draws_a_seed_and_logs_it(run):
@@ -298,73 +383,101 @@ def stand_in(program, run):
 
 # ---- Compiling -----------------------------------------------------------------------------------
 def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypatch):
-    events, stop = [], train_gpt.Clock.stop
-    listen = lambda name, *_, **__: events.append(name)
-    note = lambda name: lambda result, *_: events.append(name) or result
-    monkeypatch.setattr(train_gpt.Clock, "stop", lambda *args: listen("go") or stop(*args))
-    wrap(monkeypatch, "compile_stage", lambda run, kind, stage, *_: stand_in(run, lambda *args: (
-        events.append((kind, stage)) or run(*args))))  # fmt: skip
-    wrap(monkeypatch, "prepare", note("prepared"))
+    events = []
+
+    def listen(name, *_, **__):
+        events.append(name)
+
+    def note(name):
+        return lambda result, *_: events.append(name) or result
+
+    def noting(program, key):
+        return stand_in(program, lambda *args: events.append(key) or program(*args))
+
+    wrap(monkeypatch, "compile_train_step", lambda p, stage, second, *_: noting(p, (stage, second)))
+    wrap(monkeypatch, "compile_val_step", lambda p, stage, *_: noting(p, (stage, "val")))
+    wrap(monkeypatch, "compile_all", note("compiled"))
+    wrap(monkeypatch, "watch_for_stall", note("clock"))  # first when the clock starts
     wrap(monkeypatch, "train", note("end"))
     jax.monitoring.register_event_duration_secs_listener(listen)
     run("--seed", "9")
     jax.monitoring.unregister_event_duration_listener(listen)
-    compiles = [i for i, event in enumerate(events) if "compile" in event]
-    assert compiles, "none seen at all: the event has another name now"
-    assert not [i for i in compiles if events.index("go") < i < events.index("end")]
-    once = [event for event in events[: events.index("prepared")] if isinstance(event, tuple)]
-    assert once == [("even", 0), ("odd", 0), ("val", 0), ("val", 1)]
+    compiles = [i for i, event in enumerate(events) if "compile" in event and "/" in event]
+    assert compiles, "none at all: the event has another name now"
+    assert not [i for i in compiles if events.index("clock") < i < events.index("end")]
+    first = [event for event in events[: events.index("compiled")] if isinstance(event, tuple)]
+    assert first == [(0, False), (0, True), (0, "val"), (1, "val")]
 
 
 def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
-    stages = " / ".join(f"2 {256 * i} 8 8 0 1 0,1" for i in range(1, 7))
-    argv = [*MINI, "--stages", stages, *"--steps 12 --val_every 1 --seed 1".split()]
-    _, c = train_gpt.parse_config(argv)
-    lock, active, beside, ran = threading.Lock(), set(), [], []
+    stages = [Stage(2, 256 * i, short=8, long=8, max_doc=0, lr=1.0) for i in range(1, 7)]
+    c = parse(monkeypatch, tuple(stages), *"--steps 12 --val_every 1 --seed 1".split())
+    lock = threading.Lock()
+    active = set()
+    beside = {}  # which programs were being compiled when one began
+    ran = []
     place = NamedSharding(MESH, PartitionSpec("fsdp"))
 
-    def compile_stage(*stage):
+    def fake_program(stage, kind):
         with lock:
-            beside.append({*active})
-            active.add(stage)
+            beside[stage, kind] = {*active}
+            active.add((stage, kind))
         time.sleep(0.05)
-        active.remove(stage)
-        shape = SimpleNamespace(shape=(8, 33 + stage[1]))
+        active.remove((stage, kind))
+        shape = jax.ShapeDtypeStruct((8, 33 + stage), np.int32)
         info = SimpleNamespace(args_info=[(None, shape)], input_shardings=[(None, place)])
-        note = lambda tokens: ran.append((stage[:2], tokens.shape))
-        return stand_in(info, lambda state, tokens: (state, note(tokens)))
 
-    monkeypatch.setattr(train_gpt, "compile_stage", compile_stage)
-    programs = train_gpt.prepare(c, MESH, QUIET)
-    assert not any(("even", 0, c, MESH) in others for others in beside)
-    assert max(map(len, beside)) == 7
-    stages = [(kind, stage) for kind in ("even", "odd", "val") for stage in range(6)]
-    assert sorted(programs) == stages
-    assert sorted(ran) == [((kind, stage), (8, 33 + stage)) for kind, stage in stages]
+        def program(state, tokens):
+            ran.append((stage, kind, tokens.shape))
+            return 0.0 if kind == "val" else (state, 0.0)
+
+        return stand_in(info, program)
+
+    train_step = lambda stage, second, *_: fake_program(stage, second)
+    monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
+    monkeypatch.setattr(train_gpt, "compile_val_step", lambda stage, *_: fake_program(stage, "val"))
+    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock())
+    programs = train_gpt.compile_all(c, MESH, QUIET)
+    keys = {*itertools.product(range(6), (False, True, "val"))}
+    assert programs.keys() == beside.keys() == keys
+    assert not any((0, False) in others for others in beside.values())
+    assert max(map(len, beside.values())) == 7
+    assert len(ran) == 18 and {*ran} == {(stage, kind, (8, 33 + stage)) for stage, kind in keys}
 
 
-def test_steps_take_turns_and_stages_follow_each_other(data, monkeypatch):
+def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):
     """Each in the shape of its stage; a validation is of the stage of the step after it."""
-    stages = "3 256 8 8 0 1 0,1 / 4 512 8 16 40 1 0,1 / 0 2048 8 8 0 1 0,1"
-    argv = [*MINI, "--stages", stages, *"--steps 7 --val_every 3 --val_tokens 512".split()]
-    _, c = train_gpt.parse_config(argv)
+    stages = (
+        Stage(3, 256, short=8, long=8, max_doc=0, lr=1.0),
+        Stage(4, 512, short=8, long=16, max_doc=40, lr=1.0),
+        Stage(0, 2048, short=8, long=8, max_doc=0, lr=1.0),
+    )
+    c = parse(monkeypatch, stages, *"--steps 7 --val_every 3 --val_tokens 512".split())
     ran, one = [], jax.numpy.float32(1)
 
-    def program(kind, stage):
-        return lambda state, tokens: (
-            ran.append((kind, stage, tokens.shape)) or (one if kind == "val" else (state, one))
-        )
+    def program(stage, kind):
+        def run(state, tokens, row=None):
+            ran.append((stage, kind, tokens.shape))
+            return one if kind == "val" else (state, one)
 
-    programs = {(k, s): program(k, s) for k in ("even", "odd", "val") for s in range(3)}
+        return run
+
+    keys = itertools.product(range(3), (False, True, "val"))
+    programs = {key: program(*key) for key in keys}
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock(params=one))
-    shards = [train_gpt.open_shard(path) for path in sorted(data.iterdir())]
-    train_gpt.train(c, MESH, programs, shards, QUIET, {}, {})
-    first, second, val = (8, 33), (8, 65), (8, 65)
+    with signal_handlers():
+        train_gpt.train(c, MESH, programs, train_gpt.find_data(with_data(c, data)), QUIET, {}, {})
+    short, long, val = (8, 33), (8, 65), (8, 65)
     assert ran == [
-        ("val", 0, val), ("even", 0, first), ("odd", 0, first), ("even", 0, first),
-        ("val", 1, val), ("odd", 1, second), ("even", 1, second), ("odd", 1, second),
-        ("val", 1, val), ("even", 1, second), ("val", 2, val),
+        (0, "val", val), (0, False, short), (0, True, short), (0, False, short),
+        (1, "val", val), (1, True, long), (1, False, long), (1, True, long),
+        (1, "val", val), (1, False, long), (2, "val", val),
     ]  # fmt: skip
+
+
+def with_data(c: train_gpt.Config, data: Path) -> train_gpt.Config:
+    """The configuration, with shards in another folder."""
+    return dataclasses.replace(c, data=str(data))
 
 
 # ---- Clock ---------------------------------------------------------------------------------------
@@ -376,10 +489,9 @@ def now(monkeypatch):
         now.s += 1e-9
         return now.s
 
-    now, own = SimpleNamespace(s=0.0, sleep=time.sleep), dict(perf_counter=perf_counter)
-    own["process_time"] = time.process_time
-    own |= dict(sleep=lambda s: now.sleep(s), strftime=time.strftime, gmtime=time.gmtime)
-    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**own))
+    now = SimpleNamespace(s=0.0)
+    names = dict(perf_counter=perf_counter, strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(**names))
     return now
 
 
@@ -391,15 +503,16 @@ def test_training_and_its_reading_are_on_the_clock_and_nothing_else(run, monkeyp
         slow.append(seconds)
         return result
 
-    def slow_val(program, kind, *_):
-        run = lambda *args: slowly(100, program(*args))
-        return stand_in(program, run) if kind == "val" else program
+    def slow_batches(batches, shards, shapes, *_):
+        return (slowly(1 if shapes[0][1] == 32 else 100, batch) for batch in batches)
 
-    for name in "compile_stage", "check_tokens", "make_state":
+    def slow_val(program, *_):
+        return stand_in(program, lambda *args: slowly(100, program(*args)))
+
+    for name in "compile_train_step", "compile_val_step", "shard_facts", "make_state":
         wrap(monkeypatch, name, lambda result, *_: slowly(100, result))
-    wrap(monkeypatch, "stream", lambda batches, shards, fills, *_: (
-        slowly(1 if fills[0][1] == 32 else 100, batch) for batch in batches))  # fmt: skip
-    wrap(monkeypatch, "compile_stage", slow_val)
+    wrap(monkeypatch, "stream", slow_batches)
+    wrap(monkeypatch, "compile_val_step", slow_val)
     log = run()
     assert log.times[0] == 0 < log.times[5] <= log.times[10] == 10_000
     assert log.result["train_time_ms"] == pytest.approx(10_000)
@@ -407,18 +520,17 @@ def test_training_and_its_reading_are_on_the_clock_and_nothing_else(run, monkeyp
 
 
 class Device:
-    """Queues steps of 10 seconds; they get done while the host sleeps or waits, or `queue` later
+    """Queues steps of 10 seconds; they are done once the host waits for them, or once `queue` later
     ones are queued. What happens is noted; a loss is the number of its step."""
 
     def __init__(self, now, queue: int):
         self.now, self.queue, self.queued, self.done, self.notes = now, queue, 0, 0, []
-        now.sleep = lambda _: self.finish(self.done + 1)
 
     def finish(self, step: int) -> None:
         while self.done < min(step, self.queued):
             self.done, self.now.s = self.done + 1, self.now.s + 10
 
-    def train(self, state, tokens):
+    def train(self, state, tokens, row):
         self.notes.append("train")
         self.queued += 1
         self.finish(self.queued - self.queue)
@@ -426,40 +538,50 @@ class Device:
 
     def pending(self, step: int) -> Mock:
         """A result of a step."""
-        wait = lambda: self.notes.append("wait") or self.finish(step)
+
+        def wait():
+            self.notes.append("wait")
+            self.finish(step)
+
+        def value(_):
+            self.finish(step)
+            return float(step)
+
         result = MagicMock(block_until_ready=wait, is_ready=lambda: self.done >= step)
-        result.__format__ = lambda _, form: format(step if result.is_ready() else math.nan, form)
+        result.__float__ = value
         return result
 
 
 @pytest.mark.parametrize("queue", [3, 100])  # steps that the host runs ahead
-def test_the_host_waits_at_validations_only_and_tells_losses(data, monkeypatch, now, queue):
+def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, now, queue):
     device = Device(now, queue)
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: device.pending(0))
-    _, c = train_gpt.parse_config([*MINI, *ONE, "--steps", "20", "--val_every", "20"])
-    *shards, val = [train_gpt.open_shard(path) for path in sorted(data.iterdir())]
-    programs = {(kind, 0): device.train for kind in train_gpt.KINDS}
-    programs |= {("val", stage): lambda *_: device.notes.append("val") or 1.0 for stage in (0, 1)}
-    log = SimpleNamespace(line=device.notes.append, lap=lambda _: None)
-    _, result = train_gpt.train(c, MESH, programs, [*shards, val], log, {}, {})
+    c = parse(monkeypatch, ONE, *"--steps 20 --val_every 20".split())
+    programs = dict.fromkeys([(0, False), (0, True)], device.train)
+    val = lambda *_: device.notes.append("val") or 1.0
+    programs |= dict.fromkeys([(0, "val"), (1, "val")], val)
+    log = SimpleNamespace(line=device.notes.append)
+    with signal_handlers():
+        shards = train_gpt.find_data(with_data(c, data))
+        _, result = train_gpt.train(c, MESH, programs, shards, log, {}, {})
     assert result["train_time_ms"] == pytest.approx(200_000)  # queued steps are on the clock
-    told = [f"step:{i}/20 train_loss:{i}.0000 train_time:{i}0000ms" for i in (10, 20)]
-    at = min(20, 10 + queue)
+    lines = [f"step:{i}/20 train_loss:{i}.0000 train_time:{i}0000ms" for i in (10, 20)]
+    ahead = min(20, 10 + queue)
     assert device.notes == [
         *("wait", "wait", "val", "val"),
         "step:0/20 val_loss:1.0000 train_time:0ms step_avg:0.00ms",
-        *[*["train"] * at, told[0], *["train"] * (20 - at), "wait", told[1], "val", "val"],
+        *[*["train"] * ahead, lines[0], *["train"] * (20 - ahead), lines[1], "wait", "val", "val"],
         "step:20/20 val_loss:1.0000 train_time:200000ms step_avg:10000.00ms",
     ]
 
 
 # ---- Ends ----------------------------------------------------------------------------------------
-def test_a_loss_that_is_no_number_voids_the_run(run, monkeypatch):
+def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
     nan = lambda *_: float("nan")
-    wrap(monkeypatch, "prepare", lambda programs, *_: programs | {("val", 1): nan})
+    wrap(monkeypatch, "compile_all", lambda programs, *_: programs | {(1, "val"): nan})
     log = run("--target", "1", raises=SystemExit)
     assert log.code == 3
-    assert log.lines[-3].startswith("step:10/10 val_loss:nan train_time:")
+    assert log.lines[-2].startswith("step:10/10 val_loss:nan train_time:")
     assert log.lines[-1].startswith("NON-FINITE: ") and log.weights is None
 
 
@@ -472,17 +594,18 @@ def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch, trouble):
 
 
 def test_ctrl_c_in_training_ends_the_log_and_the_process(tmp_path, data):
-    """Until then the screen shows losses as they come; the cache lies where the user says."""
+    """Until then the screen shows losses as they come; the cache is where the user wants it."""
     for i in range(1, 1001):
         (tmp_path / f"x_train_{i:06}.bin").symlink_to(data / "x_train_000001.bin")
     (tmp_path / "x_val_000000.bin").symlink_to(data / "x_val_000000.bin")
-    flags = [*ONE, *f"--steps 5000 --val_every 5000 --data {tmp_path}".split()]
+    script = write_script(tmp_path / "train_gpt.py", ONE)
+    flags = f"--steps 5000 --val_every 5000 --data {tmp_path}".split()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
-    # A background job ignores Ctrl-C and its children inherit that, but for a handler.
+    # A background job ignores Ctrl-C and its children inherit that, unless there is a handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
-        [sys.executable, TRAIN, *MINI, *flags], cwd=tmp_path, env=env, text=True,
+        [sys.executable, script, *FLAGS, *flags], cwd=tmp_path, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     signal.signal(signal.SIGINT, before)
