@@ -17,7 +17,8 @@ matrices that each device owns. Every second step, Adam also updates everything 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
 targets of a token, N tokens or microbatches, G groups of 8 matrices, E any width; lower-case
-letters are local. [tags] are explained in README.md, where differences to upstream's record 89 are.
+letters are local. README.md explains the tags in brackets, and where we differ from record 89 of
+modded-nanogpt, which this is.
 """
 
 import argparse
@@ -1059,7 +1060,7 @@ def reduce_scatter(grad_VD, c: Config) -> Array:
 
 
 def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
-    """[fsdp] Whole weights from the parts that devices own; a bank becomes {layer: [matrices]}.
+    """[fsdp] Whole weights from the parts that devices own; a bank becomes {layer: its matrices}.
     jax.vjp of this function sends every gradient to its owner. ZeRO-2, arXiv:1910.02054."""
     table = param_table(c)
     weights = {}

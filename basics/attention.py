@@ -4,7 +4,7 @@ Run     ./run.sh basics/attention.py [--draw FILE.svg]
 Look    at `attend` and `apart`, which say what a token may read, and at `sees`, what it does read
 Source  Vaswani et al. 2017, arXiv:1706.03762; windows: arXiv:2004.05150; documents: 2107.02027
 In train_gpt.py  `attend` counts otherwise: a token sees itself and a window more. `positions` makes
-        the documents' code, which replaces four channels of q and k. `compose` reads in bands
+        the documents' code, for four channels of q and k. `dc_attention` cuts positions into bands
 """
 
 import sys

@@ -6,7 +6,7 @@ Look    at `attend`, the online softmax: it takes keys a chunk at a time and nev
         which round: a device waits for the slowest one, unless the order of tokens is a zigzag
 Source  Ring attention: Liu et al. 2023, arXiv:2310.01889; online softmax: Milakov and Gimelshein
         2018, arXiv:1805.02867; zigzag: section 3.3.2 of Llama 3, arXiv:2407.21783
-In train_gpt.py  `on_devices` gives every device whole sequences: they fit, as `attend` looks back
+In train_gpt.py  `prefetch` gives every device whole sequences: they fit, as `attend` looks back
         one window and cuDNN makes no scores outside of it. Keys are never sent
 """
 

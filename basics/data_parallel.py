@@ -4,9 +4,9 @@ Run     ./run.sh basics/data_parallel.py [--draw FILE.svg]
 Look    at `by_hand`: losses, counted tokens and gradients are added over devices, then divided. And
         at what two mistakes do that raise no error: a mean of means, and a forgotten psum
 Source  Li et al. 2020, arXiv:2006.15704
-In train_gpt.py  `gather` casts what every device holds whole to "varying" outside of the gradient:
-        the transpose of that cast is the psum. `train_step` divides by the number of sequences, a
-        constant, for `layout` leaves no padding. The axis "nodes" of `make_mesh` is data parallel
+In train_gpt.py  `whole_weights` casts what every device has whole to "varying": the transpose of
+        that cast is the psum. `train_step` divides by the number of sequences, a constant, because
+        `pack_documents` leaves no padding. The axis "nodes" of `make_mesh` is data parallel
 """
 
 import re

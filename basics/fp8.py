@@ -3,8 +3,8 @@
 Run     ./run.sh basics/fp8.py [--draw FILE.svg]
 Look    at `quantize`: scale, clip, cast; at `backward`; at the scales between which errors are flat
 Source  Micikevicius et al. 2022, arXiv:2209.05433
-In train_gpt.py  `quantize` and `softcap` are these, `matmul` rounds logits and dx to bfloat16;
-        `head_loss_forward` makes gradients at once, by chunks; `x_scale`, `w_scale`, `g_scale`
+In train_gpt.py  `quantize` and `softcap` are these, `scaled_matmul` rounds logits and dx to
+        bfloat16; `head_loss_fwd` makes gradients, by chunks; `x_scale`, `w_scale`, `g_scale`
 """
 
 import sys

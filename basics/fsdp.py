@@ -4,9 +4,9 @@ Run     ./run.sh basics/fsdp.py [--draw FILE.svg]
 Look    at `gather`, one line, and that no line sends gradients: its transpose does. `step` is what
         one device would do; here it sees an eighth of parameters, gradients and Adam's state
 Source  Rajbhandari et al. 2019, arXiv:1910.02054
-In train_gpt.py  `gather` sends in bfloat16 (`compute`); `train_step` keeps the whole weights until
+In train_gpt.py  `whole_weights` sends in bfloat16 (`compute`); `train_step` keeps the weights until
         all microbatches are done. `param_table` says how each is sharded: small ones not at all,
-        banks by the matrix, for Muon, in `optimizer`, needs whole ones
+        banks by the matrix, because Muon, in `normuon`, needs whole ones
 """
 
 import re

@@ -8,9 +8,9 @@ Look    at `table`: all there is to know of a parameter; `forward`, the model; `
 Dims    B sequence  T position  D model  F hidden  H head  L layer  V token; x residual stream
 Source  Radford et al. 2019, github.com/openai/gpt-2; AdamW, warm-up, cosine, clipping and decay
         as in Brown et al. 2020, arXiv:2005.14165, of matrices alone; no dropout
-In train_gpt.py  `param_table` is the table and `block` the layer. `norm` has no weights, `rotation`
+In train_gpt.py  `param_table` is the table, `block` the layer. `norm` has no weights, `norm_rotate`
         replaces learned positions, `mlp` squares a ReLU, `softcap` bounds the logits; `normuon`
-        moves the matrices, `gather` collects what is sharded, `layout` packs documents
+        updates matrices, `whole_weights` gathers what is sharded, `pack_documents` packs documents
 """
 
 import argparse

@@ -4,7 +4,7 @@ Run     ./run.sh basics/muon.py [--draw FILE.svg]
 Look    at `orthogonalize`; at how quintics lift small singular values; at who needs collectives
 Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon; Amsel et al. 2025, arXiv:2505.16932
 In train_gpt.py  `orthogonalize` is this one, in bfloat16; `normuon` then evens out the rows; `bank`
-        deals whole matrices; `train_step` decays only weights that the update shrinks
+        shards by whole matrices; `apply_update` decays only weights that the update shrinks
 """
 
 import re

@@ -6,8 +6,8 @@ Look    at the two tables, `gpipe` and `one_f_one_b`, which say what each stage 
         how many inputs wait for their backward pass, not how long a stage is idle
 Source  GPipe: Huang et al. 2018, arXiv:1811.06965; 1F1B with a flush: Narayanan et al. 2021,
         arXiv:2104.04473
-In train_gpt.py  nothing like it: the model fits every device. `gather` splits weights, not layers:
-        each device has all of them while it computes and waits for no other's output. `train_step`
+In train_gpt.py  nothing like it: the model fits every device. `whole_weights` is of all layers:
+        each device has them while it computes and waits for no other's output. `train_step`
         adds up gradients of microbatches, as here, to save memory: `microbatch` is how many
         sequences a device runs at once
 """

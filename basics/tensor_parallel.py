@@ -5,8 +5,8 @@ Look    at `SPLIT`: its four lines are all that is parallel, jit does the rest. 
         split by columns and the second one by rows: what lies between them stays on its device,
         and one sum over devices ends each pair. `theory` is held against what XLA has compiled
 Source  Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053
-In train_gpt.py  no product is split: a device has whole sequences and, by `gather`, whole weights.
-        The model fits a GPU with ease, and four sums a block would each have to be waited for
+In train_gpt.py  no product is split: a device has whole sequences and, by `whole_weights`, all
+        weights. The model fits a GPU with ease, and devices would wait for four sums a block
 """
 
 import argparse

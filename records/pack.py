@@ -41,10 +41,12 @@ NOTES = """\
 
 # ---- What goes into a record ---------------------------------------------------------------------
 def read_notes(folder: Path) -> str:
+    """The text of notes.md; exits where its questions are not answered."""
     file = folder / "notes.md"
     if not file.is_file():
         file.write_text(NOTES)
-    if "<!--" in (text := file.read_text()):
+    text = file.read_text()
+    if "<!--" in text:
         sys.exit(f"pack.py: answer the questions in {file}, then run this again")
     return text.strip()
 
@@ -79,7 +81,7 @@ def check_news(this: Evidence, base: Evidence | None, metric: str, last: Path, b
 
 
 def describe(e: Evidence, target: float) -> dict[str, Any]:
-    """What result.json says of a set of runs."""
+    """What result.json states of a set of runs."""
     run = e.runs[0]
     versions = [f"{name} {run.versions[name].split()[0]}" for name in ("jax", "python")]
     machine = ", ".join([f"{len(run.devices)} x {run.devices[0]}", *versions])
@@ -89,8 +91,8 @@ def describe(e: Evidence, target: float) -> dict[str, Any]:
 
 
 def make(folder: Path, name: str, baseline: Path | None) -> None:
-    """A record, or a comparison, whose result.json tells of its first arm. It is written beside its
-    place and moved there when it is whole; over another record it cannot be moved."""
+    """Makes a record, or a comparison, whose result.json is of its first arm. It is written beside
+    its place and moved there when it is whole; over another record it cannot be moved."""
     import plot  # needs matplotlib, which --tables does not
 
     is_study = verify.is_plan(folder)
@@ -178,6 +180,7 @@ def renew() -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Makes what the command line names, and renews the tables."""
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("folder", type=Path, nargs="?")

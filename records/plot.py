@@ -50,6 +50,7 @@ class Curve(NamedTuple):
 
 
 def curve(name: str, evidence: verify.Evidence) -> Curve:
+    """The curve of a folder's complete runs."""
     runs = evidence.ended
     if not runs:
         sys.exit(f"plot.py: {evidence.folder} has no complete run")
@@ -60,22 +61,24 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
 
 
 def mean_of(runs: list[verify.Run], losses: list[list], name: str) -> Curve:
+    """Means and deviations at the steps that all runs have."""
     points = collections.defaultdict(list)
-    for each in losses:
-        for v in each:
+    for of_one_run in losses:
+        for v in of_one_run:
             points[v.step].append(v)
-    steps = [step for step, seen in sorted(points.items()) if len(seen) == len(runs)]
+    steps = [step for step, found in sorted(points.items()) if len(found) == len(runs)]
     losses = [[v.loss for v in points[step]] for step in steps]
     x = dict(steps=steps, time=[fmean(v.ms for v in points[step]) / 1000 for step in steps])
     if runs[0].tokens:
         x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
-    deviations = [stdev(each) if len(each) > 1 else 0.0 for each in losses]
+    deviations = [stdev(values) if len(values) > 1 else 0.0 for values in losses]
     if not steps:
         sys.exit(f"plot.py: the runs of {name} have no common step")
-    return Curve(name, x, [fmean(each) for each in losses], deviations)
+    return Curve(name, x, [fmean(values) for values in losses], deviations)
 
 
 def upstream() -> Curve:
+    """The curve of modded-nanogpt's record 21."""
     with UPSTREAM.open() as file:
         rows = [{key: float(value) for key, value in line.items()} for line in csv.DictReader(file)]
     x = dict(steps=[r["step"] for r in rows], tokens=[r["tokens"] / 1e6 for r in rows],
@@ -171,8 +174,8 @@ def plot_log(run: verify.Run, out: Path) -> None:
     """One run's losses from first to last, for evals/look.py."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
-        for seen, style in (run.training, "-"), (run.validations, "o-"):
-            axes.plot([v.step for v in seen], [v.loss for v in seen], style, linewidth=1)
+        for losses, style in (run.training, "-"), (run.validations, "o-"):
+            axes.plot([v.step for v in losses], [v.loss for v in losses], style, linewidth=1)
         axes.legend(["training, all targets", "validation"])
         axes.set(yscale="log", xlabel="step", ylabel="loss, nats per token", title=run.name)
         axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
@@ -187,6 +190,7 @@ def save(figure, out: Path) -> None:
 
 
 def main() -> None:
+    """Draws what the command line names."""
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER")

@@ -5,9 +5,11 @@ Both begin with the source, end it with a line of 100 =, and have validations as
     step:1770/1770 val_loss:3.2788 train_time:179828ms step_avg:101.60ms
 
 Ours add facts, `name json` a line, and a last line RESULT json; upstream's the output of nvidia-smi
-and of every step. Losses before a fact `resume {"step": 15}` that are there again after it, as the
-run went on from step 15, do not count. A packed log (pack.py) has `source sha256` for the source.
-What a log states is believed: whoever wants to forge one can.
+and of every step. After a fact `resume {"step": 15}` a run goes on from step 15: earlier losses of
+later steps do not count. Of the fact `config` only `preset`, `target`, `val_tokens` and `seed` have
+a meaning here, so that the layers and stages of any version can be read. A packed log (pack.py) has
+`source sha256` in place of the source. What a log states is believed: whoever wants to forge one
+can.
 """
 
 import hashlib
@@ -32,6 +34,8 @@ class Unreadable(Exception):
 
 
 class Validation(NamedTuple):
+    """A line with a loss."""
+
     step: int
     steps: int  # of the schedule
     loss: float  # nats
@@ -65,10 +69,12 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the log's file."""
         return self.path.name
 
     @property
     def complete(self) -> bool:
+        """Whether the run came to its end."""
         return self.ended in ENDED
 
 
@@ -77,12 +83,14 @@ def split(content: bytes) -> tuple[bytes | None, str, str]:
     source, border, body = content.partition(b"\n" + BORDER)
     if not border:
         raise Unreadable("it has no line of 100 =, which ends the source")
-    if packed := re.fullmatch(rb"source ([0-9a-f]{64})", source):
+    packed = re.fullmatch(rb"source ([0-9a-f]{64})", source)
+    if packed:
         return None, packed[1].decode(), body.decode()
     return source + b"\n", hashlib.sha256(source + b"\n").hexdigest(), body.decode()
 
 
 def losses(form: re.Pattern, text: str) -> list[Validation]:
+    """All losses that count, in the order of their steps."""
     found = []
     for part in text.split("\nresume "):  # it begins with the validation of its step
         fact, _, _ = part.partition("\n")  # the first part has none; nor is there a loss before it
@@ -100,13 +108,13 @@ def read(path: Path) -> Run:
     content = path.read_bytes()
     try:
         _, source, text = split(content)
-        seen = losses(VALIDATION, text)
-        last = seen[-1] if seen else Validation(0, 1, math.nan, 0.0)
+        validations = losses(VALIDATION, text)
+        last = validations[-1] if validations else Validation(0, 1, math.nan, 0.0)
         is_ours = re.search("^(versions|config|RESULT) {", text, re.M)
-        if not is_ours and not seen and not re.search("^Running P", text, re.M):
+        if not is_ours and not validations and not re.search("^Running P", text, re.M):
             raise Unreadable("it is no log of train_gpt.py, nor of modded-nanogpt's")
         facts = our_facts(text, path.name) if is_ours else upstream_facts(text)
-        if not all(math.isfinite(v.loss) for v in seen):
+        if not all(math.isfinite(v.loss) for v in validations):
             facts["ended"] = "not finite"
         elif facts["ended"] in ENDED and last.step != last.steps:
             facts["ended"] = "incomplete"
@@ -115,7 +123,8 @@ def read(path: Path) -> Run:
         if facts["ended"] in ENDED and (max(apart) > 1e-3 or facts.get("tokens", 1) < 1):
             raise Unreadable("its RESULT is not that of its last validation")
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return Run(path, sha256, source, seen, losses(TRAINING, text), **numbers | facts)
+        training = losses(TRAINING, text)
+        return Run(path, sha256, source, validations, training, **numbers | facts)
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"a fact is missing or cut off: {error!r}") from error
 
@@ -133,7 +142,7 @@ def upstream_facts(text: str) -> dict[str, Any]:
 
 
 def our_facts(text: str, name: str) -> dict[str, Any]:
-    """As our train_gpt.py writes them (its class Log)."""
+    """As our train_gpt.py writes them: its class Log, in this version and in earlier ones."""
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
     facts = {word: json.loads(value) for word, _, value in lines if word in FACTS}
     facts["config"].pop("seed")  # by it alone runs differ

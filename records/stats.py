@@ -38,7 +38,8 @@ def tail(t: float, df: float, shift: float = 0.0) -> float:
 
 def below(values: Sequence[float], target: float) -> Result:
     """Is the mean below the target? One sample, one-sided."""
-    if len(values) < 2 or not (sd := stdev(values)):
+    sd = stdev(values) if len(values) > 1 else 0.0
+    if not sd:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(len(values)))
     return Result(t, len(values) - 1, tail(-t, len(values) - 1))

@@ -75,18 +75,22 @@ class Evidence(NamedTuple):
 
     @property
     def ended(self) -> list[Run]:
+        """Runs that came to their end."""
         return [run for run in self.runs if run.complete]
 
     @property
     def losses(self) -> list[float]:
+        """Their final losses."""
         return [run.loss for run in self.ended]
 
     @property
     def seconds(self) -> list[float]:
+        """Their training times."""
         return [run.seconds for run in self.ended]
 
     @property
-    def tokens(self) -> list[int]:  # each number once
+    def tokens(self) -> list[int]:
+        """The numbers of tokens that they were trained on, without repeats."""
         return sorted({run.tokens for run in self.ended if run.tokens})
 
 
@@ -116,11 +120,12 @@ def collect(folder: Path) -> Evidence:
     return Evidence(folder, found, unreadable, plan, sha256)
 
 
-# ---- Checks of one set of runs: each tells what it finds -----------------------------------------
+# ---- Checks of one set of runs: they yield what they find ----------------------------------------
 FAIL, NOTE = "**FAIL** ", "note: "
 
 
 def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
+    """Every run came to its end, in one process, and none with a final loss was thrown away."""
     yield from (FAIL + f"no log: {text}" for text in e.unreadable)
     yield from (FAIL + f"{run.name}: {run.ended}" for run in e.runs if not run.complete)
     text = "resumed, so that its clock is of several processes: run it again in one go"
@@ -129,7 +134,8 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
     for run in interrupted:
         if run.validations and run.validations[-1].step == run.steps:
             yield FAIL + f"{run.name}, in unfinished/, had its final loss: it counts"
-    if n := len(interrupted) + len(broken):
+    n = len(interrupted) + len(broken)
+    if n:
         yield NOTE + f"{n} interrupted and run again; their logs are in unfinished/"
 
 
@@ -161,6 +167,7 @@ def check_twice(e: Evidence, track: Track | None) -> Iterator[str]:
 
 
 def check_source(e: Evidence, track: Track | None) -> Iterator[str]:
+    """All runs have the source that stands beside the logs."""
     sources = sorted({run.source for run in e.runs})
     if len(sources) > 1:
         yield FAIL + f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}"
@@ -169,6 +176,7 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[str]:
 
 
 def differing(several: list[Run], names: str) -> Iterator[str]:
+    """Facts of these names that are not the same in all runs."""
     for name in names.split():
         values = [getattr(run, name) for run in several]
         found = " / ".join(sorted({str(value)[:60] for value in values}))
@@ -193,7 +201,8 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[str]:
         text = "data, flags and environment: the logs of modded-nanogpt do not state them"
         yield (NOTE if track.preset == "record" else FAIL) + text
         return
-    if (n := run.config.get("val_tokens")) != track.val_tokens:
+    n = run.config.get("val_tokens")
+    if n != track.val_tokens:
         yield FAIL + f"validated on {n} tokens, not {track.val_tokens:,}"
     *stream, text = track.shards.split()
     *train, val = shards(run) or [None]
@@ -210,7 +219,8 @@ def shards(run: Run) -> list[str]:
 
 def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
     """That the file alone makes the record."""
-    if not track or not (run := e.runs[0]).ours:
+    run = e.runs[0]
+    if not track or not run.ours:
         return
     if run.argv != [track.preset, "--target", "0"]:
         text = f"run with {' '.join(run.argv)}; a record is what the file does"
@@ -229,7 +239,8 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
         return
     if not plan["n"] == len({*plan["seeds"]}) == n:
         yield FAIL + f"planned {plan['n']} runs with {len({*plan['seeds']})} seeds, found {n}"
-    if strange := {run.seed for run in e.runs} - set(plan["seeds"]):
+    strange = {run.seed for run in e.runs} - set(plan["seeds"])
+    if strange:
         yield FAIL + f"seeds that were not planned: {sorted(strange, key=str)}"
     if {run.source for run in e.runs} != {plan["arms"][plan["arm"]]}:
         yield FAIL + "another source than planned"
@@ -302,9 +313,12 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     if not base or not track:
         return
     if track.metric == "time":
-        if not (p := stats.welch(this.seconds, base.seconds).p) < ALPHA:
+        p = stats.welch(this.seconds, base.seconds).p
+        if not p < ALPHA:
             yield FAIL + f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}"
-    elif (most := max(this.tokens, default=0)) >= (least := min(base.tokens, default=0)):
+        return
+    most, least = max(this.tokens, default=0), min(base.tokens, default=0)
+    if most >= least:
         yield FAIL + f"no fewer tokens than the baseline: {most:,} against {least:,}"
 
 
@@ -316,16 +330,18 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def p_value(p: float | None) -> str:
+    """p as text; a dash where there is none."""
     return "–" if p is None or math.isnan(p) else f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
 
 def table(title: tuple[str, ...], rows: Iterable[tuple]) -> list[str]:
+    """The lines of a Markdown table."""
     lines = title, ["---"] * len(title), *rows
     return [*(f"| {' | '.join(map(str, cells))} |" for cells in lines), ""]
 
 
 def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
-    """What the runs of a set say together, by name, as text."""
+    """Facts of a set of runs, by name, as text."""
     planned = f" of {e.plan['n']} planned" if e.plan else ""
     steps = sorted({run.steps for run in e.ended})
     facts = {
@@ -341,7 +357,8 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
         return facts
     if any(check_length(e, track)):
         return facts | {name: "none: the length of the runs is not fixed"}
-    test, margin, sd = stats.below(e.losses, target), target - fmean(e.losses), stdev(e.losses)
+    test = stats.below(e.losses, target)
+    margin, sd = target - fmean(e.losses), stdev(e.losses)
     facts |= {name: f"{p_value(test.p)} (t = {test.t:.3f})", "margin": f"{margin:.5f}"}
     if track:
         z = margin * math.sqrt(len(e.losses))
@@ -353,7 +370,8 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
 
 def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]:
     """Rows that tell the two apart; differences are this minus baseline."""
-    if len(pairs := changes(this, base)) > 1:
+    pairs = changes(this, base)
+    if len(pairs) > 1:
         test = stats.paired(pairs)
         what = f"two-sided p = {p_value(test.p)}, t = {test.t:.2f}, {len(pairs)} pairs"
         yield "final loss, paired by seed", spread(pairs, 5), what
@@ -393,7 +411,8 @@ def study(folder: Path) -> tuple[bool, str]:
     arms = {name: collect(folder / name) for name in plan["arms"]}
     first, *_ = arms.values()
     track = TRACKS.get(infer_track(first))
-    rows, seeds, remarks = [], [], []
+    rows, seeds = [], []
+    remarks = []
     for name, arm in arms.items():
         found = [text for check in CHECKS.values() if check is not check_flags
                  for text in check(arm, track)]  # fmt: skip
@@ -428,6 +447,7 @@ def is_plan(folder: Path) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    """Judges what the command line names; returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("this", type=Path, help="folder with logs")

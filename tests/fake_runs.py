@@ -8,6 +8,8 @@ from verify import TRACKS
 
 SOURCE = "print('not executed')\n"
 BORDER = "=" * 100 + "\n"
+LAYERS = [dict(window="short", value_table=0, mudd=[]), dict(window=None, skip_from=0, mudd=[])]
+STAGES = [dict(steps=500, tokens=2048, targets=[1.0, [0.5, 0.0]], prefix=0.0)]
 # Final losses and times as upstream published them. Records are folders of modded-nanogpt.
 RECURSIVE = [  # 2026-06-11_RecursiveFromBest, its pull request 322: loss, ms
     (3.2791, 77933), (3.2800, 77446), (3.2790, 77299), (3.2798, 77194), (3.2819, 77401),
@@ -36,6 +38,7 @@ MEDIUM = [  # pull request 139: 22 values, of which its text says "over 10 runs"
 
 
 def sha(text: str) -> str:
+    """The sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -46,13 +49,14 @@ def data(shards: str) -> list[dict]:
 
 def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE, **facts) -> str:
     """The text of a log of ours; facts replace what it states."""
-    config = dict(preset="tiny", T=256, batch=8, steps=steps, val_tokens=65536, val_every=250,
-                  target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
+    config = dict(preset="tiny", layers=LAYERS, stages=STAGES, batch=8, steps=0, val_tokens=65536,
+                  val_every=250, target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
     stated = dict(
+        data=data(TRACKS["tiny"].shards), hosts=1,
         versions={"jax": "0.12.0.1", "python": "3.12.1 (main)"}, devices=["cpu"], driver="",
-        environment={"TF_CPP_MIN_LOG_LEVEL": "1"}, git={"revision": "0", "changes": ""},
+        git="0", environment={"TF_CPP_MIN_LOG_LEVEL": "1"},
         argv=["tiny", "--target", "0", "--seed", str(seed)], seed=seed, config=config,
-        parameters={}, data=data(TRACKS["tiny"].shards), compile={"seconds": 1.0},
+        prefixes=0, parameters={}, compile={"seconds": 1.0},
     ) | facts  # fmt: skip
     trace = [(0, 5.9506, 0), (steps // 2, 2.0 + loss / 10, ms / 2), (steps, loss, ms)]
     lines = [f"{name} {json.dumps(value)}" for name, value in stated.items()]
@@ -62,7 +66,8 @@ def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE,
                     for at in (10, 20)]  # fmt: skip
     result = dict(reason="end of schedule", val_loss=loss, target=config["target"], steps=steps,
                   tokens=tokens or steps * 2048, seed=seed, devices=len(stated["devices"]),
-                  train_time_ms=ms, mfu=None, peak_memory_bytes=1, weights="x.npz")  # fmt: skip
+                  train_time_ms=ms, resumed=False, peak_memory_bytes=1,
+                  weights="x.npz")  # fmt: skip
     return source + BORDER + "\n".join([*lines, f"RESULT {json.dumps(result)}", ""])
 
 
@@ -83,6 +88,7 @@ def upstream(loss: float, ms: float, *, steps: int = 1390, i: int = 0) -> str:
 
 
 def write_upstream(folder: Path, results: list[tuple[float, float]], steps: int = 1390) -> Path:
+    """A folder with a log of modded-nanogpt for each (loss, ms)."""
     folder.mkdir(parents=True)
     for i, (loss, ms) in enumerate(results):
         (folder / f"run{i:02}.txt").write_text(upstream(loss, ms, steps=steps, i=i))
@@ -105,6 +111,7 @@ def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **fac
 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
+    """The plan of one arm, as run_ab.py writes it; changes replace what it states."""
     plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
                 arguments=["tiny", "--target", "0"], arms={folder.name: sha(source)})  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan | changes))

@@ -1,4 +1,4 @@
-"""What the README says is so: figures, commands, names and links; and what runs it elsewhere."""
+"""The README's figures, commands, names and links are right; and so is what runs it elsewhere."""
 
 import os
 import re
@@ -15,24 +15,28 @@ import train_gpt
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = "README.md", "records/README.md", "records/LOG.md", "dev/README.md", "data/README.md"
-PAGES += "dev/hosts.md", "evals/README.md", "basics/README.md", "records/basics/README.md"
+PAGES = (
+    "README.md records/README.md records/LOG.md dev/README.md dev/change_it.md dev/hosts.md "
+    "data/README.md evals/README.md basics/README.md records/basics/README.md"
+).split()
 ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
-TESTED = {  # how commands begin, and where each is run: a test file, and what stands there
-    "./run.sh": ("test_run_sh.py", "assert machine.run() == everything"),
-    "./run.sh basics/gpt2.py": ("test_run_sh.py", 'machine.run("basics/gpt2.py"'),
-    "./run.sh check --small": ("test_run_sh.py", 'machine.run("check", "--small")'),
-    "./run.sh sample": ("test_run_sh.py", 'machine.run("sample"'),
-    "./run.sh test": ("test_run_sh.py", 'machine.run("test"'),
-    "./run.sh tiny": ("test_run_sh.py", '(["tiny", "--seed", "1"]'),
+TESTED = {  # how commands begin, and where each is run: a test file, and words in it
+    "./run.sh": ("test_run_sh.py", "machine.run()"),
+    "./run.sh basics/gpt2.py": ("test_run_sh.py", '"basics/gpt2.py"'),
+    "./run.sh check --small": ("test_run_sh.py", '"check", "--small"'),
+    "./run.sh my_idea.py tiny": ("test_launch.py", '"my_idea.py"'),
+    "./run.sh sample": ("test_run_sh.py", '"sample"'),
+    "./run.sh test": ("test_run_sh.py", '"test"'),
+    "./run.sh tiny": ("test_run_sh.py", '"tiny", "--seed", "1"'),
     "python data/tokenize_text.py": ("test_own_text.py", "tokenize_text.main()"),
-    ".venv/bin/python records/run_ab.py": ("test_run_ab.py", "[sys.executable, RUN_AB"),
+    ".venv/bin/python records/run_ab.py": ("test_run_ab.py", "RUN_AB"),
     ".venv/bin/python records/verify.py": ("test_records.py", "verify.main("),
     ".venv/bin/python records/pack.py": ("test_pack.py", "pack.main("),
 }
 
 
 def section(title: str) -> str:
+    """The README's text under a title."""
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
 
 
@@ -52,15 +56,18 @@ def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
     )
 
 
-def test_every_command_begins_like_one_that_a_test_runs_or_says_that_it_needs_a_gpu():
+def test_every_command_begins_like_one_that_a_test_runs_or_is_marked_as_needing_a_gpu():
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
     found = [(line.partition(" #")[0].strip(), "") for line in blocks.splitlines()]
     found += re.findall(r"`([^`\n]+)`(?:\*\*)? ?(\(GPU\))?", README)
     runs = re.compile(r"\./run\.sh\b|(\S*/)?(python|pip|docker)\b")
     commands = {code for code, gpu in found if runs.match(code) and not gpu}
-    covers = lambda start, code: code == start or code.startswith(start + " ") and " " in start
-    assert [code for code in commands if not any(covers(start, code) for start in TESTED)] == []
-    assert [start for start in TESTED if not any(covers(start, code) for code in commands)] == []
+    used = set()
+    for code in commands:
+        starts = [start for start in TESTED if f"{code} ".startswith(f"{start} ")]
+        assert code in TESTED or any(" " in start for start in starts), code
+        used |= set(starts)
+    assert used == set(TESTED)
     for file, words in TESTED.values():
         assert words in (ROOT / "tests" / file).read_text(), (file, words)
 
@@ -74,11 +81,21 @@ def test_every_flag_is_one():
         train_gpt.parse_config(shlex.split(words))
 
 
-def test_the_way_of_the_data_names_what_is_in_the_file():
-    names = re.findall(r"`(\w+)`", section("The file"))
-    assert len(names) > 15 and len(section("The file").strip().splitlines()) == 12
-    for name in names:
-        assert hasattr(train_gpt, name) or name in train_gpt.Config.__dataclass_fields__, name
+def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there():
+    text = section("The file")
+    titles = re.findall(r"^# -{4} (.+?) -{4,}$", train_gpt.SOURCE, re.M)
+    assert re.findall(r"^- \*\*(.+?)\*\*", text, re.M) == titles and len(titles) > 10
+    entries = re.split(r"^- ", text, flags=re.M)[1:]
+    sources = re.split(r"^# -{4} .+? -{4,}$", train_gpt.SOURCE, flags=re.M)[1:]
+    for title, entry, source in zip(titles, entries, sources, strict=True):
+        names = re.findall(r"`(\w+)`", entry)
+        missing = [n for n in names if not re.search(rf"^((def|class) {n}\b|{n} =)", source, re.M)]
+        assert names and not missing, (title, missing)
+
+
+def test_the_diff_is_one_of_those_that_are_applied_and_run():
+    (diff,) = re.findall("^```diff\n(.*?)^```", README, re.M | re.S)
+    assert diff in (ROOT / "dev/change_it.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -44,6 +44,7 @@ def crossing(curve: Curve, loss: float) -> float | None:
 
 
 def logs(name: str) -> list[Path]:
+    """The logs of gpt2.py whose names begin with this one."""
     return sorted((HERE / "logs").glob(f"{name}_*.txt"))
 
 
@@ -56,10 +57,12 @@ def searched() -> dict[float, list[float]]:
 
 
 def last(curves: list[Curve]) -> list[float]:
+    """Their last losses."""
     return [list(curve.values())[-1] for curve in curves]
 
 
 def spread(values: list[float], form: str = ".4f") -> str:
+    """mean ± standard deviation (n = ..)"""
     return f"{fmean(values):{form}} ± {stdev(values):{form}} (n = {len(values)})"
 
 
@@ -89,6 +92,7 @@ def table() -> list[str]:
 
 
 def draw(path: str) -> None:
+    """The picture in basics/README.md."""
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
