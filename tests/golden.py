@@ -33,13 +33,13 @@ RECORD = train_gpt.PRESETS["record"]
 def config(windows=None, **changes) -> train_gpt.Config:
     """The record at the size of the fixture; windows, in blocks, of each stage."""
     windows = GOLDEN["meta/windows_blocks"].tolist() if windows is None else windows
-    rows = []
-    for row, (short, long) in zip(RECORD.stages.split("/"), windows, strict=True):
-        steps, _, _, _, *rest = row.split()
-        rows.append(f"{steps} {T} {short * BLOCK} {long * BLOCK} {' '.join(rest)}")
+    stages = []
+    for stage, (short, long) in zip(RECORD.stages, windows, strict=True):
+        size = {"tokens": T, "short": short * BLOCK, "long": long * BLOCK}
+        stages.append(dataclasses.replace(stage, **size))
     small = dict(
         D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, batch=1, head_chunk=T // 4,
-        stages=" / ".join(rows), attention="xla", prefixes="", **FLOAT32,
+        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="xla", **FLOAT32,
     )  # fmt: skip
     return dataclasses.replace(RECORD, **small | changes)
 
@@ -65,7 +65,15 @@ def parameters() -> dict[str, np.ndarray]:
     """Under the names of the original."""
     scalars = np.array([0.5, 1.0] * L + [0.4, -0.7])
     mudd, gate = np.zeros((2, 14)), np.zeros((2, 41))
-    mudd[0, [6, 7, 8, 9, 11, 12, 13]] = 20, 20, 10 * 1.1**0.5, 10, 0.5, 10 * 1.1**0.5, 10
+    mudd[0, [6, 7, 8, 9, 11, 12, 13]] = (
+        20,
+        20,
+        10 * 1.1**0.5,
+        10,
+        0.5,
+        10 * 1.1**0.5,
+        10,
+    )
     mudd[1, 1] = -5
     gate[:, 12:18], gate[0, 19:26:2], gate[1, 19:28:2], gate[1, 28] = 2.5, 0.5, 0.5, 5
     gate[1, 29:35] = 10
@@ -99,102 +107,130 @@ def untied() -> np.ndarray:
 
 
 # ---- Their names and places ----------------------------------------------------------------------
-LAYERS = C.layers
-ATTENDS = [i for i, layer in enumerate(LAYERS) if layer.window != "-"]
-ADDS = [i for i in ATTENDS if "m" not in LAYERS[i].marks]
-NOT_MIXED = [i for i, layer in enumerate(LAYERS) if "m" not in layer.marks]
-PRE, POST = (0, 1, 2, 3), (4, 5, 7, 8, 9)  # layers with shares of x0 and pairs, by the net
 SIX = np.arange(6)
-GATES = dict(  # rows of the two nets of gates: (net, rows) of each layer, in order
-    gate_x0=[(0, [18 + 2 * i]) for i in range(4)] + [(1, [18 + 2 * i]) for i in range(5)],
-    gate_bigram=[(0, [19 + 2 * i]) for i in range(1, 4)] + [(1, [19 + 2 * i]) for i in range(5)],
-    gate_skip=[(1, [28])],
-    gate_xsa=[(0, SIX), (0, 6 + SIX), (1, SIX), (1, 6 + SIX)],
-    gate_heads=[(0, 12 + SIX), (1, 12 + SIX)],
-    gate_dc_from=[(1, 29 + SIX)],
-    gate_dc_to=[(1, 35 + SIX)],
-)
-MUDD = dict(mudd_v=(0, 3), mudd_x=(3, 6), mudd_values=(6, 8), mudd_attn=(8, 12), mudd_mlp=(12, 14))
+GATES = {"input.bigram": (0, [19])}  # each gate: which of the two nets, and which rows of it
+for i in range(4):
+    GATES[f"layer{i}.x0"] = (0, [18 + 2 * i])
+    GATES[f"layer{i}.bigram"] = (
+        0,
+        [19 + 2 * i],
+    )  # layer 0 has none: its row is the input's
+for n, i in enumerate((4, 5, 7, 8, 9)):
+    GATES[f"layer{i}.x0"] = (1, [18 + 2 * n])
+    GATES[f"layer{i}.bigram"] = (1, [19 + 2 * n])
+GATES |= {
+    "layer6.skip": (1, [28]),
+    "layer1.xsa": (0, SIX),
+    "layer3.xsa": (0, 6 + SIX),
+    "layer3.head": (0, 12 + SIX),
+    "layer4.xsa": (1, SIX),
+    "layer7.xsa": (1, 6 + SIX),
+    "layer10.head": (1, 12 + SIX),
+    "layer10.dc_in": (1, 29 + SIX),
+    "layer10.dc_out": (1, 35 + SIX),
+}
+MUDD = {"v": (0, 3), "x": (3, 6), "value": (6, 8), "attn": (8, 12), "mlp": (12, 14)}
+NETS = {  # ours: first the fixture's arrays, then the net's number, then its rows in our order
+    "gates_input": ("mudd_gate", 0),
+    "gates4": ("mudd_gate", 1),
+    "mudd10": ("mudd", 0),
+    "mudd_head": ("mudd", 1),
+}
+VALUE_LAYERS = [1, 2, 8, 9]  # whose value tables have gates
+SKIP_LAYER = 6
+
+
+def net_rows(net: str) -> np.ndarray:
+    """The rows of the fixture's w2 and b2 that our net has, in our order."""
+    outputs = train_gpt.nets(C)[net]
+    if net == "mudd_head":
+        return np.arange(len(outputs["x"]))
+    if net == "mudd10":
+        return np.concatenate([np.arange(*MUDD[name]) for name in outputs])
+    rows = [GATES[name] for name in outputs]
+    assert {number for number, _ in rows} == {NETS[net][1]}
+    return np.concatenate([places for _, places in rows])
+
+
 # Interleaved channel pairs of the half that rotates, as pairs (j, j + K/4), for two heads.
 HALF = np.r_[0 : K // 2 : 2, 1 : K // 2 : 2, K // 2 : K]
 ROPE = np.r_[HALF, K + HALF]
 
 
 def ours(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays of parameters or gradients under our names, without padding. But for head and embed:
-    the fixture has them V rows long, and so have we."""
+    """Parameters or gradients under our names, without padding; but head, embed and the value
+    tables have the V rows of the fixture."""
     p, out = theirs, {}
     out["head"], out["embed"] = p["lm_head.weight"].T, p["embed.weight"]
-    out |= {f"values{i}": table for i, table in enumerate(p["value_embeds"].reshape(5, V, D))}
+    out |= {f"value{i}": table for i, table in enumerate(p["value_embeds"].reshape(5, V, D))}
     out["bigram"] = p["bigram_embed.weight"]
     out["qk"], out["vo"] = p["qk_bank"][:, ROPE], p["vo_bank"]
     out["mlp"] = p["mlp_bank"][:L].reshape(2 * L, 4 * D, D)
-    out["vo_lambdas"] = p["scalars"][: 2 * L].reshape(L, 2)[ATTENDS]
-    out["smear_lambda"], out["skip_lambdas"] = p["scalars"][22:23], p["scalars"][23:]
+    out["vo_lambdas"] = p["scalars"][: 2 * L].reshape(L, 2)
+    out["smear_lambda"] = p["scalars"][22:23]
+    out["skip_lambdas"] = np.zeros(L, np.float32)
+    out["skip_lambdas"][SKIP_LAYER] = p["scalars"][23]
     lambdas = np.stack((p["resid_lambdas"], p["post_lambdas"]), axis=-1)
-    out["attn_lambdas"], out["mlp_lambdas"] = lambdas[ADDS, 0], lambdas[NOT_MIXED, 1]
-    out["value_gates"], out["smear_gate"] = p["ve_gate_bank"][:4], p["smear_gate.weight"][0]
-    out["gate_in"], out["mudd_in"] = p["mudd_gate_w1"], p["mudd_w1"]
-    gate = np.concatenate((p["mudd_gate_w2"], p["mudd_gate_b2"][..., None]), axis=-1)
-    mudd = np.concatenate((p["mudd_w2"], p["mudd_b2"][..., None]), axis=-1)
-    for name, places in GATES.items():
-        out[name] = np.stack([gate[net][rows] for net, rows in places])
-    out["gate_start"], out["gate_scale"] = gate[0, 19:20], p["_mudd_gate_scale"].reshape(1)
-    out |= {name: mudd[:1, a:b] for name, (a, b) in MUDD.items()}
-    out["mudd_head"] = mudd[1, :5]
+    out["attn_lambdas"], out["mlp_lambdas"] = lambdas[:, 0], lambdas[:, 1]
+    out["value_gates"] = np.zeros((L, H, 12), np.float32)
+    out["value_gates"][VALUE_LAYERS] = p["ve_gate_bank"][:4]
+    out["smear_gate"] = p["smear_gate.weight"][0]
+    out["gate_scale"] = p["_mudd_gate_scale"].reshape(1)
+    for net, (kind, number) in NETS.items():
+        rows = net_rows(net)
+        out[f"{net}.w1"] = p[f"{kind}_w1"][number]
+        out[f"{net}.w2"] = p[f"{kind}_w2"][number, rows]
+        out[f"{net}.b2"] = p[f"{kind}_b2"][number, rows]
     return out
 
 
-def theirs(own: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The way back; what is stored there and never used is as in start."""
-    o, p = own, {name: np.array(array) for name, array in start.items()}
+    o, p = ours, {name: np.array(array) for name, array in start.items()}
     p["lm_head.weight"], p["embed.weight"] = o["head"].T, o["embed"]
-    p["value_embeds"] = np.concatenate([o[f"values{i}"] for i in range(5)])
+    p["value_embeds"] = np.concatenate([o[f"value{i}"] for i in range(5)])
     p["bigram_embed.weight"] = o["bigram"]
     p["qk_bank"], p["vo_bank"] = o["qk"][:, np.argsort(ROPE)], o["vo"]
     p["mlp_bank"][:L] = o["mlp"].reshape(L, 2, 4 * D, D)
-    pairs = p["scalars"][: 2 * L].reshape(L, 2)
-    pairs[ATTENDS] = o["vo_lambdas"]
-    p["scalars"] = np.concatenate((pairs.ravel(), o["smear_lambda"], o["skip_lambdas"]))
+    skip = o["skip_lambdas"][SKIP_LAYER : SKIP_LAYER + 1]
+    p["scalars"] = np.concatenate((o["vo_lambdas"].ravel(), o["smear_lambda"], skip))
     for i, name in enumerate(("resid_lambdas", "post_lambdas")):
-        p[name][ADDS, 0], p[name][NOT_MIXED, 1] = o["attn_lambdas"][:, i], o["mlp_lambdas"][:, i]
-    p["ve_gate_bank"][:4], p["smear_gate.weight"] = o["value_gates"], o["smear_gate"][None]
-    p["mudd_gate_w1"], p["mudd_w1"] = o["gate_in"], o["mudd_in"]
-    places = [*GATES.items(), ("gate_start", [(0, [19])])]
-    for name, spots in places:
-        for (net, rows), array in zip(spots, o[name].reshape(len(spots), -1, 65), strict=True):
-            p["mudd_gate_w2"][net, rows], p["mudd_gate_b2"][net, rows] = array[:, :-1], array[:, -1]
-    for (a, b), array in [(MUDD[name], o[name][0]) for name in MUDD]:
-        p["mudd_w2"][0, a:b], p["mudd_b2"][0, a:b] = array[:, :-1], array[:, -1]
-    p["mudd_w2"][1, :5], p["mudd_b2"][1, :5] = o["mudd_head"][:, :-1], o["mudd_head"][:, -1]
+        p[name][:, 0], p[name][:, 1] = o["attn_lambdas"][:, i], o["mlp_lambdas"][:, i]
+    p["ve_gate_bank"][:4] = o["value_gates"][VALUE_LAYERS]
+    p["smear_gate.weight"] = o["smear_gate"][None]
+    for net, (kind, number) in NETS.items():
+        rows = net_rows(net)
+        p[f"{kind}_w1"][number] = o[f"{net}.w1"]
+        p[f"{kind}_w2"][number, rows] = o[f"{net}.w2"]
+        p[f"{kind}_b2"][number, rows] = o[f"{net}.b2"]
     p["_mudd_gate_scale"] = o["gate_scale"].reshape(())
     return p
 
 
-def stored(own: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """As a state holds them, padded; but the fixture's tables are V rows long, all of them real."""
+def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np.ndarray]:
+    """As a state stores them, padded; but the fixture's tables are V rows long, all of them real."""
     out = {}
-    for name, row in train_gpt.param_table(c).items():
-        shape = row.stored_shape
-        if row.optimizer == "muon":
+    for name, param in train_gpt.param_table(c).items():
+        shape = param.shape
+        if param.sharding == train_gpt.BANK:
             shape = (shape[0] * shape[1], *shape[2:])
         array = np.zeros(shape, np.float32)
-        array[tuple(slice(n) for n in own[name].shape)] = own[name]
-        out[name] = array.reshape(row.stored_shape)
+        array[tuple(slice(n) for n in ours[name].shape)] = ours[name]
+        out[name] = array.reshape(param.shape)
     return out
 
 
 def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """Stored parameters, or gradients of gathered weights, as ours() gives them."""
+    """Stored parameters, or gradients of whole weights, as ours() gives them."""
     out = {}
-    for name, row in train_gpt.param_table(c).items():
+    for name, param in train_gpt.param_table(c).items():
         array = params[name]
-        array = (
-            np.stack([*map(np.asarray, array)]) if isinstance(array, list) else np.asarray(array)
-        )
-        if row.optimizer == "muon":
-            array = array.reshape(-1, *row.shape[1:])[: row.shape[0]]
-        out[name] = array[: len(array) if name != "bigram" else ROWS]
+        if isinstance(array, dict):  # of a bank: each layer's matrices
+            array = np.stack([matrix for layer in array for matrix in array[layer]])
+        array = np.asarray(array)
+        if param.sharding == train_gpt.BANK:
+            array = array.reshape(-1, *param.shape[2:])[: len(param.owners)]
+        out[name] = array[:ROWS] if name == "bigram" else array
     return out
 
 
@@ -249,5 +285,5 @@ def relative(a, b) -> float:
 def patch_fixture(patch) -> None:
     """The fixture's own random signs and prefixes."""
     signs = jnp.asarray(np.sign(normal("bigram_sign_table", (META["sign_rows"], D))), jnp.float32)
-    patch.setattr(train_gpt, "signs", lambda rows, c: signs[rows % META["sign_rows"]])
+    patch.setattr(train_gpt, "random_signs", lambda rows, c: signs[rows % META["sign_rows"]])
     patch.setattr(train_gpt, "prefix_table", lambda c: GOLDEN["prefix_table"])
