@@ -2,12 +2,11 @@
 
     TIKTOKEN_CACHE_DIR=... python dev/benchmark_data.py TEXT... [--out FILE]
 
-TEXT are .txt files, repeated to 64 MB. Each figure is the best of three, all from one run of an
-otherwise idle machine.
+TEXT are .txt files, repeated to 64 MB. Every figure is the best of three, all from one run
+of an otherwise idle machine.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -29,8 +28,9 @@ import shards  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-TOKENS, TEXT_BYTES = 100_000_000, 64_000_000  # a shard of FineWeb has as many
-RECORD = dataclasses.replace(train_gpt.PRESETS["record"], steps=10**9)
+TOKENS = 100_000_000  # as many as a shard of FineWeb has
+TEXT_BYTES = 64_000_000
+RECORD = train_gpt.PRESETS["record"]
 
 
 def best(work: Callable[[], int]) -> float:
@@ -40,15 +40,18 @@ def best(work: Callable[[], int]) -> float:
 
 
 def read(path: pathlib.Path, cold: bool = False) -> int:
-    """Through the stream of the record; cold: not from the page cache."""
+    """Reads through the stream of the record, whose steps hold more tokens than a shard; cold: not
+    from the page cache."""
     if cold:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shard = np.memmap(path, "<u2", "r", offset=shards.HEADER)
-    return sum(step[:, :-1].size for step in train_gpt.stream([shard], RECORD))
+    shapes = train_gpt.batch_shapes("train", RECORD)
+    return sum(batch[:, :-1].size for batch in train_gpt.stream([shard], shapes, RECORD))
 
 
 def reader_rates(folder: pathlib.Path) -> dict[str, float]:
+    """Of random tokens, on one core."""
     path = folder / "x_train_000001.bin"
     tokens = np.random.default_rng(0).integers(0, 50257, TOKENS, dtype="<u2")
     shards.write(path, [shards.header(TOKENS), tokens])
@@ -69,25 +72,31 @@ def tokenizer_rates(folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str
     size = len(text) // 100 + 1
     documents = [text[i : i + size] for i in range(0, len(text), size)]
     documents *= TEXT_BYTES // len(text.encode()) + 1
-    source, n = folder / "in.jsonl", len(os.sched_getaffinity(0))
+    source, threads = folder / "in.jsonl", len(os.sched_getaffinity(0))
     source.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in documents))
     encoding, runs = tiktoken.get_encoding("gpt2"), iter("abc")
 
+    def encode() -> int:
+        """Tokens that tiktoken makes."""
+        return sum(map(len, batch()))
+
     def tokenize() -> int:
+        """Tokens that the script makes, without those that start documents."""
         out = folder / next(runs)
         script = [sys.executable, ROOT / "data" / "tokenize_text.py", source, "--out", out]
         subprocess.run(script, check=True, capture_output=True)
         found = shards.check(out, *shards.read_folder(out))
-        return sum(facts["tokens"] for _, facts, _ in found) - len(documents)  # EOT costs nothing
+        return sum(facts["tokens"] for _, facts, _ in found) - len(documents)
 
-    batch = functools.partial(encoding.encode_ordinary_batch, documents, num_threads=n)
+    batch = functools.partial(encoding.encode_ordinary_batch, documents, num_threads=threads)
     return {
-        f"tiktoken's encode_ordinary_batch, {n} threads": best(lambda: sum(map(len, batch()))) / n,
-        f"tokenize_text.py, {n} threads, from start to end": best(tokenize) / n,
+        f"tiktoken's encode_ordinary_batch, {threads} threads": best(encode) / threads,
+        f"tokenize_text.py, {threads} threads, from start to end": best(tokenize) / threads,
     }
 
 
-def main():
+def main() -> None:
+    """Measures and writes the table."""
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cli.add_argument("text", type=pathlib.Path, nargs="+")
     cli.add_argument("--out", type=pathlib.Path, default=ROOT / "records" / "data_throughput.md")
@@ -101,7 +110,7 @@ def main():
     text = f"""# Tokens read and made, millions a second and core
 
 By `dev/benchmark_data.py`: {cpu}, {len(os.sched_getaffinity(0))} cores, {versions},
-tiktoken {tiktoken.__version__}; the best of three each, one run.
+tiktoken {tiktoken.__version__}; the best of three, all from one run.
 
 | what | Mtok/s and core |
 |---|---|

@@ -1,28 +1,36 @@
-"""Compile the record for 8 and for 1 H100 without a GPU, check what the compiler made of it, and
-estimate the milliseconds of a step.
+"""Compiles the record for 8 and for 1 H100 without a GPU, checks what the compiler made of it, and
+estimates the milliseconds of a step.
 
-Run     python dev/compile_8xh100.py [--write | --untimed], by hand, on an idle machine, in an
-        environment with jax[cuda12] or jax[cuda13]; neither driver nor GPU is needed
-Told    kernels, collectives, their order, memory, instructions. Not told: speed, results; GEMMs are
-        not tuned, and cuDNN's plans are built on a real GPU only
-Traffic is what kernels other than GEMMs, attention and collectives read and write, caches left out
-        of account: of an operand, what the results need of it (a slice, the gathered rows); of an
-        update in place, the update, and of updates that were gathered from n devices one n-th:
-        a device adds up those of its rows. XLA names one function of train_gpt.py for a whole
-        kernel; that is the cause. The head computes its gradients in its forward pass.
-PTX     instructions that a kernel's threads issue: of all branches, and of loops that end in a
-        conditional jump as often as thread 0 runs them, by an interpreter of the three
-        instructions that count; what it cannot count runs once. An element is one of the largest
-        array that the kernel reads or writes. XLA's own kernels alone
-Time    of a kernel that of its bytes or of its instructions, the longer one; of products and
-        attention that of their operations, or bytes (cuBLAS's workspace among them). The rates
-        were fixed before the first look at this program, on record 21's file as it stands in its
-        record: another calculation from rates gave 108 ms for that, PyTorch's took 102
-Sent    by one of n devices, in a ring: (n - 1) / n of an array that is gathered or scattered.
-        Ideal: that of parameters in 2 bytes each. In every training step the banks are gathered,
-        all gradients are scattered but those of token pairs, and of these every device gathers
-        which rows were read, and a gradient for each; tables change, and are gathered, at the end
-        of odd steps. Validation gathers all weights. The rest is padding
+    python dev/compile_8xh100.py [--write]             about 18 minutes on two idle cores
+    python dev/compile_8xh100.py --lowered [--write]   seconds: are they the programs of the record?
+
+The first needs jax[cuda12] or jax[cuda13], but no GPU and no driver; --write renews
+records/h100_compile.md. The second needs nothing: it lowers some programs without compiling them,
+and compares a digest of their text. An edit that changes no text needs no new compilation. The text
+differs between versions of JAX; with --write, it adds the digest of the version that runs it, if
+train_gpt.py is as it was when it was compiled.
+
+What comes out: kernels, collectives and their order, memory, instructions. What does not: speed and
+results. Products are not tuned, and cuDNN builds its plans only on a real GPU. How it counts:
+
+Traffic: what kernels other than GEMMs, attention and collectives read and write, without caches. Of
+    an operand, what the results need of it (a slice, the gathered rows); of an update in place, the
+    update; of updates that were gathered from n devices, one n-th, because a device adds up those
+    of its rows. XLA names one function of train_gpt.py for a whole kernel; that is the cause. The
+    head computes its gradients in its forward pass.
+PTX: instructions that a kernel's threads issue, of all branches, and of loops that end in a
+    conditional jump as often as thread 0 runs them, by an interpreter of the three instructions
+    that count; a loop that it cannot count runs once. An element is one of the largest array that
+    the kernel reads or writes. Only of kernels that XLA generates.
+Time: of a kernel that of its bytes or of its instructions, whichever is longer; of products and
+    attention that of their operations, or bytes (cuBLAS's workspace among them). The rates were
+    fixed before the first look at this program, on record 21's file as it stands in its record:
+    another calculation from rates gave 108 ms for that, PyTorch's took 102.
+Sent: by one of n devices, in a ring: (n - 1) / n of an array that is gathered or scattered. Ideal
+    are the parameters in 2 bytes each. Every training step gathers the banks and scatters all
+    gradients but those of bigrams, of which every device gathers which rows were read and a
+    gradient for each; lookups are gathered at the end of second steps, after their updates.
+    Validation gathers all weights. The rest is padding.
 """
 
 import argparse
@@ -31,7 +39,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import io
+import itertools
 import math
 import os
 import re
@@ -39,11 +47,12 @@ import shutil
 import sys
 import tempfile
 import time
-import tokenize
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # also keeps the plugin from looking for a driver
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,19 +61,25 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
 
 import train_gpt  # noqa: E402
 
+KINDS = "first", "second", "val"  # of programs; a second step updates every parameter
 RECORD = ROOT / "records/h100_compile.md"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
-# Assumed of an H100: operations a second, of a product with operands in float32 and of bfloat16; of
-# two formats of FP8, as in the head's backward pass, and of one; instructions of threads; bytes.
-FLOAT32, BFLOAT16, FP8_MIXED, FP8, ISSUE = 300e12, 600e12, 800e12, 900e12, 25e12
-MEMORY, LINKS = 2.75e12, 350e9
-ATTENTION, MORE_KEYS = 560e12, 400  # a window takes as long as one with so many more keys would
+# Assumed of an H100.
+FLOAT32 = 300e12  # operations a second of a product with operands in float32
+BFLOAT16 = 600e12
+FP8_MIXED = 800e12  # operands in two formats of FP8, as in the head's backward pass
+FP8 = 900e12  # operands in one format
+ATTENTION = 560e12
+MORE_KEYS = 400  # attention to a window takes as long as one with so many more keys would
+ISSUE = 25e12  # instructions a second, of threads
+MEMORY = 2.75e12  # bytes a second
+LINKS = 350e9  # bytes a second
 LAUNCH = 2.5e-6  # seconds from one kernel to the next
-STOLEN = 1e-12  # seconds that a byte sent takes from kernels, for collectives need SMs, too
+STOLEN = 1e-12  # seconds that a byte sent takes from kernels, because collectives need SMs, too
 RECORD_21 = ROOT / "records/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113
 UPSTREAM_MS = (31, 32), (57, 58), (82.6, 84), (83, 84)  # by stage; of their logs of these shapes
@@ -73,33 +88,81 @@ DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
 
 
 # ---- What train_gpt.py's programs must be --------------------------------------------------------
-def program_code(source: str, record: train_gpt.Config) -> str:
-    """What the record's programs are made of: the file up to its command line, without comments,
-    docstrings and layout. Left out are the presets and their grammar, for which the record and
-    its layers are added, and the first weights, of which programs know only the shapes."""
-    source = source.split("# ---- Command line")[0]
-    for unseen in r"^PRESETS = .*?^\)\)", r"^PLAN_WORD = .*?$", r"^def initial_state.*?(?=^\S)":
-        source, found = re.subn(unseen, "", source, flags=re.M | re.S)
-        assert found == 1, unseen
-    words, begins = [], True
-    for kind, word, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
-        if kind not in (tokenize.COMMENT, tokenize.NL) and not (begins and kind == tokenize.STRING):
-            words.append({tokenize.INDENT: ">", tokenize.DEDENT: "<"}.get(kind, word))
-        begins = kind in (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE) or (
-            begins and kind in (tokenize.COMMENT, tokenize.NL)
-        )
-    return "".join(words) + repr((record, record.layers))
-
-
-DIGEST = hashlib.sha256(
-    program_code(train_gpt.SOURCE, train_gpt.PRESETS["record"]).encode()
-).hexdigest()
 SETTINGS = (  # gigabytes of one GPU's memory, the flags for it, and whether they are enough
-    (80, {}, True), (40, {}, True),
+    (80, {}, True),
+    (40, {}, True),
     (40, dict(batch=16, head_chunk=8192, head_forward="bfloat16", head_backward="bfloat16"), True),
     (24, dict(batch=32, head_chunk=4096, val_T=65536), True),
     (16, dict(batch=64, head_chunk=2048, val_T=65536), False),
-)  # fmt: skip
+)
+# Programs whose text is compared: one with all targets, one with all updates, one of validation.
+LOWERED = ("first", 0), ("second", 3), ("val", 4)
+
+
+def compile_step(kind: str, stage: int, c: train_gpt.Config, mesh: Mesh) -> Any:
+    """A program of train_gpt.py."""
+    if kind == "val":
+        return train_gpt.compile_val_step(stage, c, mesh)
+    return train_gpt.compile_train_step(stage, kind == "second", c, mesh)
+
+
+def record_config(attention: str) -> train_gpt.Config:
+    """The record with a kernel for attention."""
+    return dataclasses.replace(train_gpt.PRESETS["record"], attention=attention, seed=1)
+
+
+def any_prefixes(c: train_gpt.Config) -> np.ndarray:
+    """In place of train_gpt.prefix_table: any numbers compile to the same program, so that the file
+    of the right ones is not needed."""
+    return np.arange(c.vocab, dtype="int32")
+
+
+def lowered_digest() -> str:
+    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with XLA's attention in
+    place of cuDNN's, the options, and what tells the other stages' programs from these."""
+    c, mesh = record_config("xla"), train_gpt.make_mesh(jax.devices()[:8])
+    stages = [(s.tokens, s.short, s.long, list(train_gpt.target_weights(s))) for s in c.stages]
+    digest = hashlib.sha256(repr((stages, train_gpt.OPTIONS["gpu"])).encode())
+
+    def text(lowered, *_):
+        return lowered.as_text()
+
+    with (
+        mock.patch.object(train_gpt, "prefix_table", any_prefixes),
+        mock.patch.object(jax.stages.Lowered, "compile", text),
+    ):
+        for kind, stage in LOWERED:
+            digest.update(compile_step(kind, stage, c, mesh).encode())
+    return digest.hexdigest()
+
+
+def digest_line() -> str:
+    """What records/h100_compile.md states of the programs' text."""
+    return f"- sha256 of the programs as lowered by jax {jax.__version__}: {lowered_digest()}"
+
+
+def source_line() -> str:
+    """What records/h100_compile.md states of train_gpt.py when it was compiled."""
+    return f"- crc32 of train_gpt.py when it was compiled: {zlib.crc32(train_gpt.SOURCE.encode())}"
+
+
+def check_lowered(write: bool) -> int:
+    """Whether the programs are those of the record; the exit status."""
+    line, record = digest_line(), RECORD.read_text(encoding="utf-8")
+    name = RECORD.relative_to(ROOT)
+    if line in record.splitlines():
+        print(f"{line}\n{name} is of these programs")
+        return 0
+    if write and source_line() in record.splitlines():
+        start = re.escape(line.rpartition(": ")[0])
+        record = re.sub(f"{start}: .*\n", "", record)
+        RECORD.write_text(
+            record.replace(source_line(), f"{source_line()}\n{line}"), encoding="utf-8"
+        )
+        print(f"{line}\nadded to {name}")
+        return 0
+    print(f"{line}\n{name} is not of these programs, or not by this version of JAX")
+    return 1
 
 
 class Wanted(NamedTuple):
@@ -108,8 +171,8 @@ class Wanted(NamedTuple):
     train: bool
     devices: int
     attending: int  # layers with attention
-    turns: int  # of the loop over a device's sequences
-    activation: int  # elements of x in a turn
+    microbatches: int  # of a device
+    activation: int  # elements of x in a microbatch
     head: tuple[int, int, int]  # tokens in a chunk, rows of the table, width
     chunks: int  # of the head
     gathered: int  # elements of weights, with padding
@@ -119,22 +182,39 @@ class Wanted(NamedTuple):
 
 
 def wanted(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Wanted:
-    train, params = kind != "val", train_gpt.param_table(c)
-    sequences, T = (c.batch, c.rows[stage].T) if train else (train_gpt.GROUP, c.val_T)
+    """The numbers of a program, counted from the table of parameters."""
+    params = train_gpt.param_table(c)
+    train = kind != "val"
+    sequences = c.batch if train else train_gpt.VAL_SEQUENCES
+    T = c.sequence_length(stage) if train else c.val_T
     rows = sequences // devices
-    at_once = math.gcd((c if train else c.for_validation()).microbatch, rows)
-    whole = [p for p in params.values() if p.spec == PartitionSpec()]
-    sharded = [p for p in params.values() if p.spec != PartitionSpec()]
-    sent = [p for p in sharded if p.optimizer == "muon"] if kind == "even" else sharded
-    scattered = [p for p in sharded if train and p is not params["bigram"]]
-    stored = lambda params: sum(math.prod(p.stored_shape) for p in params)
-    pairs = train * sequences * T  # each device says which rows it read, and their gradients
+    microbatch = c.microbatch if train else c.for_validation().microbatch
+    at_once = math.gcd(microbatch, rows)
+    banks = [p for p in params.values() if p.sharding == train_gpt.BANK]
+    lookups = [p for p in params.values() if p.sharding == train_gpt.LOOKUP]
+    replicated = [p for p in params.values() if p.sharding == train_gpt.REPLICATED]
+    gathered = banks if kind == "first" else banks + lookups
+    scattered = [p for p in banks + lookups if train and p is not params["bigram"]]
+    bigrams = train * sequences * T  # devices exchange which rows they read, and their gradients
+
+    def stored(params):
+        """Elements, with padding."""
+        return sum(math.prod(p.shape) for p in params)
+
     return Wanted(
-        train, devices, len(c.layers) - c.plan.count("-"), rows // at_once, at_once * T * c.D,
-        (c.head_chunk, params["head"].stored_shape[0], c.D), rows * T // c.head_chunk,
-        stored(sent) + pairs * (c.D + 1), stored(scattered), stored(whole) * train,
-        sum(math.prod(p.shape) for p in sent + scattered) + pairs * (c.D + 2),  # int32 are two
-    )  # fmt: skip
+        train=train,
+        devices=devices,
+        attending=len(c.attention_layers()),
+        microbatches=rows // at_once,
+        activation=at_once * T * c.D,
+        head=(c.head_chunk, params["head"].shape[0], c.D),
+        chunks=rows * T // c.head_chunk,
+        gathered=stored(gathered) + bigrams * (c.D + 1),
+        scattered=stored(scattered),
+        reduced=stored(replicated) * train,
+        # A row's number, in int32, counts as two elements.
+        ideal=sum(math.prod(p.model_shape) for p in gathered + scattered) + bigrams * (c.D + 2),
+    )
 
 
 # ---- HLO -----------------------------------------------------------------------------------------
@@ -158,15 +238,19 @@ class Op(NamedTuple):
     root: bool = False
 
     def elements(self) -> int:
+        """Of all its arrays."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
     def size(self) -> int:
+        """Bytes of all its arrays."""
         return sum(math.prod(dims) * BYTES.get(dtype, 0) for dtype, dims in self.shapes)
 
     def called(self) -> str:
+        """The name of the computation that it runs."""
         return re.search(r"(?:calls|body|to_apply)=%?([\w.\-]+)", self.rest)[1]
 
     def trips(self) -> int | None:
+        """How often a loop runs, where the compiler knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
         return found and int(found[1])
 
@@ -186,6 +270,8 @@ Body = dict[str, Op]  # a computation: its instructions in order, by name
 
 
 class Program(NamedTuple):
+    """A compiled program, parsed."""
+
     entry: str
     bodies: dict[str, Body]
     overwritten: dict[int, str]  # number of a result -> the parameter whose memory it takes
@@ -195,6 +281,8 @@ class Program(NamedTuple):
 
 
 class Kernel(NamedTuple):
+    """What the program launches."""
+
     kind: str  # gemm, attention, collective, done or other
     op: Op
     body: Body  # that it stands in
@@ -202,20 +290,24 @@ class Kernel(NamedTuple):
 
 
 def parse(text: str, devices: int = 8, instructions: dict[str, float] | None = None) -> Program:
-    bodies, entry, body, numbers = {}, "", None, {}
+    """Reads the text of a compiled program."""
+    bodies, numbers = {}, {}
+    entry, body = "", None
     for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line)
+        instruction = INSTRUCTION.match(line)
+        if head:
             body = bodies[head[2]] = {}
             entry = head[2] if head[1] else entry
         elif line.startswith("}"):
             body = None
-        elif body is not None and (m := INSTRUCTION.match(line)):
-            root, name, shape, kind, args, rest = m.groups()
+        elif body is not None and instruction:
+            root, name, shape, kind, args, rest = instruction.groups()
             arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
             shapes = [(t, tuple(int(n) for n in dims.split(",") if n)) for t, dims in arrays]
             body[name] = Op(name, kind, shapes, re.findall(r"%([\w.\-]+)", args), rest, bool(root))
             if kind == "parameter":
-                numbers[args] = name  # those of the entry stay: it comes last
+                numbers[args] = name  # in the end those of the entry, which comes last
                 body[name] = body[name]._replace(rest=f"{args} {rest}")
     aliases = re.findall(r"\{(\d+)\}: \((\d+), ", text.split("\n", 1)[0])
     overwritten = {int(result): numbers[number] for result, number in aliases}
@@ -228,7 +320,8 @@ def frames(text: str) -> dict[str, list[str]]:
     tables = {p.split("\n")[0]: dict(re.findall(r"^(\d+) (.*)", p, re.M)) for p in parts}
     chains = {}
     for i, row in tables.get("StackFrames", {}).items():
-        place, parent, *_ = *re.findall(r"=(\d+)", row), "1"
+        place, *parents = re.findall(r"=(\d+)", row)
+        parent = parents[0] if parents else "1"
         file, function, *_ = re.findall(r"=(\d+)", tables["FileLocations"][place])
         name = tables["FunctionNames"][function].strip('"').split(".<locals>")[0]
         ours = "train_gpt.py" in tables["FileNames"][file]
@@ -288,16 +381,15 @@ def needed(op: Op, i: int, body: Body, n: float, in_place: bool) -> float:
 def touched(program: Program, kernel: Kernel) -> tuple[int, int]:
     """Bytes that a kernel reads and writes, and the most elements of an array."""
     args = {name: kernel.body[name]._replace(kind="parameter", args=[]) for name in kernel.op.args}
-    body, given = (
-        {**args, kernel.op.name: kernel.op._replace(root=True)},
-        {name: name for name in args},
-    )
+    body = {**args, kernel.op.name: kernel.op._replace(root=True)}
+    given = {name: name for name in args}
     if kernel.op.kind in ("fusion", "fusion-start"):
         body = program.bodies[kernel.op.called()]
-        ours = [op for op in body.values() if op.kind == "parameter"]
-        given = {op.name: kernel.op.args[int(op.rest.split()[0])] for op in ours}
+        parameters = [op for op in body.values() if op.kind == "parameter"]
+        given = {op.name: kernel.op.args[int(op.rest.split()[0])] for op in parameters}
     root = next(op for op in body.values() if op.root)
-    need, written, most, in_place = dict.fromkeys(body, 0.0), 0, 0, set()
+    need, in_place = dict.fromkeys(body, 0.0), set()
+    written, most = 0, 0
     for output in root.args if root.kind == "tuple" else [root.name]:
         need[output] += body[output].elements()
         source = under(output, body)
@@ -319,12 +411,13 @@ def touched(program: Program, kernel: Kernel) -> tuple[int, int]:
     read = 0.0
     for op in (op for op in body.values() if op.kind == "parameter"):
         n = min(op.elements(), need[op.name])
-        read, most = read + op.size() * n / max(1, op.elements()), max(most, n)
+        read += op.size() * n / max(1, op.elements())
+        most = max(most, n)
     return round(read + written), round(most)
 
 
 def shared_by(program: Program, kernel: Kernel, body: Body, op: Op, given: dict[str, str]) -> int:
-    """By how much to divide a scatter's updates: of all devices' it uses those of its own rows."""
+    """By how much to divide a scatter's updates: of all devices' it uses those of its rows."""
     sources = reach(op.args[2], body, False) if op.kind == "scatter" else ()
     outer = [given[o.name] for o in sources if o.name in given]
     views = ("bitcast", "get-tuple-element", "all-gather-done")
@@ -333,7 +426,13 @@ def shared_by(program: Program, kernel: Kernel, body: Body, op: Op, given: dict[
 
 
 def traffic(program: Program, kernel: Kernel) -> int:
+    """Bytes that all runs of a kernel read and write."""
     return kernel.times * touched(program, kernel)[0]
+
+
+# Functions of train_gpt.py, and of older files, that only build and compile programs.
+COMPILING = {"compile_train_step", "compile_val_step", "compile_program", "compile_stage"}
+FORWARD = {"loss_fn", "whole_weights", "val_step"}
 
 
 def cause(program: Program, kernel: Kernel) -> tuple[str, str]:
@@ -342,9 +441,9 @@ def cause(program: Program, kernel: Kernel) -> tuple[str, str]:
     for op in (kernel.op, *parts[::-1]):
         frame = re.search(r"stack_frame_id=(\d+)", op.rest)
         chain = program.frames.get(frame[1], []) if frame else []
-        if {*chain} - {"compile_stage", "<module>"}:
+        if {*chain} - COMPILING - {"<module>"}:
             name = "".join(re.findall(r'op_name="([^"]*)"', op.rest))
-            forward = "jvp(" in name or {"loss_fn", "gather", "val_step"} & {*chain}
+            forward = "jvp(" in name or FORWARD & {*chain}
             phase = "backward" if "transpose(" in name else "forward" if forward else "update"
             return phase, chain[0]
     return "any", "not named"
@@ -363,6 +462,7 @@ def traffic_by_cause(program: Program) -> dict[tuple[str, str], tuple]:
 
 
 def issued(program: Program, kernel: Kernel) -> float:
+    """Instructions that the threads of all runs of a kernel issue."""
     return kernel.times * program.instructions.get(kernel.op.name, 0)
 
 
@@ -420,13 +520,16 @@ def rounds(before: list[str], loop: list[str], predicate: str, goes_on: bool) ->
     """Of a loop: moves, sums and comparisons of integers count it, and the others are left out."""
     values = collections.defaultdict(int)
 
+    def value(operand):
+        """Of a register, or the number itself."""
+        return values[operand] if operand and operand[0] == "%" else int(operand or 0)
+
     def run(lines: list[str]) -> None:
-        for line in lines:
-            if not (found := COUNTS.match(line)):
-                continue
-            kind, how, of, out, *args = found.groups()
+        """Runs the instructions that count."""
+        for found in filter(None, map(COUNTS.match, lines)):
+            kind, how, of, out, *operands = found.groups()
             bits = int((re.search(r"\d+", of or how) or [1])[0])
-            a, b = (values[x] if x and x[0] == "%" else int(x or 0) for x in args)
+            a, b = map(value, operands)
             if kind == "setp":
                 half = 2 ** (bits - 1) * ((of or "")[:1] == "s")  # signed
                 a, b = ((n + half) % 2**bits - half for n in (a, b))
@@ -443,14 +546,15 @@ def rounds(before: list[str], loop: list[str], predicate: str, goes_on: bool) ->
 
 
 def dumped(folder: Path) -> dict[str, float]:
-    """Of what XLA left there of a program: each kernel's instructions, all threads together."""
+    """Instructions of every kernel, all threads together, from what XLA left there of a program."""
     code = {}
     for path in folder.glob("*.ptx"):
         entries = re.findall(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", path.read_text(), re.S)
         for name, body in entries:
             lines = (line.strip() for line in body.splitlines())
             code[name] = instructions([x for x in lines if re.match(r"[a-z@$]", x)])
-    (names,), (order,) = folder.glob("*thunk_metadata.txt"), folder.glob("*thunk_sequence.txt")
+    (names,) = folder.glob("*thunk_metadata.txt")
+    (order,) = folder.glob("*thunk_sequence.txt")
     named = r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)'
     names = {number: name for name, number in re.findall(named, names.read_text())}
     launched = r"^\s*(\d+): kCustomKernel .*?\] (\w+) grid: \[(.*?)\] threads: \[(.*?)\]"
@@ -462,6 +566,8 @@ def dumped(folder: Path) -> dict[str, float]:
 
 
 class Transfer(NamedTuple):
+    """A collective, on the estimate's clock."""
+
     what: str  # collective and parameters
     arrays: str
     bytes: int
@@ -471,8 +577,9 @@ class Transfer(NamedTuple):
 
 
 def communication(program: Program, devices: int) -> list[Transfer]:
-    """Walk the schedule: kernels on one clock, collectives, one at a time, on another."""
-    now, free, waiting, out = 0.0, 0.0, {}, []
+    """Walks the schedule: kernels on one clock, collectives, one at a time, on another."""
+    now, free = 0.0, 0.0  # the clock of kernels, and when the links are free
+    waiting, out = {}, []
     for kernel in kernels(program):
         op = kernel.op
         if kernel.kind == "collective":  # the operand is a share or the whole
@@ -485,10 +592,9 @@ def communication(program: Program, devices: int) -> list[Transfer]:
             now += seconds(program, kernel)
         ended = op.args[0] if kernel.kind == "done" else op.name
         if ended in waiting and not op.kind.endswith("-start"):
-            begun, n, start, end = waiting.pop(ended)
-            out.append(
-                Transfer(*named(program, begun), n, n / LINKS, now - start, max(0.0, end - now))
-            )
+            collective, n, start, end = waiting.pop(ended)
+            hidden, more = now - start, max(0.0, end - now)
+            out.append(Transfer(*named(program, collective), n, n / LINKS, hidden, more))
             now = max(now, end)
     return out
 
@@ -497,10 +603,12 @@ def named(program: Program, kernel: Kernel) -> tuple[str, str]:
     """Of a collective: itself and its parameters, and its operands; an all-reduce has many."""
 
     def several(texts: Iterable[str], times: str) -> str:
+        """Equal texts once, with their number."""
         count = collections.Counter(texts).items()
         return " ".join(text if n == 1 else f"{n}{times}{text}" for text, n in count)
 
-    op, body, names = kernel.op, kernel.body, []
+    op, body = kernel.op, kernel.body
+    names = []
     if op.collective() == "all-gather":
         names = sorted(owners(program, name, body, False) for name in op.args)
     elif op.collective() != "all-reduce":  # the state that the first kernel to use it uses as well
@@ -518,9 +626,10 @@ def owners(program: Program, name: str, body: Body, users: bool) -> str:
         near = [op.name, *op.args]
         if op.kind == "tuple":  # a value that leaves the program takes the place of its parameter
             near = [program.overwritten.get(i) for i, arg in enumerate(op.args) if arg in passed]
-        texts = (body[n].rest for n in near if n and body[n].kind == "parameter")
-        if found := {names[-1] for t in texts if (names := re.findall(r"\[\\?'(\w+)\\?'\]", t))}:
-            return "/".join(sorted(found))
+        texts = [body[n].rest for n in near if n and body[n].kind == "parameter"]
+        names = [re.findall(r"\[\\?'([\w.]+)\\?'\]", text)[-1:] for text in texts]
+        if any(names):
+            return "/".join(sorted({*itertools.chain(*names)}))
         passed.add(op.name)
     return "?"
 
@@ -532,12 +641,13 @@ def exposed(transfers: Iterable[Transfer]) -> float:
 
 # ---- Checks --------------------------------------------------------------------------------------
 def check_attention(program: Program, w: Wanted) -> Iterator[str]:
-    """cuDNN once per attention layer and turn, and as often backward; no copy beside it."""
+    """cuDNN once per attention layer and microbatch, and as often backward; no copy beside it."""
     backward = w.attending if w.train else 0
     for target, calls in ("fmhaSoftmax", w.attending), ("fmhaSoftmaxBackward", backward):
         times = [k.times for k in kernels(program) if f'"__cudnn${target}"' in k.op.rest]
-        if times != [w.turns] * calls:
-            yield f"calls of cuDNN {target} run {times} times, not {calls} of them {w.turns} times"
+        if times != [w.microbatches] * calls:
+            expected = f"{calls} of them {w.microbatches} times"
+            yield f"calls of cuDNN {target} run {times} times, not {expected}"
     moves = {"copy", "transpose", "copy-start"}
     for body in program.bodies.values():
         for call in (op.name for op in body.values() if op.product() == "attention"):
@@ -559,12 +669,15 @@ def fp8_gemms(program: Program) -> Iterator[tuple[list[str], Op, int]]:
 
 
 def check_head(program: Program, w: Wanted) -> Iterator[str]:
-    """The three FP8 products of each chunk in training, none in validation: z, dx and dw."""
-    (N, V, D), e4, e5, runs = w.head, "f8e4m3fn", "f8e5m2", collections.Counter()
-    products = ((e4, e4, *sorted((N, V))), (e4, e5, *sorted((N, D))), (e4, e5, *sorted((V, D))))
+    """Three FP8 products for every chunk in training, z, dx and dw; none in validation."""
+    N, V, D = w.head
+    e4, e5 = "f8e4m3fn", "f8e5m2"
+    runs = collections.Counter()
     for types, op, times in fp8_gemms(program):
         runs[(*types, *sorted(n for n in op.shapes[0][1] if n > 1))] += times
-    if runs != (expected := dict.fromkeys(products, w.chunks) if w.train else {}):
+    products = ((e4, e4, *sorted((N, V))), (e4, e5, *sorted((N, D))), (e4, e5, *sorted((V, D))))
+    expected = dict.fromkeys(products, w.chunks) if w.train else {}
+    if runs != expected:
         yield f"GEMMs in FP8 run {dict(runs)} times, not {expected}"
 
 
@@ -573,11 +686,12 @@ def check_collectives(program: Program, w: Wanted) -> Iterator[str]:
     reduce-scattered, nothing else of size."""
     done, waits = collections.Counter(), []
     for op, body in ((k.op, k.body) for k in kernels(program) if k.kind == "collective"):
-        kind, args = op.collective(), [body[name] for name in op.args]
-        done[kind] += sum(arg.elements() for arg in args)
+        kind = op.collective()
+        n = sum(body[name].elements() for name in op.args)
+        done[kind] += n
         if kind == "all-gather" and (not op.kind.endswith("-start") or '"is_sync":true' in op.rest):
             waits.append(op.name)
-        if kind == "all-reduce" and (n := sum(arg.elements() for arg in args)) > w.reduced + 1:
+        if kind == "all-reduce" and n > w.reduced + 1:
             yield f"{op.name} all-reduces {n} elements: the loss and small gradients are fewer"
         if kind not in ("all-gather", "all-reduce", "reduce-scatter"):
             yield f"{op.name} is {kind}: nothing here needs one"
@@ -606,6 +720,7 @@ class Result(NamedTuple):
 
 
 def faults(r: Result, timed: bool = True) -> Iterator[str]:
+    """What is not as it must be, or above its limit."""
     for op in (op for body in r.program.bodies.values() for op in body.values()):
         if op.kind == "while" and op.trips() is None:
             yield f"{op.name} is a loop without a known trip count: its bytes count once"
@@ -618,7 +733,7 @@ def faults(r: Result, timed: bool = True) -> Iterator[str]:
     for limit, value, what, applies in (
         (40, r.compile_s, "s to compile; is the machine idle?", timed),
         (40, r.arguments + r.temporaries, "GB of arguments and temporaries", True),
-        # What was reached, lest it grow again.
+        # A little above what was reached.
         (1.04, r.ratio, "times the ideal bytes are sent", many),
         (0.02 * r.traffic, sum(unknown) / 1e9, "GB are of kernels without PTX", True),
         (95, r.traffic, "GB of non-GEMM traffic", many and r.wanted.train),
@@ -636,28 +751,34 @@ def cudnn_version() -> str | None:
 
 
 def answer_for_hopper() -> None:
-    """JAX asks the machine for its chip and its cuDNN; here is no chip to ask."""
+    """JAX asks the machine for its chip and its cuDNN; there is no chip here, so this answers."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     major, minor, patch, *_ = map(int, cudnn_version().split("."))
+
+    def has_capability(least: str) -> bool:
+        """H100s have 9.0."""
+        return tuple(map(int, least.split("."))) <= (9, 0)
+
     fused.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
-    fused.check_compute_capability = lambda least: tuple(map(int, least.split("."))) <= (9, 0)
+    fused.check_compute_capability = has_capability
     fused.is_cuda_compute_capability_equal = lambda version: version == "9.0"
 
 
 def make_mesh(devices: int) -> Mesh:
+    """H100s in one host."""
+    target = Path(__file__).with_name("h100.txtpb").read_text()
     topology = topologies.get_topology_desc(
-        "h100", platform="cuda", topology=f"1x1x{devices}",
-        target_config=Path(__file__).with_name("h100.txtpb").read_text(),
-    )  # fmt: skip
+        "h100", platform="cuda", topology=f"1x1x{devices}", target_config=target
+    )
     return Mesh(np.array(topology.devices), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
-def compiled(script, kind: str, stage: int, c, devices: int) -> tuple:
-    """A program of some script of ours: what XLA says of it, the program, and seconds."""
+def compiled(compile_step: Callable, *program: Any, devices: int) -> tuple:
+    """What XLA knows of a program's memory, the program, and the seconds that it took."""
     shutil.rmtree(DUMP, ignore_errors=True)
     mesh, began = make_mesh(devices), time.perf_counter()
-    result = script.compile_stage(kind, stage, c, mesh)
+    result = compile_step(*program, mesh)
     compile_s = time.perf_counter() - began
     return result.memory_analysis(), parse(result.as_text(), devices, dumped(DUMP)), compile_s
 
@@ -682,38 +803,52 @@ def record_21_ms() -> float:
     sys.modules["record_21"] = script  # dataclasses look it up
     spec.loader.exec_module(script)
     c = dataclasses.replace(script.PRESETS["record"], attention="cudnn", seed=1)
-    programs = (compiled(script, "train", window, c, 8)[1] for window in (128, 1792))
-    return sum(sum(step_ms(p, communication(p, 8)).values()) for p in programs) / 2
+    total = 0.0
+    for window in 128, 1792:
+        _, program, _ = compiled(script.compile_stage, "train", window, c, devices=8)
+        total += sum(step_ms(program, communication(program, 8)).values())
+    return total / 2
 
 
-@functools.cache  # settings of memory_table are compiled already
+@functools.cache  # the first settings of memory_table are compiled already
 def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
-    memory, program, compile_s = compiled(train_gpt, kind, stage, c, devices)
+    """Compiles a program and counts."""
+    memory, program, compile_s = compiled(compile_step, kind, stage, c, devices=devices)
     w = wanted(kind, stage, c, devices)
-    causes, transfers = traffic_by_cause(program), communication(program, devices)
+    causes = traffic_by_cause(program)
+    transfers = communication(program, devices)
     ideal = 2 * w.ideal * (devices - 1) / devices
     weights = sum(t.bytes for t in transfers if not t.what.startswith("all-reduce"))
     return Result(
-        kind, stage, w, compile_s, memory.temp_size_in_bytes / 1e9,
-        memory.argument_size_in_bytes / 1e9, program, causes,
-        sum(n for n, *_ in causes.values()) / 1e9, transfers, weights / ideal if ideal else 0.0,
-        step_ms(program, transfers),
-    )  # fmt: skip
+        kind=kind,
+        stage=stage,
+        wanted=w,
+        compile_s=compile_s,
+        temporaries=memory.temp_size_in_bytes / 1e9,
+        arguments=memory.argument_size_in_bytes / 1e9,
+        program=program,
+        causes=causes,
+        traffic=sum(n for n, *_ in causes.values()) / 1e9,
+        transfers=transfers,
+        ratio=weights / ideal if ideal else 0.0,
+        parts=step_ms(program, transfers),
+    )
 
 
 # ---- Report --------------------------------------------------------------------------------------
 def table(*rows: Iterable) -> str:
-    """Markdown; the first row is the head, and words stand left, numbers right."""
+    """Markdown; the first row is the head, words are aligned left, numbers right."""
     columns = []
     for head, *cells in zip(*([str(cell) for cell in row] for row in rows), strict=True):
-        width, words = max(map(len, (head, *cells))), cells[-1][:1].isalpha()
+        width = max(map(len, (head, *cells)))
+        words = cells[-1][:1].isalpha()
         rule = ":" + "-" * (width - 1) if words else "-" * (width - 1) + ":"
         columns.append([f"{cell:{'<' if words else '>'}{width}}" for cell in (head, rule, *cells)])
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
 
 
 def program_table(results: list[Result]) -> str:
-    """A row per program; those that differ in stage and seconds only share one."""
+    """A row for each program; those that differ only in stage and seconds share one."""
     head = ("program", "devices", "stages", "compile s", "temporaries GB", "arguments GB",
             "cuDNN calls", "FP8 GEMMs", "GEMMs", "traffic GB", "sent GB", "of ideal")  # fmt: skip
     groups = collections.defaultdict(list)
@@ -733,24 +868,29 @@ def program_table(results: list[Result]) -> str:
 
 def memory_table(c: train_gpt.Config, exceeded: list[str]) -> str:
     """What one GPU needs in each setting, with all of the state, also where validation does not
-    read it; notes what is not as expected."""
-    rows, largest = [], max(range(len(c.rows)), key=lambda i: bool(c.rows[i].steps) * c.rows[i].T)
+    read it; adds to `exceeded` what is not as expected."""
+    head = ("GPU", "flags", "state GB", "training GB", "validation GB", "together GB", "fits")
+    rows = [head]
+    tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
+    largest = tokens.index(max(tokens))
     for GB, flags, enough in SETTINGS:
         small = dataclasses.replace(c, **flags)
-        even, odd, val = (measure(kind, largest, small, 1) for kind in (*train_gpt.KINDS, "val"))
-        training = max(even.temporaries, odd.temporaries)
-        needs = odd.arguments + max(training, val.temporaries)
-        told = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
-        parts = odd.arguments, training, val.temporaries, needs
-        rows.append((f"{GB} GB", told, *(f"{n:.1f}" for n in parts), "yes" if enough else "no"))
+        first, second, val = (measure(kind, largest, small, 1) for kind in KINDS)
+        training = max(first.temporaries, second.temporaries)
+        needs = second.arguments + max(training, val.temporaries)
+        words = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
+        numbers = [f"{n:.1f}" for n in (second.arguments, training, val.temporaries, needs)]
+        rows.append((f"{GB} GB", words, *numbers, "yes" if enough else "no"))
         if (needs <= 0.9 * GB) != enough:
-            exceeded.append(f"{told}: {needs:.1f} GB of {GB} GB, expected to fit: {enough}")
-    head = ("GPU", "flags", "state GB", "training GB", "validation GB", "together GB", "fits")
-    return table(head, *rows)
+            exceeded.append(f"{words}: {needs:.1f} GB of {GB} GB, expected to fit: {enough}")
+    return table(*rows)
 
 
 def traffic_table(r: Result) -> str:
+    """Traffic by pass and function."""
+
     def row(pass_and_function, values):
+        """The sums over some causes."""
         n, count, ptx, time = map(sum, zip(*values, strict=True))
         numbers = f"{n / 1e9:.2f}", count, f"{ptx / 1e9:.1f}", f"{1e3 * time:.2f}"
         return *pass_and_function, *numbers
@@ -763,25 +903,27 @@ def traffic_table(r: Result) -> str:
 
 
 def kernel_table(r: Result, most: int = 40) -> str:
-    """XLA's kernels that take longest, and what bounds them."""
-    others = [k for k in kernels(r.program) if k.kind == "other"]
+    """The kernels generated by XLA that take longest, and what bounds them."""
+    others = [kernel for kernel in kernels(r.program) if kernel.kind == "other"]
+    times = {kernel.op.name: seconds(r.program, kernel) for kernel in others}
+    others.sort(key=lambda kernel: -times[kernel.op.name])
     rows = [("kernel", "pass", "function", "runs", "GB", "PTX an element", "bound by", "ms")]
-    for k in sorted(others, key=lambda k: -seconds(r.program, k))[:most]:
-        n, ptx = traffic(r.program, k), issued(r.program, k)
-        each = ptx / max(1, k.times * touched(r.program, k)[1])
+    for kernel in others[:most]:
+        name, runs = kernel.op.name, kernel.times
+        n, ptx = traffic(r.program, kernel), issued(r.program, kernel)
+        an_element = ptx / max(1, runs * touched(r.program, kernel)[1])
         bound = "instructions" if ptx / ISSUE > n / MEMORY else "bytes"
-        ms = 1e3 * seconds(r.program, k)
-        numbers = k.times, f"{n / 1e9:.2f}", f"{each:.0f}", bound, f"{ms:.2f}"
-        rows.append((k.op.name, *cause(r.program, k), *numbers))
+        numbers = f"{n / 1e9:.2f}", f"{an_element:.0f}", bound, f"{1e3 * times[name]:.2f}"
+        rows.append((name, *cause(r.program, kernel), runs, *numbers))
     return table(*rows)
 
 
 def time_table(results: list[Result]) -> str:
-    """Of a step of each stage on 8 devices, beside upstream's."""
+    """Of the steps of each stage on 8 devices, beside upstream's."""
+    results = [r for r in results if r.wanted.train and r.wanted.devices == 8]
     rows = [("stage", "step", *PARTS, "ms", "upstream", "ratio")]
     for stage, (low, high) in enumerate(UPSTREAM_MS):
-        both = [r for r in results
-                if r.wanted.train and r.wanted.devices == 8 and r.stage == stage]  # fmt: skip
+        both = [r for r in results if r.stage == stage]
         mean = sum(sum(r.parts.values()) for r in both) / len(both)
         for r in both:
             numbers = [f"{ms:.1f}" for ms in (*r.parts.values(), sum(r.parts.values()))]
@@ -792,49 +934,56 @@ def time_table(results: list[Result]) -> str:
 
 
 def transfer_table(r: Result) -> str:
-    sums = map(sum, list(zip(*r.transfers, strict=True))[2:])
-    rows = [
-        (what, arrays, f"{n / 1e6:.1f}", *(f"{1e3 * t:.3f}" for t in times))
-        for what, arrays, n, *times in (*r.transfers, ("all", "together", *sums))
-    ]
-    head = ("collective", "operands", "sent MB", "transfer ms", "work ms", "exposed ms")
-    return table(head, *rows)
+    """Every collective."""
+    together = map(sum, list(zip(*r.transfers, strict=True))[2:])
+    rows = [("collective", "operands", "sent MB", "transfer ms", "work ms", "exposed ms")]
+    for what, arrays, n, *times in (*r.transfers, ("all", "together", *together)):
+        rows.append((what, arrays, f"{n / 1e6:.1f}", *(f"{1e3 * t:.3f}" for t in times)))
+    return table(*rows)
 
 
 def assumptions(record_21: float) -> str:
-    T, FP8s = 1e12, f"{FP8 / 1e12:.0f} in FP8 ({FP8_MIXED / 1e12:.0f} of two formats)"
+    """The rates, as text."""
+    T = 1e12
     return (
         f"**Estimates: no GPU has run this.** Rates: products {BFLOAT16 / T:.0f} Tflop/s in "
-        f"bfloat16, {FLOAT32 / T:.0f} in float32, {FP8s}; memory {MEMORY / T} TB/s; "
+        f"bfloat16, {FLOAT32 / T:.0f} in float32, {FP8 / T:.0f} in FP8 ({FP8_MIXED / T:.0f} of two "
+        f"formats); memory {MEMORY / T} TB/s; "
         f"{ISSUE / T:.0f}e12 PTX instructions a second; attention {ATTENTION / T:.0f} Tflop/s "
         f"of windows {MORE_KEYS} keys longer; {1e6 * LAUNCH} µs a kernel; links "
         f"{LINKS / 1e9:.0f} GB/s; and what is sent takes {T * STOLEN:.0f} ms a GB from kernels. "
         f"They were fixed on record 21's file, which takes {record_21:.1f} ms by them (108 ± 5 by "
         "another calculation; PyTorch's took 102). "
         "Upstream's are of logs of these shapes; there is none of record 89 as merged. Products "
-        "that a GPU has tuned, cuDNN and NCCL may be faster or slower. Others are XLA's own "
-        "kernels."
+        "that a GPU has tuned, cuDNN and NCCL may be faster or slower. Others are the kernels that "
+        "XLA generates."
     )
 
 
-def report(results: list[Result], memory: str, record_21: float) -> str:
-    main = [r for r in results if r.kind == "odd" and r.wanted.devices == 8][-1]
-    step = f"an odd training step on 8 devices, stage {main.stage}"
+def report(results: list[Result], memory: str, record_21: float, timed: bool) -> str:
+    """The text of records/h100_compile.md."""
+    main = [r for r in results if r.kind == "second" and r.wanted.devices == 8][-1]
+    step = f"a second step on 8 devices, stage {main.stage}"
+    busy = "" if timed else " Seconds are of a machine that did other work as well."
     return "\n\n".join((
         "# The record preset, compiled for H100s on a machine without a GPU",
         "Not run. Traffic, sent and ideal bytes, and how they are counted: see the head of "
-        "`dev/compile_8xh100.py`. `python dev/compile_8xh100.py --write` renews this file.",
-        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n- sha256 of the code {DIGEST}",
+        "`dev/compile_8xh100.py`. `python dev/compile_8xh100.py --write` renews this file; "
+        "`--lowered` tells in seconds whether that is necessary.",
+        f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n{source_line()}\n{digest_line()}",
         "## Milliseconds of a step, estimated",
+        "Every second step updates all parameters, the first of two only the matrices.",
         assumptions(record_21),
         time_table(results),
-        "## Programs", program_table(results),
+        "## Programs",
+        "On two CPU cores." + busy,
+        program_table(results),
         "## Memory of one GPU, without the workspaces of cuDNN and cuBLAS",
         "State is what lives between steps; training and validation are the temporaries of their "
         "programs, in the stage of the longest sequences. What fits is in nine tenths of the "
-        "memory; JAX takes three quarters unless told `XLA_CLIENT_MEM_FRACTION=0.92`.",
+        "memory; JAX takes three quarters unless `XLA_CLIENT_MEM_FRACTION=0.92` is set.",
         memory, f"## Non-GEMM traffic of {step}, by cause", traffic_table(main),
-        f"## The longest of XLA's own kernels in {step}", kernel_table(main),
+        f"## The longest kernels generated by XLA in {step}", kernel_table(main),
         f"## Communication of {step}, in the order of its end",
         "By the same rates, one collective at a time. Work is what is scheduled between start and "
         f"done. {exposed(main.transfers):.2f} ms are exposed.",
@@ -842,38 +991,51 @@ def report(results: list[Result], memory: str, record_21: float) -> str:
     )) + "\n"  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cli.add_argument("--write", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
-    cli.add_argument("--untimed", action="store_true", help="do not judge seconds")
-    arguments = cli.parse_args(argv)
-    if cudnn_version() is None:
-        print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
-        return 2
+def compile_everything(timed: bool) -> tuple[str, list[str]]:
+    """The report, and what is wrong."""
     # Without tuning, or variants compile that nobody times.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
-    jax.config.update("jax_enable_compilation_cache", False)
     answer_for_hopper()
-    # Any numbers compile to the same program; the file of the right ones is not needed.
-    train_gpt.prefix_table = lambda c: np.arange(c.vocab, dtype="int32")
-    c = dataclasses.replace(train_gpt.PRESETS["record"], attention="cudnn", seed=1)
-    stages = dict.fromkeys((train_gpt.KINDS[s % 2], c.stage_at(s)) for s in range(c.steps))
-    stages |= dict.fromkeys(("val", c.stage_at(s)) for s in range(c.steps + 1) if c.validates(s))
-    results, wrong, record_21 = [], [], record_21_ms()
+    train_gpt.prefix_table = any_prefixes
+    c = record_config("cudnn")
+    steps = range(c.total_steps)
+    programs = [(KINDS[step % 2], c.stage_at(step)) for step in steps]
+    programs += [("val", c.stage_at(s)) for s in (*steps, len(steps)) if c.validates_before(s)]
+    results, wrong = [], []
+    record_21 = record_21_ms()
     print(f"record 21 by these rates: {record_21:.1f} ms", flush=True)
     if not RECORD_21_MS[0] <= record_21 <= RECORD_21_MS[1]:
         wrong.append(f"record 21 takes {record_21:.1f} ms by these rates, not {RECORD_21_MS}")
     for devices in (8, 1):
-        for kind, stage in stages:
-            results.append(r := measure(kind, stage, c, devices))
-            found = list(faults(r, timed=not arguments.untimed))
+        for kind, stage in dict.fromkeys(programs):
+            result = measure(kind, stage, c, devices)
+            results.append(result)
+            found = list(faults(result, timed))
             name = f"{devices} x H100, {kind}, stage {stage}"
-            print(f"{name}: {r.compile_s:.1f} s", *found, sep="\n  FAIL ", flush=True)
+            print(f"{name}: {result.compile_s:.1f} s", *found, sep="\n  FAIL ", flush=True)
             wrong += found
-    text = report(results, memory_table(c, wrong), record_21)
-    print("", text, *wrong or ["every check passed"], sep="\n")
+    text = report(results, memory_table(c, wrong), record_21, timed)
     shutil.rmtree(DUMP, ignore_errors=True)
+    return text, wrong
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line and returns the exit status."""
+    cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cli.add_argument("--write", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
+    cli.add_argument("--untimed", action="store_true", help="do not judge seconds")
+    cli.add_argument("--lowered", action="store_true", help="compare the programs' text alone")
+    arguments = cli.parse_args(argv)
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_compilation_cache", False)
+    if arguments.lowered:
+        return check_lowered(arguments.write)
+    if cudnn_version() is None:
+        print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
+        return 2
+    text, wrong = compile_everything(not arguments.untimed)
+    print("", text, *wrong or ["every check passed"], sep="\n")
     if arguments.write and not wrong:
         RECORD.write_text(text, encoding="utf-8")
     return 1 if wrong else 0

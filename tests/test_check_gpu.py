@@ -17,11 +17,18 @@ import pytest
 
 import train_gpt
 from dev import check_gpu
-from tests.test_gpu_guards import changed, kernel, spoiled
 from tests.tools import make_mesh, unoptimized
+from train_gpt import LONG, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
 C = dataclasses.replace(check_gpu.SMALL, attention="xla")
+STAGES = (
+    Stage(200, 1024, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
+    Stage(200, 2048, short=16, long=48, max_doc=0, lr=1.5),
+    Stage(0, 2048, short=16, long=64, max_doc=0, lr=1.0),
+)
+TWO_STAGES = dataclasses.replace(C, stages=STAGES)
+kernel = jax.nn.dot_product_attention
 SMI = """#!/bin/sh
 case "$*" in
   *--id=1*) sed -n 2p "$0.csv" ;;
@@ -31,13 +38,15 @@ esac
 """
 
 
-def look(part, *arguments) -> dict[str, bool]:
+def passes(part, *arguments) -> dict[str, bool]:
+    """Which lines of a part pass, by name."""
     with unoptimized():
         return {name: bool(passed) for passed, name, *_ in part(*arguments)}
 
 
 def failed(part, *arguments) -> list[str]:
-    return [name for name, passed in look(part, *arguments).items() if not passed]
+    """Names of the lines that fail."""
+    return [name for name, passed in passes(part, *arguments).items() if not passed]
 
 
 # ---- All of it -----------------------------------------------------------------------------------
@@ -50,7 +59,7 @@ def test_all_parts_pass_here_and_leave_a_line_of_json(tmp_path):
     facts = json.loads(facts[6:])
     passed = [line[5:].split(": ")[0] for line in lines if line.startswith("PASS ")]
     more = {"failed", "argv", "seconds", "jax", "backend", "git"}
-    assert {*passed} == facts.keys() - more and len(passed) == 22
+    assert {*passed} == facts.keys() - more and len(passed) == 21
     assert facts["failed"] == [] and facts["predicted time to 3.28"] > 0
     assert not any(line.startswith("FAIL") for line in lines)
 
@@ -69,13 +78,13 @@ def test_a_part_that_breaks_has_failed_and_the_next_ones_go_on(monkeypatch, caps
         monkeypatch.setattr(check_gpu, name, breaks if name == "check_speed" else good)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     assert check_gpu.main(["--small"]) == 1
-    said = capsys.readouterr().out
-    assert "FAIL breaks: SystemExit: no luck\n" in said and said.count("PASS good") == 7
+    shown = capsys.readouterr().out
+    assert "FAIL breaks: SystemExit: no luck\n" in shown and shown.count("PASS good") == 7
 
 
 # ---- The machine ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "gpus, passes, says",
+    "gpus, good, pattern",
     [
         ("H100, 580.1, 81559, 4, 700, 1980\n" * 8, True, "8 x H100, 81559 MiB, 700 W.*NVLink$"),
         ("H100, 580.1, 81559, 18000, 700, 1980\n", False, r"in use.*\[0\]"),
@@ -85,14 +94,14 @@ def test_a_part_that_breaks_has_failed_and_the_next_ones_go_on(monkeypatch, caps
         ("No devices were found\n", True, "0 x GPU"),
     ],
 )
-def test_gpus_must_be_of_one_kind_and_free(monkeypatch, tmp_path, gpus, passes, says):
+def test_gpus_must_be_of_one_kind_and_free(monkeypatch, tmp_path, gpus, good, pattern):
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "nvidia-smi.csv").write_text(gpus)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ((passed, _, text, facts),) = check_gpu.check_machine()
-    assert passed is passes and re.search(says, text) and len(facts) == gpus.count("580")
+    assert passed is good and re.search(pattern, text) and len(facts) == gpus.count("580")
     if len({*gpus.splitlines()}) == 2:  # the second one alone
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
         assert next(check_gpu.check_machine())[0]
@@ -142,9 +151,37 @@ def test_rates_are_of_the_work_that_is_done(monkeypatch):
 
 
 # ---- Values --------------------------------------------------------------------------------------
+def changed(left=0, right=0, **changes):
+    """The kernel with other options, and a window with other ends."""
+
+    def attend(q, k, v, local_window_size, **options):
+        ends = local_window_size[0] + left, local_window_size[1] + right
+        return kernel(q, k, v, **dict(local_window_size=ends) | options | changes)
+
+    return attend
+
+
+def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
+    """The kernel with its output or its gradients changed."""
+
+    def attend(*qkv, **options):
+        def residuals(*qkv):
+            return jax.vjp(lambda *qkv: kernel(*qkv, **options), *qkv)[1]
+
+        wrong = jax.custom_vjp(lambda *qkv: forward(kernel(*qkv, **options)))
+        wrong.defvjp(
+            lambda *qkv: (wrong(*qkv), residuals(*qkv)),
+            lambda pull, g: backward(*pull(g)),
+        )
+        return wrong(*qkv)
+
+    return attend
+
+
 def late(q, k, v, **options):
     """Wrong beyond the 200th token only, as a kernel of short sequences would not show."""
-    right, wrong = kernel(q, k, v, **options), kernel(q, k, v, **options | dict(scale=0.2))
+    right = kernel(q, k, v, **options)
+    wrong = kernel(q, k, v, **options | dict(scale=0.2))
     return jnp.where(jnp.arange(q.shape[1])[:, None, None] < 200, right, wrong)
 
 
@@ -166,22 +203,22 @@ def test_a_wrong_attention_fails(monkeypatch, fault):
 
     monkeypatch.setattr(check_gpu, "seconds", lambda *_: 1.0)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    (name,) = failed(check_gpu.check_attention, C, C.rows[-1].T, True)
+    (name,) = failed(check_gpu.check_attention, TWO_STAGES, TWO_STAGES.sequence_length(2), True)
     assert name.startswith("attention at 256")
 
 
 @pytest.mark.parametrize("ms, slow", [((1, 2, 3.1), []), ((3, 3, 3), ["its ms by window"])])
 def test_a_kernel_that_leaves_nothing_out_fails_on_gpus(monkeypatch, ms, slow):
     times, good = iter(ms), lambda *_, **__: (True, "good", "", 0)
-    monkeypatch.setattr(check_gpu, "judged", good)
+    monkeypatch.setattr(check_gpu, "compare", good)
     monkeypatch.setattr(check_gpu, "seconds", lambda *_: next(times))
     cudnn = dataclasses.replace(C, attention="cudnn")
-    assert failed(check_gpu.check_attention, cudnn, C.rows[-1].T, True) == slow
+    assert failed(check_gpu.check_attention, cudnn, C.sequence_length(0), True) == slow
 
 
-def test_attention_is_looked_at_where_validation_has_it():
+def test_attention_is_checked_at_the_length_of_validation():
     expected = {"attention at 1024, 137 documents": True}
-    assert look(check_gpu.check_attention, C, C.val_T, False) == expected
+    assert passes(check_gpu.check_attention, C, C.val_T, False) == expected
 
 
 def wrong(name, **changes):
@@ -192,10 +229,7 @@ def wrong(name, **changes):
 
 GRADIENTS = {
     "head in float8_e4m3fn": ("head_loss", wrong("head_loss", _1=lambda w: 1.2 * w)),
-    "norm and product, by input": (
-        "norm_linear",
-        wrong("norm_linear", _0=lambda x: 1.0 * x + 0.05),
-    ),
+    "norm and product, from x": ("norm_linear", wrong("norm_linear", _0=lambda x: x + 0.05)),
     "norm and rotation": ("norm_rotate", wrong("norm_rotate", _1=lambda cos: cos.at[9:].set(1))),
 }
 
@@ -208,8 +242,8 @@ def test_a_wrong_value_fails(monkeypatch, name):
 
 @pytest.mark.parametrize(
     "backward, name",
-    [("head_loss", "head in float8_e4m3fn"), ("norm_linear", "norm and product, by output"),
-     ("norm_rotate", "norm and rotation, keys offset")],
+    [("head_loss", "head in float8_e4m3fn"), ("norm_linear", "norm and product, from y"),
+     ("norm_rotate", "norm and rotation, with key_offset")],
 )  # fmt: skip
 def test_a_wrong_gradient_fails(monkeypatch, backward, name):
     """The value is right: a fifth more of the gradient alone."""
@@ -222,42 +256,55 @@ def test_a_wrong_gradient_fails(monkeypatch, backward, name):
 
 # ---- Training ------------------------------------------------------------------------------------
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
-    c = dataclasses.replace(C, plan="Lk", D=32)
-    right = train_gpt.on_devices  # the first sequence twice, instead of the last one
-    wrong = lambda b, mesh: np.concatenate((b[: 9 - mesh.size], b[: mesh.size - 1]))
-    other = lambda batches, mesh: right((wrong(b, mesh) for b in batches), mesh)
-    monkeypatch.setattr(train_gpt, "on_devices", other)
-    assert look(check_gpu.check_tiny, c, make_mesh(2)) == {
-        "tiny, 1 cpu": True,
-        "tiny, 2 cpu": False,
-    }
+    c = dataclasses.replace(C, layers=(Layer(LONG),), D=32)
+    train_batches = train_gpt.train_batches
+
+    def wrong_batches(c, mesh, shards, start):
+        """On two devices, the first sequence twice, instead of the last one."""
+        for tokens, row in train_batches(c, mesh, shards, start):
+            batch = np.asarray(tokens)
+            wrong = np.concatenate((batch[: 9 - mesh.size], batch[: mesh.size - 1]))
+            yield jax.device_put(wrong, tokens.sharding), row
+
+    monkeypatch.setattr(train_gpt, "train_batches", wrong_batches)
+    expected = {"tiny, 1 cpu": True, "tiny, 2 cpu": False}
+    assert passes(check_gpu.check_tiny, c, make_mesh(2)) == expected
 
 
 def fake_record(monkeypatch, losses=(5.0, 4.0)):
-    """Programs that take no time and say these losses: first, and from then on."""
+    """Programs that take no time and return these losses: the first one, then always the second."""
     memory = SimpleNamespace(argument_size_in_bytes=2e9, temp_size_in_bytes=1e9)
 
     class Program(SimpleNamespace):
-        def __call__(self, state, batch):
-            assert batch.shape == (8, self.T + 1) and 0 <= batch.min() and batch.max() < C.vocab
+        def __call__(self, state, tokens, row):
+            assert tokens.shape == (8, self.T + 1) and 0 <= tokens.min() < tokens.max() < C.vocab
+            assert len(row.targets) == self.targets and row.momentum == np.float32(C.momentum_low)
             return state + 1, losses[state > 0]
 
-    program = lambda stage: Program(T=C.rows[stage].T, memory_analysis=lambda: memory)
-    programs = {(kind, stage): program(stage) for kind in train_gpt.KINDS for stage in (0, 1)}
+    programs = {
+        (stage, second): Program(
+            T=TWO_STAGES.sequence_length(stage),
+            targets=len(train_gpt.target_weights(STAGES[stage])),
+            memory_analysis=lambda: memory,
+        )
+        for stage in (0, 1)
+        for second in (False, True)
+    }
+    programs[1, "val"] = None
 
-    def prepare(c, mesh, log):
-        log.facts(compile=dict(seconds=3.0))
+    def compile_all(c, mesh, log):
+        log.facts({"compile": {"seconds": 3.0}})
         return programs
 
-    monkeypatch.setattr(train_gpt, "prepare", prepare)
+    monkeypatch.setattr(train_gpt, "compile_all", compile_all)
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: 0)
-    monkeypatch.setattr(train_gpt, "compile_stage", lambda kind, stage, *_: programs[kind, stage])
 
 
 def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch):
     fake_record(monkeypatch)
     monkeypatch.setattr(check_gpu, "step_ms", lambda pair, c, stage, mesh: 100.0 * (stage + 1))
-    c = dataclasses.replace(C, stages=C.stages.replace("200 1024", "300 1024"), steps=500)
+    first = dataclasses.replace(STAGES[0], steps=300)
+    c = dataclasses.replace(C, stages=(first, *STAGES[1:]))
     lines = {name: facts for _, name, _, facts in check_gpu.check_record(c, make_mesh(2))}
     assert lines["predicted time to 3.28"] == pytest.approx(300 * 0.1 + 200 * 0.2)
     assert [*lines][1:] == ["stage 0", "stage 1", "memory", "predicted time to 3.28"]
@@ -271,7 +318,7 @@ def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch):
 def test_a_stage_that_does_not_learn_fails(monkeypatch, losses):
     fake_record(monkeypatch, losses)
     expected = ["stage 0", "stage 1", "predicted time to 3.28"]
-    assert failed(check_gpu.check_record, C, make_mesh(2)) == expected
+    assert failed(check_gpu.check_record, TWO_STAGES, make_mesh(2)) == expected
 
 
 @pytest.mark.parametrize(
@@ -279,28 +326,27 @@ def test_a_stage_that_does_not_learn_fails(monkeypatch, losses):
     [(10.0, (10.0, 9.95), "usual"), (10.0, (9.0, 11.0), "command_buffer': ''"),
      (float("nan"), (float("nan"), 9.0), "slice_fusion': True")],
 )  # fmt: skip
-def test_the_faster_setting_is_named_and_none_is_kept(monkeypatch, usual, times, use):
-    seen, before, times = [], dict(train_gpt.OPTIONS), iter(times)
-    look = lambda kind, stage, *_: seen.append((kind, stage, train_gpt.OPTIONS["gpu"]))
-    monkeypatch.setattr(train_gpt, "compile_stage", look)
+def test_the_faster_setting_is_named_and_options_stay_as_they_were(monkeypatch, usual, times, use):
+    compiled, before, times = [], dict(train_gpt.OPTIONS), iter(times)
+
+    def compile_train_step(stage, second, *_):
+        compiled.append((stage, second, train_gpt.OPTIONS["gpu"]))
+
+    monkeypatch.setattr(train_gpt, "compile_train_step", compile_train_step)
     monkeypatch.setattr(check_gpu, "step_ms", lambda *_: next(times))
-    ((_, _, text, _),) = check_gpu.check_settings(C, make_mesh(1), {"stage 1": [usual]})
+    facts = {"stage 1": [usual]}
+    ((_, _, text, _),) = check_gpu.check_settings(TWO_STAGES, make_mesh(1), facts)
     assert use in text.partition("use: ")[2] and train_gpt.OPTIONS == before
-    assert [options["xla_gpu_enable_dynamic_slice_fusion"] for *_, options in seen] == [0, 0, 1, 1]
-    assert [options.get("xla_gpu_enable_command_buffer") for *_, options in seen] == [
-        "",
-        "",
-        None,
-        None,
-    ]
-    assert {(kind, stage) for kind, stage, _ in seen} == {("even", 1), ("odd", 1)}
+    fusion = [options["xla_gpu_enable_dynamic_slice_fusion"] for *_, options in compiled]
+    buffers = [options.get("xla_gpu_enable_command_buffer") for *_, options in compiled]
+    assert (fusion, buffers) == ([False, False, True, True], ["", "", None, None])
+    assert {(stage, second) for stage, second, _ in compiled} == {(1, False), (1, True)}
 
 
-def test_stages_do_not_pass_with_weights_that_stay(monkeypatch):
-    """Its loss falls all the same: later targets count less and less."""
-    c = dataclasses.replace(C, plan="Lk", muon_lr=0.0, adam_lr=0.0)
+def test_a_stage_does_not_pass_with_weights_that_stay(monkeypatch):
+    c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
     with unoptimized():
-        pair = 2 * [train_gpt.compile_stage("odd", 0, c, make_mesh(1))]
+        pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
         assert np.isnan(check_gpu.step_ms(pair, c, 0, make_mesh(1)))
 
 

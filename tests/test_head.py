@@ -72,7 +72,9 @@ def test_fp8_head_is_the_formula_to_the_precision_of_its_formats():
 def test_the_gradients_are_as_fine_in_a_larger_batch():
     """So many more sequences, so much smaller shares: and no less of their tail is left."""
     (x, w, targets, shares), n = operands("bfloat16"), 2**20
-    more = ours(x, w, targets, shares / n, dataclasses.replace(FP8, batch=n * FP8.batch))
+    stage = dataclasses.replace(FP8.stages[0], tokens=n * FP8.stages[0].tokens)
+    larger = dataclasses.replace(FP8, stages=(stage,), batch=n * FP8.batch)
+    more = ours(x, w, targets, shares / n, larger)
     for a, b in zip(ours(x, w, targets, shares, FP8), more, strict=True):
         np.testing.assert_array_equal(a, n * np.asarray(b))
 
@@ -122,8 +124,9 @@ def test_scales_cancel():
 
 @pytest.mark.parametrize("c", [train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]])
 def test_the_gradient_of_the_logits_fits_its_format(c):
-    """It is at most 23 / 7.5 / 4 of the shares of a token's targets, which is the cap's slope."""
-    largest = 23 / 7.5 / 4 * max(sum(max(ends) for ends in row.shares) for row in c.rows) / c.batch
+    """It is at most 23 / 7.5 / 4, the cap's slope, of the weights of a token's targets."""
+    weights = [train_gpt.target_weights(stage).values() for stage in c.stages]
+    largest = 23 / 7.5 / 4 * max(sum(max(ends) for ends in stage) for stage in weights) / c.batch
     assert largest * c.g_scale * c.batch < float(jnp.finfo(c.head_backward).max)
 
 

@@ -1,123 +1,246 @@
-"""The promise "copy one file and tweak it": the README's diffs, and others, applied and run."""
+"""The promise "copy one file and change it": diffs of dev/change_it.md, applied and run."""
 
-import dataclasses
 import importlib.util
-import json
-import math
+import inspect
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from tests.tools import FLOAT32, SMALL, make_mesh, text, write_shard
+from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences, unoptimized
 
-README = (Path(train_gpt.__file__).parent / "README.md").read_text(encoding="utf-8")
-DIFFS = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-FLAGS = ["tiny", *SMALL, "--stages", "2 256 8 8 0 1 0,1", "--steps", "2", "--seed", "5"]
-FLAGS += [word for name in FLOAT32.items() for word in ("--{} {}".format(*name)).split()]
-PLAN = "--plan", "Lv0 -"  # of all but the one that changes it: they compile sooner
-ONE = "--steps", "1"  # the second is of another program, where Adam works
-SWIGLU = """\
--        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
-+        mlp    = bank(F, D, every, (b, b, 0), (m * tall, m * tall, 2 * m * tall), 1.2 * m),
-@@
--    fc, proj = w.mlp
--    fc, proj = fc.astype(x.dtype), (scale * proj).astype(x.dtype)
-+    fc, gate, proj = w.mlp
-+    fc, gate, proj = (matrix.astype(x.dtype) for matrix in (fc, gate, scale * proj))
-@@
--    hidden = jnp.square(jax.nn.relu(norm_linear(x, fc, "output", c.mlp_forward, c)))
-+    hidden = jax.nn.silu(norm_linear(x, gate, "output", c.mlp_forward, c))
-+    hidden *= norm_linear(x, fc, "output", c.mlp_forward, c)
-"""
-NO_MLP_IN_ONE = """\
--        mlp    = bank(F, D, every, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),  # fc, proj^T
-+        mlp    = bank(F, D, attends, (b, 0), (m * tall, 2 * m * tall), 1.2 * m),
-@@
-+    if layer.window == "-":
-+        return x
-     return weighted_sum((w.mlp_lambdas[0], x), (1.0, mlp(x, w, c, w.mlp_lambdas[1])))
-"""
+ROOT = Path(train_gpt.__file__).parent
+FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
+PAGE = FENCE.findall((ROOT / "dev/change_it.md").read_text(encoding="utf-8"))
+DIFFS = dict(zip(("swiglu", "value_residual", "muon", "soap", "stages"), PAGE, strict=True))
+IN_README = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+OTHERS = [diff for diff in IN_README if diff not in PAGE]
+ALL = DIFFS | {f"readme{i}": diff for i, diff in enumerate(OTHERS)}
+ONE_LAYER = "(Layer(SHORT),)"
+LAYERS = {"value_residual": '(Layer(SHORT), Layer(SHORT), Layer(LONG, mudd=("input",)))'}
+SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
+SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="xla")
+
+
+def soap(scale: float, b1=0.95, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
+    """Adam in the eigenbasis of G^T G, for matrices G [.., rows, cols]: one-sided SOAP. Vyas et al.
+    2024, arXiv:2409.11321."""
+
+    def init(params):
+        cols = params.shape[-1]
+        gram = jnp.zeros((*params.shape[:-2], cols, cols))
+        mean, square = jnp.zeros_like(params), jnp.zeros_like(params)
+        return jnp.int32(0), gram, gram + jnp.eye(cols), mean, square
+
+    def update(grad, state, params=None):
+        count, gram, basis, mean, square = state
+        count = count + 1
+        gram = b2 * gram + (1 - b2) * grad.mT @ grad
+        # One power iteration; over the steps, the basis comes to be that of the eigenvectors.
+        basis, _ = jnp.linalg.qr(gram @ basis)
+        mean = b1 * mean + (1 - b1) * grad
+        square = b2 * square + (1 - b2) * jnp.square(grad @ basis)
+        step = (mean @ basis) / (1 - b1**count)
+        step = step / (jnp.sqrt(square / (1 - b2**count)) + eps)
+        return scale * step @ basis.mT, (count, gram, basis, mean, square)
+
+    return optax.GradientTransformation(init, update)
 
 
 def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
     """Each hunk's old lines stand once in the source, and its new ones take their place."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
         lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        assert source.count(old) == 1, old
-        source = source.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
+        old = "".join(line[1:] or "\n" for line in lines if line[0] in " -\n")
+        assert source.count(old) == 1, f"{source.count(old)} places have\n{old}"
+        source = source.replace(old, "".join(line[1:] or "\n" for line in lines if line[0] != "-"))
     return source
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Trains the tweaked script for two steps on one device; its module, log and weights."""
-    write_shard(tmp_path / "x_train_000001.bin", text(1100))
-    write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    jax.config.update("jax_disable_most_optimizations", True)
+def with_soap(source: str) -> str:
+    """The source with soap() in front of param_table()."""
+    return source.replace("def param_table(", f"{inspect.getsource(soap)}\n\ndef param_table(")
 
-    def start(source: str, *flags: str):
-        (tmp_path / "tweaked.py").write_text(source)
-        spec = importlib.util.spec_from_file_location("tweaked", tmp_path / "tweaked.py")
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Imports a source, as a module of its own."""
+    folder = tmp_path_factory.mktemp("tweaked")
+
+    def load(source: str, name: str = "tweaked") -> ModuleType:
+        path = folder / f"{name}.py"
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module.main([*FLAGS, *flags, "--data", str(tmp_path)])
-        (log,) = Path("logs").glob("*.txt")
-        facts = dict(re.findall(r"^(config|RESULT) (.*)$", log.read_text(), re.M))
-        weights = dict(np.load(log.with_suffix(".npz")))
-        for path in Path("logs").iterdir():
-            path.unlink()
-        return module, json.loads(facts["config"]), json.loads(facts["RESULT"]), weights
+        return module
 
-    yield start
-    jax.config.update("jax_disable_most_optimizations", False)
+    return load
 
 
-def test_the_four_tweaks_of_the_readme_run(run):
-    changes, losses, flags = [], set(), [(*PLAN, *ONE), ONE, PLAN, PLAN]
-    for diff, argv in zip(DIFFS, flags, strict=True):
-        module, config, result, weights = run(apply(diff), *argv)
-        same = dataclasses.asdict(train_gpt.parse_config([*FLAGS, *argv])[1])
-        same |= dict(preset="tiny", attention="xla", data=config["data"])
-        changes.append({name for name, value in config.items() if value != same[name]})
-        assert math.isfinite(result["val_loss"])
-        losses.add(result["val_loss"])
-        if "mlp_gains" in diff:
-            assert weights["mlp_gains"].shape == (2, 32) and np.all(weights["mlp_gains"] != 1)
-    assert changes == [{"muon_lr"}, {"plan"}, set(), set()]
-    assert len(losses) == 4  # each of them made another run
-    state = module.state_shapes(module.PRESETS["tiny"], make_mesh(8)).optimizer
-    assert "ScaleByLionState" in str(state)
+def config(module: ModuleType, layers: str = ONE_LAYER):
+    """`tiny` of a module, small and in float32, with other layers, but with the module's stages."""
+    layers = eval(layers, vars(module))
+    return module.dataclasses.replace(module.PRESETS["tiny"], layers=layers, **SMALL)
 
 
-@pytest.mark.parametrize("diff, matrices", [(SWIGLU, 6), (NO_MLP_IN_ONE, 2)])
-def test_matrices_a_layer_may_have_more_of_or_none(run, diff, matrices):
-    _, _, result, weights = run(apply(diff), *PLAN)
-    assert math.isfinite(result["val_loss"]) and weights["mlp"].shape == (matrices, 64, 32)
-    assert all(np.any(matrix) for matrix in weights["mlp"])  # every one was trained
+def first_state(module: ModuleType, c, mesh):
+    """The first state, with noise on its parameters: in a fresh model many gradients are 0."""
+    state, table = module.make_state(c, mesh), module.param_table(c)
+    params = {}
+    for name, p in state.params.items():
+        array = 0.05 * noise(name, p.shape)
+        if table[name].sharding == module.BANK:  # padding stays 0
+            array.reshape(-1, *p.shape[2:])[table[name].model_shape[0] :] = 0
+        params[name] = array + np.asarray(p)
+    params["embed"] = params["head"]
+
+    def put(name, like):
+        return jax.device_put(params[name].astype(like.dtype), like.sharding)
+
+    return state._replace(
+        params={name: put(name, p) for name, p in state.params.items()},
+        lookups={name: put(name, p) for name, p in state.lookups.items()},
+    )
 
 
-@pytest.mark.parametrize("old, new", [
-    ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(F, D, attends, (b, 0), ("),
-    ("mlp    = bank(F, D, every, (b, 0), (", "mlp    = bank(D, F, every, (b, 0), ("),
-    ("    fc, proj = w.mlp", "    fc, gate, proj = w.mlp"),
+def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[dict]]:
+    """The losses of two steps, and the parameters before, between and after them."""
+    mesh = make_mesh(devices)
+    steps = [(c.stage_at(0), False), (c.stage_at(1), True)]
+    with unoptimized(), ThreadPoolExecutor(2) as pool:
+        programs = list(pool.map(lambda step: module.compile_train_step(*step, c, mesh), steps))
+        state = first_state(module, c, mesh)
+    losses, params = [], [jax.tree.map(np.asarray, state.params)]
+    for i, (program, row) in enumerate(zip(programs, module.schedule(c), strict=True)):
+        tokens = sequences(c, c.sequence_length(steps[i][0]), seed=i)
+        row = jax.device_put(row, NamedSharding(mesh, PartitionSpec()))
+        state, loss = program(state, place_on(mesh, tokens), row)
+        losses.append(float(loss))
+        params.append(jax.tree.map(np.asarray, state.params))
+    return losses, params
+
+
+def close(name: str, got: np.ndarray, want: np.ndarray, before: np.ndarray) -> None:
+    """The same movement, within the rounding of float32: SOAP divides by small singular values."""
+    error, moved = np.linalg.norm(got - want), np.linalg.norm(want - before)
+    assert error <= 3e-4 * moved + 1e-6, f"{name}: {error} after moving by {moved}"
+
+
+@pytest.fixture(scope="module")
+def plain(load):
+    """Two steps of train_gpt.py without a change, on one device."""
+    module = load(train_gpt.SOURCE)
+    return two_steps(module, config(module), 1)
+
+
+# ---- The diffs -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ALL)
+def test_a_diff_is_short_and_runs_alike_on_1_and_8_devices(name, load, plain):
+    diff = ALL[name]
+    assert len(re.findall(r"^[+-]", diff, re.M)) <= 12
+    module = load(with_soap(apply(diff)) if "soap(" in diff else apply(diff))
+    c = config(module, LAYERS.get(name, ONE_LAYER))
+    losses, params = two_steps(module, c, 1)
+    losses8, params8 = two_steps(module, c, 8)
+    np.testing.assert_allclose(losses8, losses, rtol=1e-6)
+    for step in (1, 2):
+        for key, before in params[step - 1].items():
+            close(f"{key}, step {step}", params8[step][key], params[step][key], before)
+        # Every matrix of the MLP moves at every step; padding never does.
+        moves = np.any(params[step]["mlp"] != params[step - 1]["mlp"], axis=(-2, -1)).ravel()
+        matrices = len(module.param_table(c)["mlp"].owners)
+        assert moves[:matrices].all() and not moves[matrices:].any()
+    if name in ("muon", "soap"):
+        check_optimizer(losses, params, plain)
+    if name == "value_residual":
+        gates = params[2]["v_first_gates"] != params[0]["v_first_gates"]
+        assert np.any(gates, axis=(1, 2)).tolist() == [False, True, True]
+    if name == "swiglu":
+        check_swiglu(module, c)
+    if name == "stages":
+        check_stages(module, c)
+
+
+def check_optimizer(losses: list, params: list[dict], plain: tuple) -> None:
+    """In the first step, the MLP moves otherwise than without the change, and nothing else does."""
+    plain_losses, plain_params = plain
+    assert losses[0] == pytest.approx(plain_losses[0], rel=1e-6)
+    before = plain_params[0]
+    for key in before:
+        if key != "mlp":
+            close(key, params[1][key], plain_params[1][key], before[key])
+    moved, plainly = params[1]["mlp"] - before["mlp"], plain_params[1]["mlp"] - before["mlp"]
+    assert np.linalg.norm(moved - plainly) > 0.1 * np.linalg.norm(plainly)
+    assert 0.3 < np.linalg.norm(moved) / np.linalg.norm(plainly) < 3  # the rates fit
+
+
+def check_swiglu(module: ModuleType, c) -> None:
+    """The MLP is the formula, and so are its gradients."""
+    x = jnp.asarray(noise("x", (2, 3, c.D)))
+    matrices = [jnp.asarray(noise(name, (c.F, c.D))) for name in ("fc", "gate", "proj")]
+
+    def formula(x, matrices):
+        fc, gate, proj = matrices
+        h = module.norm(x)
+        return ((h @ fc.T) * jax.nn.silu(h @ gate.T)) @ proj
+
+    def changed(x, matrices):
+        return module.mlp(x, 0, {"mlp": {0: matrices}}, c)
+
+    want, want_vjp = jax.vjp(formula, x, matrices)
+    got, got_vjp = jax.vjp(changed, x, matrices)
+    for a, b in zip(*map(jax.tree.leaves, ((got, got_vjp(x)), (want, want_vjp(x)))), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def check_stages(module: ModuleType, c) -> None:
+    """Two stages train, the last one only sets the windows of the last validation."""
+    assert [c.stage_at(step) for step in range(3)] == [0, 1, 2]
+    tiny = module.PRESETS["tiny"]
+    assert tiny.total_steps == 368 and tiny.stage_ends.tolist() == [300, 368, 368]
+    starts = jnp.zeros((1, 8), bool)
+    windows = [module.positions(starts, c, stage).windows[module.LONG] for stage in range(3)]
+    assert windows == [192, 288, 384]
+    frequencies = [module.rope_frequencies(tiny, stage)[0] for stage in range(3)]
+    assert np.any(frequencies[1] != frequencies[0])
+    assert np.array_equal(frequencies[2], frequencies[1])
+
+
+# ---- Wrong changes -------------------------------------------------------------------------------
+@pytest.mark.parametrize("old, new, message", [
+    ("    Layer(None, skip_from=1),", "    Layer(None, skip_from=1, xsa=True),", "layer 3 has no"),
+    ("    Layer(None, skip_from=1),", "    Layer(None, skip_form=1),", "skip_form"),
+    ("mudd_head=(), D=128", 'mudd_head=(("layer6", 0.0),), D=128', "mudd_head reads 'layer6'"),
+    ("value_table=2),\n)", 'value_table=2, mudd=("layer5",)),\n)', "layer 5: mudd reads 'layer5'"),
+    ("max_doc=0, lr=1.0),)", "max_doc=0, lr=1.0, prefix=0.25),)", "--prefixes names no table"),
+    ("mudd_head=(), D=128", "mudd_head=(), width=128", "width"),
 ])  # fmt: skip
-def test_rows_and_layers_that_do_not_match_fail_before_they_train(run, old, new):
-    """What was written in one of the two places only."""
+def test_a_wrong_layer_stage_or_preset_fails_when_the_file_is_imported(old, new, message, load):
     assert train_gpt.SOURCE.count(old) == 1
-    with pytest.raises((ValueError, TypeError)):
-        run(train_gpt.SOURCE.replace(old, new), *PLAN)
+    with pytest.raises((ValueError, TypeError), match=message):
+        load(train_gpt.SOURCE.replace(old, new))
 
 
-def test_what_cannot_be_dealt_evenly_is_said():
-    c = train_gpt.PRESETS["tiny"]
-    weights = {name: [0.0] * row.shape[0] for name, row in train_gpt.param_table(c).items()}
-    assert len(train_gpt.deal(weights, c)) == 6
-    with pytest.raises(ValueError, match="1 of mlp are left when 6 layers have 2 each"):
-        train_gpt.deal(weights | {"mlp": [0.0] * 13}, c)
+SWIGLU_ROW, SWIGLU_LAYER = DIFFS["swiglu"].split("@@\n")
+
+
+@pytest.mark.parametrize("source, message", [
+    (apply(SWIGLU_ROW), "too many values to unpack"),
+    (apply(SWIGLU_LAYER), "not enough values to unpack"),
+    (train_gpt.SOURCE.replace("bank(c.F, D, range(n_layers),", "bank(c.F, D, attention,"), r"^1\b"),
+], ids=["row", "layer", "a layer without matrices"])  # fmt: skip
+def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, message, load):
+    """What is changed in one of two places only."""
+    module = load(source)
+    c = config(module, "(Layer(SHORT), Layer(None))")
+    with pytest.raises((ValueError, KeyError), match=message):
+        module.compile_train_step(0, False, c, make_mesh(1))
