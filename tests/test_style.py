@@ -22,7 +22,7 @@ TREE = ast.parse(train_gpt.SOURCE)
 NODES = list(ast.walk(TREE))
 FIELDS = dataclasses.fields(train_gpt.Config)
 
-CEILING = 1300  # lines, without those of TABLES
+CEILING = 1300  # lines of code without TABLES; comments, docstrings and blank lines are free
 TABLES = {"RECORD_LAYERS", "RECORD_STAGES", "TINY_LAYERS", "TINY_STAGES", "PRESETS"}
 LAMBDAS = 15
 TUPLES = 2  # assignments of a tuple of expressions to a tuple of more than two names
@@ -118,9 +118,10 @@ def test_a_change_of_ten_lines_passes(name):
 
 
 def test_the_file_has_a_ceiling():
-    tables, code = table_lines(TREE), len(code_lines(train_gpt.SOURCE))
-    lines = len(LINES) - tables
-    assert lines <= CEILING, f"{lines} lines without {tables} of presets; {code} lines are code"
+    """With room for a change of ten lines and more."""
+    tables = table_lines(TREE)
+    lines = len(code_lines(train_gpt.SOURCE)) - tables
+    assert lines <= CEILING, f"{lines} lines of code without {tables} of presets"
 
 
 def test_every_function_and_class_has_a_docstring():
