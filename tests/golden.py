@@ -208,7 +208,7 @@ def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[st
 
 
 def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """As a state stores them, padded; but the fixture's tables are V rows long, all of them real."""
+    """As a state stores them, padded; but the fixture's tables have V rows, all of them real."""
     out = {}
     for name, param in train_gpt.param_table(c).items():
         shape = param.shape

@@ -172,8 +172,9 @@ def recorded(patch) -> dict:
 
 
 def net_outputs(net: str, outputs: dict[str, np.ndarray]) -> np.ndarray:
-    """All outputs of a net for the tokens of one sequence, (T, n), in our order: jit sorts names."""
-    return np.concatenate([np.asarray(outputs[name])[0] for name in train_gpt.nets(C)[net]], -1)
+    """All outputs of a net for one sequence, (T, n), in our order: jit sorts names."""
+    arrays = [np.asarray(outputs[name])[0] for name in train_gpt.nets(C)[net]]
+    return np.concatenate(arrays, axis=-1)
 
 
 def gate_rows(outputs: dict[str, np.ndarray], net: str, n: int) -> np.ndarray:
