@@ -11,28 +11,42 @@ import weights
 from weights import ROOT, refuse
 
 FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}
-MARKS = dict(p="paired_heads", k="key_offset", x="exclusive", g="gates_heads", d="composes_heads",
-             b="token_pairs", n="renews_gates", m="mixes_depths")  # fmt: skip
 
 
 def describe(w: weights.Weights) -> dict:
     """config.json: the run's Config, and what each layer does as in the last validation."""
-    c, stage, kinds = w.c, w.c.rows[w.stage], {(257, 256): "bytes", (50257, 50256): "gpt2"}
-    numbers = {name: range(row.shape[0]) for name, row in w.code.param_table(c).items()}
-    layers = [
-        layer._asdict()
-        | {name: mark in layer.marks for mark, name in MARKS.items()}
-        | dict(window=getattr(stage, layer.window, None))  # positions: of paired heads, two a token
-        | dict(rows={name: n for name, n in rows._asdict().items() if n != []})
-        for layer, rows in zip(c.layers, w.code.deal(numbers, c), strict=True)
-    ]
-    speeds, scale = w.code.rotation(c, w.stage)
+    c, stage = w.c, w.c.stages[w.stage]
+    windows = {w.code.SHORT: stage.short, w.code.LONG: stage.long, None: None}
+    table = w.code.param_table(c)
+    banks = {name: param.owners for name, param in table.items() if param.owners}
+    layers = []
+    for i, layer in enumerate(c.layers):
+        about = dataclasses.asdict(layer) | {"window": windows[layer.window]}
+        about["matrices"] = {  # window: in positions, of paired heads two a token
+            name: [n for n, owner in enumerate(owners) if owner == i]
+            for name, owners in banks.items()
+        }
+        layers.append(about)
+    nets = {
+        net: [(output, len(start)) for output, start in outputs.items()]
+        for net, outputs in w.code.nets(c).items()
+    }
+    frequencies, scale = w.code.rope_frequencies(c, w.stage)
+    kinds = {(257, 256): "bytes", (50257, 50256): "gpt2"}
     names = {k: Path(w.config[k]).name for k in ("data", "prefixes", "resume")}  # no paths of ours
-    return w.config | names | dict(
-        model_type="jnanogpt", format_version=1, layers=layers, read_again=c.again("reads"),
-        skip_again=c.again("skip"), rotation=dict(speeds=[*speeds], score_scale=scale),
-        tokenizer=kinds.get((c.vocab, c.eot)), parameters=sum(x.size for x in w.arrays.values()),
-    )  # fmt: skip
+    return (
+        w.config
+        | names
+        | {
+            "model_type": "jnanogpt",
+            "format_version": 2,
+            "layers": layers,
+            "nets": nets,
+            "rotation": {"frequencies": [*frequencies], "score_scale": scale},
+            "tokenizer": kinds.get((c.vocab, c.eot)),
+            "parameters": sum(x.size for x in w.arrays.values()),
+        }
+    )
 
 
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:

@@ -18,7 +18,9 @@ from plot import STYLE, plot_log, plt, save
 
 def text(w: Weights, place: Path) -> np.ndarray:
     """The first four sequences of the validation shard, (4, T + 1)."""
-    if len(shard := val_shard(w, place, T := min(1024, w.c.val_T))) <= 4 * T:
+    T = min(1024, w.c.val_T)
+    shard = val_shard(w, place, T)
+    if len(shard) <= 4 * T:
         refuse(f"{shard.filename} has {len(shard)} tokens, not {4 * T + 1}: name a longer --data")
     return next(w.code.stream([shard], [(4, T, 0)], w.c))
 
@@ -27,45 +29,66 @@ def listen(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
     """What the model's functions are given and make: by layer q, k, window and scale; by name and
     layer gates (B, T, n); of the sums in the last layer and for the head where it is, names of the
     terms, and what each adds along the sum: together 1."""
-    calls, inside, own, sums = [], [""], w.code.deal(w.arrays, w.c), []
+    calls, inside, sums, last = [], [""], [], len(w.c.layers) - 1
 
-    def call(name, function, *given):
+    def call(name, function, *given, **options):
         inside.append(name)
-        made = function(*given)
+        made = function(*given, **options)
         inside.pop()
+        made = dict(made) if isinstance(made, dict) else made  # forward() adds to what it is given
         calls.append((name, inside[-1], given, made))
         return made
 
     def read(*_):  # while the forward pass is traced: arrays are known by identity
-        seen = next(given[3] for name, _, given, _ in calls if name == "block")
-        known = [(name, vars(seen)[name]) for name in ("x0", "pairs", "start")]
-        known += [(f"values{i}", x) for i, x in enumerate(seen.values)]
-        known += [(f"layer {i}", x) for i, x in enumerate(seen.outputs)]
+        saved = next(given[4] for name, _, given, _ in calls if name in BLOCKS)
+        known = [*saved.items()]
         known += [(name, made) for name, _, _, made in calls if name in ("attention", "mlp")]
-        n, last, heads, said, shares = 0, len(own) - 1, {}, {}, []
+        n, heads, gates, shares = 0, {}, {}, []  # n: the layer that runs
         for name, where, given, made in calls:
             if name == "attend":
                 heads[n] = *given[:2], jnp.array([given[3]]), jnp.array([given[4]])
-            elif name == "say":  # gates are under (layer + 1, name), mixtures under a name
-                at = ((k, n) if isinstance(k, str) else (k[1], k[0] - 1) for k in made)
-                said |= zip(at, made.values(), strict=True)
+            elif name == "run_net":
+                gates |= {gate_place(given[0], output, last): x for output, x in made.items()}
             elif name == "weighted_sum" and made.ndim == 3 and len(given) > 1:
-                if where == "attention" and len(own[n].value_gates):
-                    said["value_gates", n] = given[1][0][..., :: w.c.D // w.c.H]
-                if n > last or n == last and where:
+                if where == "attention" and w.c.layers[n].value_table is not None:
+                    if not w.c.layers[n].mudd:
+                        gates["value_gates", n] = given[1][0][..., :: w.c.D // w.c.H]
+                if n > last or n == last and where in ("attention", *BLOCKS):
                     new = "v" if where == "attention" else "stream"
                     names = [next((k for k, y in known if y is x), f"own {new}") for _, x in given]
                     sums.append(("head" if n > last else f"layer {n}, {new}", names))
                     total = made.astype("float32") / jnp.square(made.astype("float32")).sum()
                     shares.append(jnp.stack([(a * x * total).sum() for a, x in given]))
-            n += name == "block"
-        return heads, said, [x[None] for x in shares]
+            n += name in BLOCKS
+        return heads, list(gates.values()), [x[None] for x in shares], list(gates)
 
-    names = "attend", "attention", "block", "mlp", "say", "weighted_sum"
+    places = []
+
+    def arrays(*given):
+        heads, gates, shares, names = read(*given)
+        places.extend(names)
+        return heads, gates, shares
+
+    names = "attend", "attention", "mlp", "run_net", "weighted_sum", *BLOCKS
     hooks = {name: functools.partial(call, name, getattr(w.code, name)) for name in names}
     with mock.patch.multiple(w.code, **hooks):
-        heads, said, shares = jax.tree.map(np.asarray, runner(w, read, 1)(tokens))
-    return heads, said, [(*names, x[0]) for names, x in zip(sums, shares, strict=True)]
+        heads, gates, shares = jax.tree.map(np.asarray, runner(w, arrays, 1)(tokens))
+    gates = dict(zip(places, gates, strict=True))
+    return heads, gates, [(*names, x[0]) for names, x in zip(sums, shares, strict=True)]
+
+
+BLOCKS = "block", "mudd_block"
+
+
+def gate_place(net: str, output: str, last: int) -> tuple[str, int]:
+    """Under which name and layer an output of a net is drawn: -1 before all layers, and the head's
+    after the last."""
+    if net == "mudd_head":
+        return "mudd_head", last + 1
+    if net.startswith("mudd"):
+        return f"mudd_{output}", int(net.removeprefix("mudd"))
+    layer, name = output.split(".")
+    return f"gate_{name}", -1 if layer == "input" else int(layer.removeprefix("layer"))
 
 
 def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
@@ -80,8 +103,17 @@ def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
     return np.array([[x.trace(-distance) for distance in range(T)] for x in mass])
 
 
+def describe(layer: object) -> str:
+    """A layer in a few lines of text: its window, and the fields that are set."""
+    words = [layer.window or "no attention"]
+    for name, value in vars(layer).items():
+        if name != "window" and value not in (False, None, ()):
+            words.append(name if value is True or name == "mudd" else f"{name}={value}")
+    return "\n".join(words)
+
+
 def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
-    t, words = np.arange(tokens.shape[1] - 1), w.c.plan.split()
+    t, words = np.arange(tokens.shape[1] - 1), [describe(layer) for layer in w.c.layers]
     history = t - np.maximum.accumulate(np.where(tokens[:, :-1] == w.c.eot, t, 0), axis=1)
     least, rows = int(np.quantile(history, 0.75)), []  # where a document starts, nothing is far
     for n, (*qk, window, scale) in heads.items():
@@ -103,18 +135,20 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
 
 def draw_gates(out: Path, w: Weights, said: dict) -> None:
     """A dot for each number: the mean of tokens; a line: from 10 to 90 % of them."""
-    own = [owned._asdict().items() for owned in w.code.deal(w.arrays, w.c)]
-    lambdas = {(k, n): np.ravel(x) for n, rows in enumerate(own) for k, x in rows if "_l" in k}
-    found = said | {at: x for at, x in lambdas.items() if x.size}
+    lambdas = [name for name in w.arrays if name.endswith("_lambdas")]
+    found = dict(said)
+    for name in lambdas:
+        found |= {(name, n): np.ravel(x)[None] for n, x in enumerate(w.arrays[name])}
     found |= {(k, -1): w.arrays[k] for k in ("gate_scale", "smear_gate", "smear_lambda")}
-    rows = -(-len(names := sorted({name for name, _ in found})) // 4)
+    names, layers = sorted({name for name, _ in found}), len(w.c.layers)
+    rows = -(-len(names) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(13, 2.2 * rows), layout="constrained")
     for (name, n), x in found.items():
         x, ax = np.float32(x).reshape(-1, x.shape[-1]), axes.flat[names.index(name)]
         at = n - 0.4 + (np.arange(x.shape[1]) + 0.5) / x.shape[1] * 0.8
         ax.vlines(at, *np.quantile(x, (0.1, 0.9), axis=0), alpha=0.4, lw=3)
         ax.plot(at, x.mean(axis=0), ".", color="black")
-        ax.set(title=name, xlim=(-1.5, len(own) + 0.5), xticks=range(-1, len(own) + 1))
+        ax.set(title=name, xlim=(-1.5, layers + 0.5), xticks=range(-1, layers + 1))
         ax.axhline(0, color="black", lw=0.5)
     _ = [ax.remove() for ax in axes.flat[len(names) :]]
     figure.supxlabel("layer (-1: before them; the head's is last), its numbers from left to right")
@@ -135,9 +169,14 @@ def draw_streams(out: Path, sums: list[tuple]) -> None:
 def draw_singular(out: Path, w: Weights) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
     panels, L = dict(zip("q k v o fc proj".split(), axes.T.flat, strict=True)), len(w.c.layers)
-    for n, own in enumerate(w.code.deal(w.arrays, w.c)):
-        qk = np.split(np.concatenate(own.qk), 2) if len(own.qk) else []
-        for names, matrices in ("qk", qk), ("vo", own.vo), (("fc", "proj"), own.mlp):
+    table = w.code.param_table(w.c)
+    for n in range(L):
+        own = {}
+        for name in ("qk", "vo", "mlp"):
+            pairs = zip(table[name].owners, w.arrays[name], strict=True)
+            own[name] = [matrix for owner, matrix in pairs if owner == n]
+        qk = np.split(np.concatenate(own["qk"]), 2) if own["qk"] else []
+        for names, matrices in ("qk", qk), ("vo", own["vo"]), (("fc", "proj"), own["mlp"]):
             for name, x in zip(names, matrices, strict=False):
                 values = np.linalg.svd(x, compute_uv=False)
                 panels[name].plot(values / values[0], color=plt.cm.viridis(n / L), label=n)

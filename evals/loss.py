@@ -25,8 +25,9 @@ from plot import STYLE, plt, save
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
     """Of the shard's first sequences tokens (count, T + 1) and losses (count, T), nats.
     Windows are those of a stage without steps, so that rotations stay as they were trained."""
-    c, before = w.c, w.c.stages.split("/")[: w.stage + 1]
-    c = dataclasses.replace(c, stages="/".join([*before, f" 0 {c.batch} {S} {L} 0 1 0,1"]))
+    stages = w.c.stages[: w.stage + 1]
+    windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
+    c = dataclasses.replace(w.c, stages=(*stages, windows))
 
     def losses_of(x: Array, head: Array, tokens: Array) -> Array:
         one = lambda pair: cross_entropy(weights.logits(w, pair[0], head), pair[1])
@@ -67,14 +68,17 @@ def main() -> None:
     cli.add_argument("--out", type=Path, metavar="NAME", help="of the pictures, .svg and .png")
     args = cli.parse_args()
     w, given = weights.open_weights(args.weights, args.script), vars(args).get
-    c, row, out = w.c, w.c.rows[w.stage], args.out or Path(f"{args.weights.with_suffix('')}_loss")
-    S, L, T, asked = map(given, ("S", "L", "T", "tokens"), (row.S, row.L, c.val_T, c.val_tokens))
+    c, stage = w.c, w.c.stages[w.stage]
+    out = args.out or Path(f"{args.weights.with_suffix('')}_loss")
+    S, L = given("S", stage.short), given("L", stage.long)
+    T, asked = given("T", c.val_T), given("tokens", c.val_tokens)
     S, L = min(S, T), min(L, T)  # longer ones are the same
     if min(S, L, T - 2, (count := asked // max(T, 1)) - 1) < 0:
         weights.refuse(f"--S {S} --L {L} --T {T} --tokens {asked}: at least 0, 0, 2 and --T")
     if not out.name or not os.access(out.absolute().parent, os.W_OK):
         weights.refuse(f"{out}.png cannot be written: choose another --out")
-    if len(shard := weights.val_shard(w, args.shards, T)) <= count * T:
+    shard = weights.val_shard(w, args.shards, T)
+    if len(shard) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
                        "lower --tokens or --T")  # fmt: skip
     piece = weights.tokenizer(c).piece

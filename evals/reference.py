@@ -3,7 +3,7 @@
     python reference.py "prompt" [--tokens N]
 
 Written to be read from the top down, not to be fast: one sequence, float32, no cache.
-Dims    T position  S position of a key  D model  E hidden of a gate net  H head  K head channel
+Dims    T position  S position of a key  D model  R hidden of a gate net  H head  K head channel
         F hidden of the MLP  V token  N term of a sum; x residual stream
 """
 
@@ -39,36 +39,52 @@ def logits(tokens, c, weights):
 
 def forward(tokens_T, c, weights):
     """(T, D): the residual stream after the last layer."""
-    x0, pairs, values = look_up(tokens_T, c, weights)
-    gate_nets, depth_nets = iter(weights["gate_in"]), iter(weights["mudd_in"])
-    gate = net(x0, next(gate_nets), weights["gate_scale"])
-    x = start = x0 + gate(weights["gate_start"]) * pairs
-    seen = SimpleNamespace(x0=x0, pairs=pairs, values=values, start=start, outputs=[],
-                           document=np.cumsum(tokens_T == c.eot))  # fmt: skip
-    for layer in c.layers:
-        row = lambda name, n: [weights[name][i] for i in n] if type(n) is list else weights[name][n]
-        w = {name: row(name, n) for name, n in vars(layer.rows).items()}  # the layer's own
-        if layer.renews_gates:  # until the next such layer
-            gate = net(x, next(gate_nets), weights["gate_scale"])
-        w |= {name: gate(w[name]) for name in w if name.startswith("gate_")}
-        if layer.mixes_depths:
-            entry, depth = x, net(x, next(depth_nets), 0.1)
-            w |= {name: depth(w[name]) for name in w if name.startswith("mudd_")}
-        x = block(x, layer, w, seen, c)
-        seen.outputs.append(x)
-    if any(layer.mixes_depths for layer in c.layers):  # the head reads several depths, too
-        early, skipped = ([seen.outputs[n] for n in ns] for ns in (c.read_again, c.skip_again))
-        depths = [start, *early, entry, *values[:1], *skipped]
-        x = x + mix(net(x, next(depth_nets), 0.1)(weights["mudd_head"]), depths)
+    saved = embed_tokens(tokens_T, c, weights)  # streams by name, (T, D) each
+    document_T = np.cumsum(tokens_T == c.eot)
+    gates = run_net("gates_input", saved["x0"], c, weights, weights["gate_scale"])
+    x = saved["x0"] + gates["input.bigram"] * saved["bigram"]
+    saved["input"] = x
+    for i, layer in enumerate(c.layers):
+        if layer.new_gates:  # until the next such layer
+            gates |= run_net(f"gates{i}", x, c, weights, weights["gate_scale"])
+        gate = {name.split(".")[1]: g for name, g in gates.items() if name.startswith(f"layer{i}.")}
+        if layer.skip_from is not None:
+            early = saved[f"layer{layer.skip_from}"]
+            x = x + sigmoid(weights["skip_lambdas"][i]) * gate["skip"] * early
+        if layer.mudd:
+            x = mudd_block(x, i, gate, saved, document_T, c, weights)
+        else:
+            x = block(x, i, gate, saved, document_T, c, weights)
+        saved[f"layer{i}"] = x
+    if c.mudd_head:  # the head reads earlier streams, too
+        mix_TN = run_net("mudd_head", x, c, weights, 0.1)["x"]
+        x = x + mix(mix_TN, [saved[name] for name, _ in c.mudd_head])
     return x
 
 
-def look_up(tokens_T, c, weights):
-    """Of each token (T, D): its embedding, that of its pair with the token before it, and a list
-    with its row of each value table."""
-    embed, tables = weights["embed"][tokens_T], sorted(k for k in weights if k[:6] == "values")
-    share_T = weights["smear_lambda"] * sigmoid(embed[:, :12] @ weights["smear_gate"])
-    x0 = norm(embed + share_T[:, None] * np.concatenate((0 * embed[:1], embed[:-1])))
+def run_net(name, x, c, weights, scale):
+    """A small net's outputs by name, (T, n) each: scale * (w2 gelu(w1 x) + b2)."""
+    z_TR = x @ weights[f"{name}.w1"].T
+    hidden_TR = z_TR * (1 + np.vectorize(math.erf, "f")(z_TR / 2**0.5)) / 2  # GELU
+    y_TN = scale * (hidden_TR @ weights[f"{name}.w2"].T + weights[f"{name}.b2"])
+    outputs, first = {}, 0
+    for output, size in vars(c.nets)[name]:
+        outputs[output] = y_TN[:, first : first + size]
+        first += size
+    return outputs
+
+
+def embed_tokens(tokens_T, c, weights):
+    """By name, (T, D) each: the embedding of each token, that of its pair with the token before it,
+    and its row of every value table."""
+    saved = {}
+    for name in weights:
+        if name[:5] == "value" and name[5:].isdigit():
+            saved[name] = weights[name][tokens_T]
+    embed = weights["embed"][tokens_T]
+    smear_T = weights["smear_lambda"] * sigmoid(embed[:, :12] @ weights["smear_gate"])
+    previous = np.concatenate((0 * embed[:1], embed[:-1]))
+    saved["x0"] = norm(embed + smear_T[:, None] * previous)
     # A pair has a row, by a hash in int32 that wraps around, and signs, by one in uint32.
     first, last, token = c.bigrams - 1, tokens_T[:-1].copy(), tokens_T[1:]
     number_T = np.append(0, (token ^ last) % 8192)
@@ -76,73 +92,86 @@ def look_up(tokens_T, c, weights):
     row_T = np.append(first, (36313 * token ^ 27191 * last) % first)
     bits_TD = (number_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32) * np.uint32(0x9E3779B1)
     bits_TD = (bits_TD ^ bits_TD >> 15) * np.uint32(0x85EBCA77) >> 31
-    pairs = weights["bigram"][row_T] * (1 - 2 * bits_TD.astype(np.float32))
-    return x0, pairs, [weights[table][tokens_T] for table in tables]
+    saved["bigram"] = weights["bigram"][row_T] * (1 - 2 * bits_TD.astype(np.float32))
+    return saved
 
 
-def block(x, layer, w, seen, c):
-    """One layer, (T, D) to (T, D); w has its rows of the weights, and its gates (T, n)."""
-    if layer.skip is not None:
-        x = x + sigmoid(w["skip_lambdas"]) * w["gate_skip"] * seen.outputs[layer.skip]
-    source, extra = x if layer.reads is None else seen.outputs[layer.reads], 0
-    values = None if layer.table is None else seen.values[layer.table]
-    if layer.mixes_depths:
-        return mixed_block(x, source, values, layer, w, seen, c)
-    if values is not None:  # v also has the token's value, as much as each head wants
-        looks = np.concatenate((norm(source)[:, :6], values[:, :6]), axis=1)
-        gate_TH = 2 * sigmoid(looks @ w["value_gates"].T)
-        extra = np.repeat(gate_TH, c.D // c.H, axis=1) * values
+def matrices(name, i, c, weights):
+    """Layer i's matrices of a bank."""
+    return [weights[name][n] for n in vars(c.layers[i].matrices)[name]]
+
+
+def block(x, i, gate, saved, document_T, c, weights):
+    """One layer, (T, D) to (T, D); gate has its gates by name, (T, n) each."""
+    layer = c.layers[i]
     if layer.window is not None:
-        keep, scale = w["attn_lambdas"]
-        x = keep * x + scale * attention(source, extra, layer, w, seen, c) + w["gate_x0"] * seen.x0
-        x = x + w["gate_bigram"] * seen.pairs if layer.token_pairs else x
-    keep, scale = w["mlp_lambdas"]
-    return keep * x + scale * mlp(x, w)
+        source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+        extra = 0
+        if layer.value_table is not None:  # v also has the token's value, as each head wants
+            value = saved[f"value{layer.value_table}"]
+            gate_input = np.concatenate((norm(source)[:, :6], value[:, :6]), axis=1)
+            gate_TH = 2 * sigmoid(gate_input @ weights["value_gates"][i].T)
+            extra = np.repeat(gate_TH, c.D // c.H, axis=1) * value
+        keep, add = weights["attn_lambdas"][i]
+        y = attention(source, extra, i, gate, document_T, c, weights)
+        x = keep * x + add * y + gate["x0"] * saved["x0"]
+        if layer.bigram:
+            x = x + gate["bigram"] * saved["bigram"]
+    keep, add = weights["mlp_lambdas"][i]
+    return keep * x + add * mlp(x, i, c, weights)
 
 
-def mixed_block(x, source, values, layer, w, seen, c):
-    """MUDD: v, the layer's input and its sums are mixed of several depths, anew for each token."""
-    depths = [seen.start, *(seen.outputs[n] for n in c.read_again), x]
-    extra = mix(w["mudd_v"], depths)
-    if values is not None:  # a weight for each half of the heads
-        extra = extra + np.repeat(w["mudd_values"], c.D // 2, axis=1) * values
-    y = attention(source, extra, layer, w, seen, c)
-    x = x + mix(w["mudd_x"], depths)
-    x = mix(w["mudd_attn"], [x, y, seen.start, seen.pairs])
-    return mix(w["mudd_mlp"], [x, mlp(x, w)])
+def mudd_block(x, i, gate, saved, document_T, c, weights):
+    """MUDD: v, the layer's input and its sums mix several streams, anew for each token."""
+    layer = c.layers[i]
+    mudd = run_net(f"mudd{i}", x, c, weights, 0.1)
+    source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+    streams = [*(saved[name] for name in layer.mudd), x]
+    extra = mix(mudd["v"], streams)
+    if layer.value_table is not None:  # a weight for each half of the heads
+        value = saved[f"value{layer.value_table}"]
+        extra = extra + np.repeat(mudd["value"], c.D // 2, axis=1) * value
+    y = attention(source, extra, i, gate, document_T, c, weights)
+    x = x + mix(mudd["x"], streams)
+    x = mix(mudd["attn"], [x, y, saved["input"], saved["bigram"]])
+    return mix(mudd["mlp"], [x, mlp(x, i, c, weights)])
 
 
-def attention(x, extra, layer, w, seen, c):
+def attention(x, extra, i, gate, document_T, c, weights):
     """(T, D); extra is what v has beside its product with x."""
-    T, h, (w_v, w_o), (scale_v, scale_o) = len(x), norm(x), w["vo"], w["vo_lambdas"]
-    heads = lambda y_TD: y_TD.reshape(T, c.H, -1)
-    q, k = map(heads, np.split(h @ np.concatenate(w["qk"]).T, 2, axis=1))
-    v = heads(h @ (scale_v * w_v).T + extra)
+    layer, T, h = c.layers[i], len(x), norm(x)
+    w_v, w_o = matrices("vo", i, c, weights)
+    v_lambda, o_lambda = weights["vo_lambdas"][i]
+    w_qk = np.concatenate(matrices("qk", i, c, weights))
+    q, k = (part.reshape(T, c.H, -1) for part in np.split(h @ w_qk.T, 2, axis=1))
+    v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, -1)
     q, k = rotate(norm(q), layer, c), rotate(norm(k), layer, c, offset=layer.key_offset)
     # Of paired heads each sees the other's keys, too: twice the positions for half the heads.
     pair = 1 + layer.paired_heads
     fold = lambda y_THK: y_THK.reshape(pair * T, c.H // pair, -1)
-    A_HTS = attend(fold(q), fold(k), layer.window, np.repeat(seen.document, pair), c)
+    A_HTS = attend(fold(q), fold(k), layer.window, np.repeat(document_T, pair), c)
     y = np.einsum("HTS,SHK->THK", A_HTS, fold(v)).reshape(v.shape)
-    if layer.composes_heads:  # each also reads by one mixture of all heads' views of near keys
-        A_HTS = attend(q, k, c.dc_window - 1, seen.document, c)
-        A_TS = np.einsum("HTS,TH->TS", A_HTS, norm(w["gate_dc_from"], 1e-6))
-        y = y + w["gate_dc_to"][..., None] * np.einsum("TS,SHK->THK", A_TS, v)
-    if layer.exclusive:  # XSA: each may take out of y what lies along its own v
+    if layer.dc:  # all heads also read by one mixture of their views of near keys
+        A_HTS = attend(q, k, c.dc_window - 1, document_T, c)
+        A_TS = np.einsum("HTS,TH->TS", A_HTS, norm(gate["dc_in"], 1e-6))
+        y = y + gate["dc_out"][..., None] * np.einsum("TS,SHK->THK", A_TS, v)
+    if layer.xsa:  # each head may take out of y what is parallel to its own v
         dot = lambda a, b: (a * b).sum(axis=-1, keepdims=True)
-        y = y - np.tanh(w["gate_xsa"])[..., None] * dot(y, v) / np.maximum(dot(v, v), 1e-8) * v
-    if layer.gates_heads:
-        y = w["gate_heads"][..., None] * y
-    return y.reshape(T, c.D) @ (scale_o * w_o).T
+        y = y - np.tanh(gate["xsa"])[..., None] * dot(y, v) / np.maximum(dot(v, v), 1e-8) * v
+    if layer.head_gate:
+        y = gate["head"][..., None] * y
+    return y.reshape(T, c.D) @ (o_lambda * w_o).T
 
 
 def rotate(h_THK, layer, c, offset=False):
-    """Channels j and j + K/4, j < K/4, are turned by an angle; the other half is, by offset, that
-    of the position before. The last four are 0: in training they tell documents apart."""
-    (T, H, K), pair = h_THK.shape, 1 + layer.paired_heads
+    """Rotates channels j and j + K/4, j < K/4, by an angle; with offset, the other half is that of
+    the position before. The last four are 0: in training they tell documents apart."""
+    T, H, K = h_THK.shape
+    pair = 1 + layer.paired_heads
     t_TH = pair * np.arange(T)[:, None] + np.arange(H) % pair  # paired heads take turns
-    angle = t_TH[..., None].astype(np.float32) * np.float32(c.rotation.speeds)
-    cos, sin, (a, b, rest) = np.cos(angle), np.sin(angle), np.split(h_THK, [K // 4, K // 2], axis=2)
+    angle = t_TH[..., None].astype(np.float32) * np.float32(c.rotation.frequencies)
+    cos, sin = np.cos(angle), np.sin(angle)
+    a, b, rest = np.split(h_THK, [K // 4, K // 2], axis=2)
     rest = np.concatenate((rest[:1], rest[:-1])) if offset else rest
     turned = np.concatenate((a * cos + b * sin, b * cos - a * sin, rest), axis=-1)
     return np.where(np.arange(K) < K - 4, turned, 0)
@@ -157,17 +186,25 @@ def attend(q_THK, k_SHK, window, document, c):
     return A_HTS / A_HTS.sum(axis=-1, keepdims=True)
 
 
-def net(x, w_ED, scale):
-    """What it says of each token, (T, N): a function of rows (N, E + 1), weights and a bias."""
-    z_TE = x @ w_ED.T
-    hidden_TE = z_TE * (1 + np.vectorize(math.erf, "f")(z_TE / 2**0.5)) / 2  # GELU
-    return lambda rows: scale * (hidden_TE @ rows[:, :-1].T + rows[:, -1])
+def mlp(x, i, c, weights):
+    """(T, D), of squared ReLU."""
+    fc_FD, proj_FD = matrices("mlp", i, c, weights)
+    return np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
 
 
-sigmoid = lambda x: (1 + np.tanh(x / 2)) / 2
-norm = lambda x, epsilon=2**-23: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon)
-mlp = lambda x, w: np.maximum(norm(x) @ w["mlp"][0].T, 0) ** 2 @ w["mlp"][1]  # squared ReLU
-mix = lambda w_TN, depths: sum(w[:, None] * x for w, x in zip(w_TN.T, depths, strict=True))
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow."""
+    return (1 + np.tanh(x / 2)) / 2
+
+
+def norm(x, epsilon=2**-23):
+    """x / rms(x), over the last axis."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon)
+
+
+def mix(weights_TN, streams):
+    """The sum of N streams (T, D), with weights of each token."""
+    return sum(w[:, None] * x for w, x in zip(weights_TN.T, streams, strict=True))
 
 
 def main():

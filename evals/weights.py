@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
-NEEDS = "param_table rotation make_mesh gather deal forward read_pairs norm softcap "
-NEEDS += "attend attention block mlp say weighted_sum"
+NEEDS = "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_bigrams "
+NEEDS += "take_rows norm softcap attend attention block mlp run_net weighted_sum"
 
 
 class Weights(NamedTuple):
@@ -60,9 +60,23 @@ def open_script(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
     code.refuse = refuse  # by the name of the tool
-    if lacks := [name for name in NEEDS.split() if not hasattr(code, name)]:
+    lacks = [name for name in NEEDS.split() if not hasattr(code, name)]
+    if lacks:
         refuse(f"--script {path} has no {lacks[0]}: it is older than evals/, or no train_gpt.py")
     return code
+
+
+def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
+    """The script's Config from its JSON, in which tuples are lists and layers are dicts."""
+
+    def as_tuples(value):
+        return tuple(as_tuples(x) for x in value) if isinstance(value, list) else value
+
+    config = {name: as_tuples(value) for name, value in config.items()}
+    for name, kind in ("layers", code.Layer), ("stages", code.Stage):
+        rows = [{k: as_tuples(v) for k, v in row.items()} for row in config[name]]
+        config[name] = tuple(kind(**row) for row in rows)
+    return code.Config(**config)
 
 
 def open_weights(path: Path, script: Path) -> Weights:
@@ -78,24 +92,27 @@ def open_weights(path: Path, script: Path) -> Weights:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
         refuse(f"{path} is no whole file of weights, as train_gpt.py now leaves them: {why}")
     code, hint = open_script(script), "name the script that trained it by --script"
-    if differ := {field.name for field in dataclasses.fields(code.Config)} ^ config.keys():
-        refuse(f"{path} and {script}: only one of them has --{min(differ)}; {hint}")
+    differ = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
+    if differ:
+        refuse(f"{path} and {script}: only one of them has the field {min(differ)}; {hint}")
     try:
-        c = code.Config(**config)
-        stage, rows = c.stage_at(result["steps"]), code.param_table(c)
-    except Exception as error:  # a --plan of words that it does not know, or alike
+        c = make_config(code, config)
+        stage, table = c.stage_at(result["steps"]), code.param_table(c)
+    except Exception as error:  # layers with fields that it does not know, or alike
         refuse(f"{path} is not of {script}'s form: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
-    shapes = {name: row.shape for name, row in rows.items()}
+    shapes = {name: param.model_shape for name, param in table.items()}
     for name in shapes | arrays:
-        if (a := found.get(name)) != (b := shapes.get(name)):
-            refuse(f"{path}: the shape of {name} is {a}, in {script} it is {b}; {hint}")
+        there, here = found.get(name), shapes.get(name)
+        if there != here:
+            refuse(f"{path}: the shape of {name} is {there}, in {script} it is {here}; {hint}")
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has, {hint}",
               file=sys.stderr)  # fmt: skip
     devices = jax.devices()[: 1 << min(8, jax.device_count()).bit_length() - 1]
-    _, fits = code.fit_devices("", dataclasses.replace(c, batch=1))
-    c = dataclasses.replace(c.for_validation(), attention=fits.attention)
+    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
+    has_cudnn = gpu and c.compute == "bfloat16"
+    c = dataclasses.replace(c.for_validation(), attention=c.attention if has_cudnn else "xla")
     return Weights(path, code, c, devices, stage, arrays, config, result)
 
 
@@ -104,7 +121,8 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     path = min(place.glob("[!.]*_val_*.bin"), default=place)
     if not path.is_file():
         refuse(f"{place} is no shard of tokens and holds no *_val_*.bin: see data/README.md")
-    w.code.check_tokens(shard := w.code.open_shard(path), [(1, T, 0)], w.c)
+    shard = w.code.open_shard(path)
+    w.code.shard_facts(shard, [(1, T, 0)], w.c)
     return shard
 
 
@@ -115,19 +133,21 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
     jax.config.update("jax_compilation_cache_dir", cache)
     mesh, c, stored, specs = w.code.make_mesh(w.devices[:devices]), w.c, {}, {}
-    for name, row in w.code.param_table(c).items():
-        padded, specs[name] = np.zeros(row.stored_shape, np.float32), row.spec
-        flat = padded.reshape(-1, *row.shape[1:]) if padded.ndim > len(row.shape) else padded
-        flat[: row.shape[0]] = w.arrays[name]
-        stored[name] = jax.device_put(padded, NamedSharding(mesh, row.spec))
+    for name, param in w.code.param_table(c).items():
+        padded, specs[name] = np.zeros(param.shape, np.float32), param.sharding
+        is_bank = param.sharding == w.code.BANK
+        flat = padded.reshape(-1, *param.shape[2:]) if is_bank else padded
+        flat[: len(w.arrays[name])] = w.arrays[name]
+        stored[name] = jax.device_put(padded, NamedSharding(mesh, param.sharding))
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    gather = on_mesh(lambda p: w.code.gather(p, c), in_specs=(specs,), out_specs=P())
+    gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
 
     def on_device(whole: dict, given: tuple[Array, ...]) -> Any:
         tokens, *more = given
-        pairs = w.code.read_pairs(whole, tokens, c)
-        x = w.code.norm(w.code.forward(pairs, tokens[:, :-1], c, w.stage))
+        row, _ = w.code.hash_bigrams(tokens[:, :-1], c)
+        weights = whole | {"bigram_rows": w.code.take_rows(whole["bigram"], row)}
+        x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
         return read(x, whole["head"], tokens, *more)
 
     program = on_mesh(on_device, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))

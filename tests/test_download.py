@@ -165,7 +165,8 @@ def test_second_run_asks_nobody_and_reads_nothing(hub, run, out, monkeypatch):
 
 
 def test_the_record_reads_as_many_shards_as_are_fetched_and_pinned():
-    trained = sum(B * T for B, T, _ in train_gpt.PRESETS["record"].fills("train"))
+    record = train_gpt.PRESETS["record"]
+    trained = sum(B * T for B, T, _ in train_gpt.batch_shapes("train", record))
     assert trained == 338_821_120 and script.RECORD_SHARDS == 7  # long documents are cut
     assert list(script.PINNED) == names(7)
     together = hashlib.sha256("".join(script.PINNED.values()).encode()).hexdigest()

@@ -22,7 +22,16 @@ from shards import Fault
 
 import train_gpt
 from tests.test_tokenize import gpt2  # noqa: F401, a fixture
-from tests.tools import FLOAT32, SMALL, unoptimized, write_shard
+from tests.tools import (
+    FLOAT32_FLAGS,
+    SMALL,
+    bank_matrices,
+    bigram_rows,
+    tiny_program,
+    unoptimized,
+    write_shard,
+)
+from train_gpt import LONG, Layer, Stage
 
 TRAIN = Path(train_gpt.__file__).resolve()
 SCRIPT, SOURCE = Path(hellaswag.__file__), Path(hellaswag.__file__).read_text()
@@ -56,17 +65,21 @@ def its(tmp_path_factory):
     tokens = [[256, *ENCODE((PHRASE * 7)[i % 22 :][:120])] for i in range(600)]
     write_shard(folder / "x_train_000001.bin", np.concatenate(tokens))
     write_shard(folder / "x_val_000000.bin", np.concatenate(tokens[:10]))
-    flags = [*SMALL, *(f"--{name}=float32" for name in FLOAT32), "--stages=120 512 8 64 0 1 0,1"]
-    flags += f"--plan=Lkpv0 --seed=1 --steps=120 --stall=0 --data={folder}".split()
-    assert not start(TRAIN, "tiny", *flags, cwd=folder).returncode
+    layers = (Layer(LONG, key_offset=True, paired_heads=True, value_table=0),)
+    program = tiny_program(layers, (Stage(120, 512, short=8, long=64, max_doc=0, lr=1.0),))
+    flags = [*SMALL, *FLOAT32_FLAGS, "--seed=1", "--stall=0", f"--data={folder}"]
+    done = start("-c", program, "tiny", *flags, cwd=folder, PYTHONPATH=str(TRAIN.parent))
+    assert done.returncode == 0, done.stderr
     w = weights.open_weights(next(folder.glob("logs/*.npz")), TRAIN)
-    whole = {k: [*x] if x.ndim == 3 else jax.device_put(x) for k, x in w.arrays.items()}
+    whole = {k: jax.device_put(x) for k, x in w.arrays.items()}
+    whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
     head = w.arrays["head"]  # has 127 rows of padding
 
     @jax.jit
     def stream(tokens):
-        pairs = train_gpt.read_pairs(whole, tokens, w.c)
-        return train_gpt.norm(train_gpt.forward(pairs, tokens[:, :-1], w.c, w.stage))
+        inputs = tokens[:, :-1]
+        rows = bigram_rows(whole, inputs, w.c)
+        return train_gpt.norm(train_gpt.forward(rows, inputs, w.c, w.stage))
 
     def loss(ending):
         row, begin = f"{CONTEXT} {ending}".encode(), len(CONTEXT)

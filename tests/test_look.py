@@ -1,10 +1,8 @@
 """Pictures of runs: the numbers that are drawn, of weights and attention that are known."""
 
 import dataclasses
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import look
@@ -14,33 +12,50 @@ import pytest
 import runs
 import weights
 
-from tests.tools import SMALL, text, unoptimized, write_shard
+import train_gpt
+from tests.test_export import save
+from tests.tools import text, unoptimized, write_shard
+from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN, RNG = weights.ROOT / "train_gpt.py", np.random.default_rng(0)
 LOG = max(weights.ROOT.glob("records/example/*.txt"))
-ENV = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
-PLANS = {"Sbv0 Lkqb Spb -<1 Sbv1@2 Lkqv2@2": ["--E", "0"], "Spxbv0 Lkqgn -<0 Lkgdmv1@1": []}
-VARY = "gate_heads", "value_gates"  # over tokens; the rest is their bias
-GATES = "(gate|mudd)_(?!in|scale)|value_gates"
+SIZES = dict(D=32, H=4, F=64, bigrams=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8)
+STAGES = (Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),)
+MODELS = [
+    dataclasses.replace(train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES),
+    dataclasses.replace(
+        train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES, R=8,
+        layers=(
+            Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+            Layer(LONG, key_offset=True, key_start=True, head_gate=True, new_gates=True),
+            Layer(None, skip_from=0),
+            Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=1, attend_to=1,
+                  mudd=("input", "layer1")),
+        ),
+        mudd_head=(("input", 0.0), ("layer1", 0.0), ("layer2", 0.0), ("value0", 0.0),
+                   ("layer0", 0.0)),
+    ),
+]  # fmt: skip
+VARY = "gate_head", "value_gates"  # over tokens; of the other outputs only biases are not 0
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder; of runs like `tiny` and the record float32 weights, changed, and what is heard."""
+    """A folder; of two models random float32 weights, and what is heard."""
     folder, found = tmp_path_factory.mktemp("look"), []
     for name, n in dict(x_train=6000, x_val=2000, y_val=256, z_val=300).items():
         (folder / name[0]).mkdir(exist_ok=True)
         write_shard(folder / f"{name[0]}/{name}_000000.bin", text(n) + 200 * (name == "z_val"))
-    for plan, more in PLANS.items():
-        argv = [*SMALL, "--plan", plan, "--stages", "9 512 8 24 0 1 0,1", "--data", folder / "x"]
-        argv += ["--steps", "1", "--H", "4", *more]
-        subprocess.run([sys.executable, TRAIN, "tiny", *argv], cwd=folder, env=ENV, check=True)
-        w = weights.open_weights(max(folder.glob("logs/*.npz")), TRAIN)
-        for name, x in w.arrays.items():
-            if re.match(GATES, name):
-                x[:] = RNG.normal(size=x.shape)
-                x[..., :-1] *= name in VARY
-        w.arrays["mudd_head"][:], w.arrays["mlp_lambdas"][-1] = 0, (3, 0)
+    for number, c in enumerate(MODELS):
+        save(folder / f"{number}.npz", dataclasses.replace(c, data=str(folder / "x")))
+        w = weights.open_weights(folder / f"{number}.npz", TRAIN)
+        for net, outputs in w.code.nets(w.c).items():
+            names = [name for name, start in outputs.items() for _ in start]
+            vary = np.array([name.endswith(".head") for name in names])
+            w.arrays[f"{net}.w2"][~vary] = 0
+        if number:
+            w.arrays["mudd_head.b2"][:] = 0
+        w.arrays["mlp_lambdas"][-1] = (3, 0)
         w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
         with unoptimized():
             found.append((w, *look.listen(w, look.text(w, folder / "x"))))
@@ -90,38 +105,45 @@ def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypat
     assert far == [[6.8], [5], [10]]  # mean, and within which half and 90 % lie
 
 
+def dots_and_spans(ax, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The means that a panel shows for a layer, and the ends of their lines."""
+    for dots, lines in zip([x for x in ax.lines if x.get_marker() == "."], ax.collections,
+                           strict=True):  # fmt: skip
+        if round(dots.get_xdata().mean()) == layer:
+            return dots.get_ydata(), np.array(lines.get_segments())[:, :, 1].T
+    raise AssertionError(f"{ax.get_title()} has no layer {layer}")
+
+
 def test_gates_are_as_nets_say_them_and_lambdas_as_they_are(trained, drawn):
-    for w, _, said, _ in trained[1:]:
-        ends = dict(gate_start=[-1], mudd_head=[len(w.c.layers)])
-        figure = drawn(look.draw_gates, w, said)
-        panels = {ax.get_title(): ax for ax in figure.axes}
-        for name, row in w.code.param_table(w.c).items():
-            x, scale = w.arrays[name], 0.1 if name[:4] == "mudd" else w.arrays["gate_scale"]
-            if x.size and re.search(f"^({GATES})|_lambdas", name):
-                ax, x = panels.pop(name), scale * x[..., -1] if re.match(GATES, name) else x
-                layers = ends.get(name, np.flatnonzero(row.layers))
-                dots = [line for line in ax.lines if line.get_marker() == "."]
-                spans = [lines.get_segments() for lines in ax.collections]
-                for n, numbers in zip(layers, np.reshape(x, (len(layers), -1)), strict=True):
-                    (i,) = [i for i, dot in enumerate(dots) if round(dot.get_xdata().mean()) == n]
-                    mean, ends_of = dots[i].get_ydata(), np.array(spans[i])[:, :, 1].T
-                    if name in VARY:
-                        assert np.all((ends_of[0] < mean) & (mean < ends_of[1]))
-                        assert len({*mean}) == w.c.H
-                    else:
-                        np.testing.assert_allclose([mean, *ends_of], [numbers] * 3, rtol=1e-5)
-        rest = {name: ax.lines[0].get_ydata() for name, ax in panels.items()}
-        assert rest.keys() == {"gate_scale", "smear_gate", "smear_lambda"}
-        assert all(np.array_equal(x, w.arrays[name]) for name, x in rest.items())
+    for w, _, gates, _ in trained[1:]:
+        panels = {ax.get_title(): ax for ax in drawn(look.draw_gates, w, gates).axes}
+        for net, outputs in w.code.nets(w.c).items():
+            scale = 0.1 if net.startswith("mudd") else w.arrays["gate_scale"]
+            biases, first = scale * w.arrays[f"{net}.b2"], 0
+            for output, start in outputs.items():
+                name, layer = look.gate_place(net, output, len(w.c.layers) - 1)
+                mean, ends = dots_and_spans(panels[name], layer)
+                expected = biases[first : first + len(start)]
+                first += len(start)
+                if name in VARY:
+                    assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
+                else:
+                    np.testing.assert_allclose([mean, *ends], [expected] * 3, rtol=1e-5, atol=1e-7)
+        for n, layer in enumerate(w.c.layers):
+            mean, _ = dots_and_spans(panels["mlp_lambdas"], n)
+            np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n])
+            if layer.value_table is not None and not layer.mudd:
+                mean, ends = dots_and_spans(panels["value_gates"], n)
+                assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
 
 
 def test_streams_are_all_terms_of_the_last_sums(trained):
     told = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
     assert " / ".join(told) == (
-        "layer 5, v: own v values2 / layer 5, stream: layer 4 attention x0 / layer 5, stream: own "
-        "stream mlp / layer 3, v: own v start layer 1 layer 2 values1 / layer 3, stream: layer 2 "
-        "start layer 1 layer 2 / layer 3, stream: own stream attention start pairs / layer 3, "
-        "stream: own stream mlp / head: layer 3 start layer 1 layer 2 values0 layer 0")  # fmt: skip
+        "layer 5, v: own v value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: own "
+        "stream mlp / layer 3, v: own v input layer1 layer2 value1 / layer 3, stream: layer2 "
+        "input layer1 layer2 / layer 3, stream: own stream attention input bigram / layer 3, "
+        "stream: own stream mlp / head: layer3 input layer1 layer2 value0 layer0")  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
@@ -130,7 +152,8 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
 
 def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
     w, flat, ones = trained[1][0], 3 * np.eye(64, 32), np.ones((64, 32))
-    qk, vo, mlp = [flat[:32], ones[:32]] * 5, [ones[:32], flat[:32]] * 5, [flat, ones] * 6
+    qk = [*np.split(flat[:32], 2), *np.split(ones[:32], 2)] * 5  # a matrix has half of the heads
+    vo, mlp = [ones[:32], flat[:32]] * 5, [flat, ones] * 6
     arrays = w.arrays | dict(qk=qk, vo=vo, mlp=mlp)
     figure = drawn(look.draw_singular, w._replace(arrays=arrays))
     curves = {ax.get_title(): [x.get_ydata() for x in ax.lines] for ax in figure.axes}
@@ -140,10 +163,11 @@ def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
 
 def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, capsys):
     labels = dict(
-        loss="step", reach="window", gates="gate_x0", streams="head:  start", singular="proj"
+        loss="step", reach="window", gates="gate_x0", streams="head:  input", singular="proj"
     )
     ours = trained[2][0].path
-    for path, names in (ours, labels), (ours.with_suffix(".txt"), labels), (LOG, ["loss"]):
+    of_weights = {name: label for name, label in labels.items() if name != "loss"}
+    for path, names in (ours, of_weights), (LOG, ["loss"]):
         monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
         with unoptimized():
             look.main()

@@ -15,12 +15,23 @@ import pytest
 import weights
 
 import train_gpt
-from tests.tools import FLOAT32, SMALL, text, unoptimized, write_shard
+from tests.tools import (
+    FLOAT32_FLAGS,
+    SMALL,
+    bank_matrices,
+    bigram_rows,
+    text,
+    tiny_program,
+    unoptimized,
+    write_shard,
+)
+from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(train_gpt.__file__).parent
 SOURCE = (ROOT / "evals/loss.py").read_text()
-FLAGS = ["tiny", *SMALL, *"--steps 10 --stall 0 --stages".split(), "10 256 12 30 0 1 0,1"]
-FLAGS += ["--plan", "Lv0 Spb", *(word for k in FLOAT32 for word in (f"--{k}", "float32"))]
+LAYERS = (Layer(LONG, value_table=0), Layer(SHORT, paired_heads=True, bigram=True))
+STAGES = (Stage(10, 256, short=12, long=30, max_doc=0, lr=1.0),)
+FLAGS = ["tiny", *SMALL, "--stall", "0", *FLOAT32_FLAGS]
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
 
@@ -40,10 +51,11 @@ def run(tmp_path_factory) -> SimpleNamespace:
     tokens[[0, 130, 131, *np.cumsum(rng.integers(1, 100, 22))]] = 256
     write_shard(folder / "x_train_000001.bin", text(3000))
     write_shard(folder / "x_val_000000.bin", tokens)
-    env = os.environ | dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_ENABLE_COMPILATION_CACHE="0")
+    env = os.environ | dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_ENABLE_COMPILATION_CACHE="0",
+                            PYTHONPATH=str(ROOT))  # fmt: skip
     start = lambda *argv: subprocess.run([sys.executable, *map(str, argv)], cwd=folder, env=env,
                                          capture_output=True, text=True)  # fmt: skip
-    done = start(ROOT / "train_gpt.py", *FLAGS, "--data", folder)
+    done = start("-c", tiny_program(LAYERS, STAGES), *FLAGS, "--data", folder)
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("logs/*.npz")
     w = weights.open_weights(path, ROOT / "train_gpt.py")
@@ -54,14 +66,20 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
 def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> np.ndarray:
     """(count, T): the model's own windows are replaced, but not the rotations that go with them."""
-    speed, c = train_gpt.rotation(c, stage), dataclasses.replace(c)
-    c.rows[stage] = c.rows[stage]._replace(S=S, L=L)
+    frequencies = train_gpt.rope_frequencies(c, stage)
+    windows = dataclasses.replace(c.stages[stage], short=S, long=L)
+    c = dataclasses.replace(c, stages=(*c.stages[:stage], windows))
     rows = np.int32([tokens[i * T : (i + 1) * T + 1] for i in range(count)])
-    whole = {k: [*x] if k in ("qk", "vo", "mlp") else jax.numpy.array(x) for k, x in arrays.items()}
-    pairs = lambda rows: train_gpt.read_pairs(whole, rows, c)
-    read = jax.jit(lambda rows: train_gpt.forward(pairs(rows), rows[:, :-1], c, stage))
+    whole = {k: jax.numpy.array(x) for k, x in arrays.items()}
+    whole |= {k: bank_matrices(k, whole[k], c) for k in ("qk", "vo", "mlp")}
+
+    @jax.jit
+    def read(rows):
+        inputs = rows[:, :-1]
+        return train_gpt.forward(bigram_rows(whole, inputs, c), inputs, c, stage)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "rotation", lambda *_: speed)
+        patch.setattr(train_gpt, "rope_frequencies", lambda *_: frequencies)
         x = np.float64(read(rows))
     z = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) @ arrays["head"].T
     scores = 23 / (1 + np.exp(-(z + 5) / 7.5))
@@ -80,9 +98,10 @@ def test_by_hand_is_the_runs_own_validation(run):
     ("pair[0], head)", "pair[0], head[:257])"),  # in training padding has a share
     ("[: w.stage + 1]", ""),  # stages that the run has not come to
     # Windows change places, and rotations go with windows.
-    ("{S} {L} 0 1", "{L} {S} 0 1"), ('f" 0 {c.batch}', 'f" 9 {c.batch}')])  # fmt: skip
+    ("short=S, long=L", "short=L, long=S"), ("steps=0", "steps=9")])  # fmt: skip
 def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
-    stages = "4 256 8 8 0 1 0,1 / 6 256 8 40 0 1 0,1 / 0 256 9 50 0 1 0,1"
+    sizes = (4, 8, 8), (6, 8, 40), (0, 9, 50)
+    stages = tuple(Stage(steps, 256, short, long, 0, 1.0) for steps, short, long in sizes)
     w = run.w._replace(c=dataclasses.replace(run.w.c, stages=stages), stage=1)
     cases = (100, 5, 1), (100, 5, 2), (100, 5, 8), (2, 3, 1), (37, 9, 1), (100, 5, 4)
     for T, count, devices in cases[5 * bool(old) :]:
@@ -143,7 +162,7 @@ def test_from_the_shell(run):
     ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("0, 0, 2 and", "{run} --T 1"),
     ("0, 0, 2 and", "{run} --L -1"), ("0, 0, 2 and --T", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
-    ("no whole shard", "{here}/cut.bin"),
+    ("not a whole shard", "{here}/cut.bin"),
     ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
 def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, told, argv):
     write_shard(tmp_path / "gpt2.bin", [50256, *range(2000)])

@@ -1,5 +1,6 @@
 """From a text to a model: tokenize_text.py, check.py and train_gpt.py, one after the other."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -9,10 +10,13 @@ import check
 import tokenize_text
 
 import train_gpt
+from tests.tools import unoptimized
+from train_gpt import LONG, SHORT, Layer, Stage
 
-FLAGS = "--D 32 --H 2 --F 64 --E 8 --bigrams 512 --head_chunk 64 --dc_window 12 --val_T 64"
-FLAGS += " --val_tokens 1024 --steps 30 --val_every 30 --target 0 --seed 1"
-PLAN = "--plan", "Lv0 S", "--stages", "30 512 64 64 0 1 0,1"
+FLAGS = "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 64 --dc_window 12 --val_T 64"
+FLAGS += " --val_tokens 1024 --val_every 30 --target 0 --seed 1 --stall 0"
+LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
+STAGES = (Stage(30, 512, short=64, long=64, max_doc=0, lr=1.0),)
 
 
 def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
@@ -29,9 +33,12 @@ def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["check.py", "my data"])
     check.main()
     assert "check.py" not in capsys.readouterr().err
-    train_gpt.main(
-        ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split(), *PLAN]
-    )
+    tiny = train_gpt.PRESETS["tiny"]
+    tiny = dataclasses.replace(tiny, layers=LAYERS, stages=STAGES, head_chunk=64)
+    monkeypatch.setitem(train_gpt.PRESETS, "tiny", tiny)
+    flags = ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split()]
+    with unoptimized():
+        train_gpt.main(flags)
     (log,) = Path("logs").glob("*.txt")
     losses = re.findall(r"^step:\d+/30 val_loss:(\S+)", log.read_text(), re.M)
     first, last = map(float, losses)

@@ -19,7 +19,15 @@ import sample
 import weights
 
 import train_gpt
-from tests.tools import SMALL, unoptimized, write_shard
+from tests.tools import (
+    SMALL,
+    bank_matrices,
+    bigram_rows,
+    tiny_program,
+    unoptimized,
+    write_shard,
+)
+from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 SAMPLE, TRAIN = ROOT / "evals/sample.py", ROOT / "train_gpt.py"
@@ -34,10 +42,15 @@ def run(tmp_path_factory):
     document = [256, *ALPHABET.encode()]
     write_shard(folder / "x_train_000001.bin", document * 1000)
     write_shard(folder / "x_val_000000.bin", document * 100)
-    argv = [*SMALL, "--plan", "Skv0 Lxqb@0", "--steps", "40", "--val_every", "40"]
-    argv += ["--stages", "40 256 8 16 0 1 0,1", "--data", str(folder), "--seed", "1"]
+    layers = (
+        Layer(SHORT, key_offset=True, value_table=0),
+        Layer(LONG, xsa=True, key_start=True, bigram=True, attend_to=0),
+    )
+    program = tiny_program(layers, (Stage(40, 256, short=8, long=16, max_doc=0, lr=1.0),))
+    argv = [*SMALL, "--val_every", "40", "--data", str(folder), "--seed", "1"]
     env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run([sys.executable, TRAIN, "tiny", *argv], cwd=folder, env=env,
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", program, "tiny", *argv], cwd=folder, env=env,
                           capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     (path,) = folder.glob("logs/*.npz")
@@ -110,13 +123,14 @@ def test_padding_and_neighbours_have_no_influence(model):
     rows = np.pad(rows.astype(np.int32), ((0, 0), (1, 0)), constant_values=w.c.eot)
     last, pad = np.array([20, 60]), lambda T: np.pad(rows, ((0, 0), (0, T - 68)))
     whole = {k: jnp.asarray(v) for k, v in w.arrays.items()}
-    whole |= {k: [*whole[k]] for k in ("qk", "vo", "mlp")}
+    whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
     for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
         tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last one is not read
-        pairs = train_gpt.read_pairs(whole, tokens, w.c)
+        inputs = tokens[:, :-1]
         with unoptimized():
             forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
-            x = train_gpt.norm(forward(pairs, tokens[:, :-1], w.c, w.stage))[0, at]
+            x = train_gpt.norm(forward(bigram_rows(whole, inputs, w.c), inputs, w.c, w.stage))
+            x = x[0, at]
         z = np.asarray(x, "f8") @ w.arrays["head"].T.astype("f8")
         assert np.abs(logits - 23 / (1 + np.exp(-(z + 5) / 7.5))).max() < 1e-4
         assert logits.shape == (384,)
@@ -127,8 +141,9 @@ def test_padding_and_neighbours_have_no_influence(model):
 def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
     """The windows of a run that has reached its target early are not those of its last stage."""
     for steps, stage in (3, 0), (9, 1):
-        stages = "4 256 8 16 0 1 0,1 / 6 256 8 32 0 1 0,1"
-        path = edited(run, tmp_path, result=dict(steps=steps), config=dict(stages=stages, steps=10))
+        stages = Stage(4, 256, 8, 16, 0, 1.0), Stage(6, 256, 8, 32, 0, 1.0)
+        stages = [dataclasses.asdict(stage) for stage in stages]
+        path = edited(run, tmp_path, result=dict(steps=steps), config=dict(stages=stages))
         assert weights.open_weights(path, TRAIN).stage == stage
 
 
@@ -254,10 +269,12 @@ BAD = {
     "another width": (lambda *x: edited(*x, config=dict(D=64)), "the shape of embed is (384, 32)"),
     "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), in"),
     "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, in"),
-    "a mark more": (lambda *x: edited(*x, config=dict(plan="Lz")), "is not of "),
-    "a flag more": (lambda *x: edited(*x, config=dict(more=1)), "only one of them has --more"),
+    "another layer": (
+        lambda *x: edited(*x, config=dict(layers=[dict(window="long", z=1)])), "is not of "),
+    "a field more": (
+        lambda *x: edited(*x, config=dict(more=1)), "only one of them has the field more"),
     "another vocabulary": (
-        lambda *x: edited(*x, config=dict(vocab=258), values0=np.zeros((258, 32), "f4")),
+        lambda *x: edited(*x, config=dict(vocab=258), value0=np.zeros((258, 32), "f4")),
         "there is a tokenizer for bytes and for GPT-2's tokens, none for 258"),
 }  # fmt: skip
 
@@ -303,14 +320,12 @@ def test_weights_of_another_script_need_it_and_an_older_one_is_refused(run, tmp_
         return "--script", str(tmp_path / "other.py")
 
     greedy = "abc", "--temperature", "0"
-    reversed_head = script(
-        "        embed  = lookup(V, normal(0.005)",
-        "        gain = small((3,), 2.0, a),\n        embed  = lookup(V, normal(0.005)",
-    )
+    row = '        "smear_lambda": replicated((1,), 0.0, 5),\n'
+    one_more = script(row, f'{row}        "gain": replicated((3,), 2.0, 1),\n')
     path = edited(run, tmp_path, gain=np.ones(3, "f4"))
-    status, out, err = call(*greedy, *reversed_head, path=path)
+    status, out, err = call(*greedy, *one_more, path=path)
     assert (status, out) == (0, ALPHABET + "\n") and "other.py has changed since" in err
-    changed = script("23 * jax.nn.sigmoid(", "-23 * jax.nn.sigmoid(")
+    changed = script("return SOFTCAP * jax.nn.sigmoid(", "return -SOFTCAP * jax.nn.sigmoid(")
     status, out, err = call(*greedy, *changed)
     assert status == 0 and not out.startswith("abcd") and err.startswith("warning: ")
     status, out, err = call(*greedy, *script("def forward(", "def backward("))

@@ -65,6 +65,19 @@ def with_tiny(source: str, layers: str, stages: str) -> str:
     return source.replace(main, f"{preset}\n\n\n{main}")
 
 
+def tiny_program(layers: tuple, stages: tuple) -> str:
+    """For `python -c`, in a process that finds train_gpt.py: it trains a `tiny` of these layers and
+    stages, with the source of train_gpt.py in its log."""
+    change = f"layers={layers!r}, stages={stages!r}, mudd_head=(), head_chunk=32"
+    return (
+        "import dataclasses, sys, train_gpt\n"
+        "from train_gpt import Layer, Stage\n"
+        f"tiny = dataclasses.replace(train_gpt.PRESETS['tiny'], {change})\n"
+        "train_gpt.PRESETS['tiny'] = tiny\n"
+        "train_gpt.main(sys.argv[1:])\n"
+    )
+
+
 def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
