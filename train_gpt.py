@@ -16,9 +16,9 @@ matrices that each device owns. Every second step, Adam also updates everything 
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
-targets of a token, N tokens or microbatches, G groups of 8 matrices, E any width; lower-case
-letters are local. README.md explains the tags in brackets, and where we differ from record 89 of
-modded-nanogpt, which this is.
+targets of a token, N tokens of a flat batch (in tokens_NBS: microbatches), G groups of 8 matrices,
+E any width; lower-case letters are local. This is record 89 of modded-nanogpt, written anew for
+JAX. README.md explains the tags in brackets, and lists the differences.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of one shape; each stage is compiled once. A pair (a, b) moves linearly from a to b."""
+    """Steps of one shape, with programs of their own. A pair (a, b) moves linearly from a to b."""
 
     steps: int      # 0: only the last validation uses this stage's windows
     tokens: int     # per step over all devices: Config.batch sequences of tokens // batch each
@@ -130,24 +130,24 @@ TINY_STAGES = (Stage(368, 1024, short=64, long=192, max_doc=0, lr=1.0),)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Defaults are the record's. Numbers and strings are flags; the file has layers and stages."""
+    """Defaults are the record's. Numbers and strings are also flags; tuples are changed here."""
 
     layers: tuple[Layer, ...] = RECORD_LAYERS
     stages: tuple[Stage, ...] = RECORD_STAGES
     # The streams that the head adds to x, and how much of each at first; (): none. See forward().
     mudd_head: tuple[tuple[str, float], ...] = (
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
-    # To shorten a run, change `steps` alone: the stages shrink in proportion, and the schedule
-    # below is in fractions of the run.
+    # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
+    # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
-    cooldown_start: float = 508 / 1285     # learning rates fall from here
-    cooldown_end: float = 1270 / 1285      # .. to here, and then stay
-    lr_floor: float = 0.15                 # at this factor
-    momentum_warmup: float = 300 / 1285    # Muon's momentum rises during the first ..
-    momentum_cooldown: float = 50 / 1285   # .. and falls during the last steps
-    momentum_low: float = 0.85             # from this, and back to it
-    momentum_high: float = 0.95            # to this
-    untie: float = 847 / 1285   # until here, embedding and head are one table
+    cooldown_start: float = 508 / 1285     # learning rates fall linearly from this part of the run
+    cooldown_end: float = 1270 / 1285      # .. to this part, and then stay as they are
+    lr_floor: float = 0.15                 # factor on the rates after the cooldown
+    momentum_warmup: float = 300 / 1285    # part of the run in which Muon's momentum rises
+    momentum_cooldown: float = 50 / 1285   # part at its end in which momentum falls again
+    momentum_low: float = 0.85             # momentum of the first and of the last step
+    momentum_high: float = 0.95            # momentum in between
+    untie: float = 847 / 1285   # until this part of the run, embedding and head are one table
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     D: int = 768                # model width
@@ -162,7 +162,7 @@ class Config:
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
     compute: str = "bfloat16"              # format of activations and gathered weights
-    mlp_forward: str = "bfloat16"          # format of the MLP's forward products in training
+    mlp_forward: str = "bfloat16"          # of the MLP's forward products: compute, or a float8
     head_forward: str = "float8_e4m3fn"    # format of the head's operands
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
     # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
@@ -170,7 +170,7 @@ class Config:
     x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
     w_scale: float = 256.0      # weights are some hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
-    attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; xla off NVIDIA GPUs
+    attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; else xla: fit_devices()
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
@@ -198,10 +198,11 @@ class Config:
         """First step after each stage. If `steps` is not the sum over the stages, they are
         stretched in proportion, but each that has steps keeps at least one."""
         lengths = np.array([stage.steps for stage in self.stages])
-        least = np.cumsum(lengths > 0)
-        ends = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
-        more = np.clip(ends - least, 0, self.total_steps - least[-1])
-        return least + np.maximum.accumulate(more)
+        one_each = np.cumsum(lengths > 0)
+        ideal = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
+        # What remains after one step each is shared out; no stage ends before an earlier one.
+        more = np.clip(ideal - one_each, 0, self.total_steps - one_each[-1])
+        return one_each + np.maximum.accumulate(more)
 
     def stage_at(self, step: int) -> int:
         """The stage of a step; the validation after the last step has the last stage."""
@@ -242,6 +243,9 @@ def check_config(c: Config) -> None:
         if not condition:
             raise ValueError(message)
 
+    K = c.D // c.H
+    require(c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}")
+    require(K % 4 == 0 and K <= 128, f"a head has {K} channels, not a multiple of 4 up to 128")
     tables = c.value_tables()
     require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
     streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
@@ -306,27 +310,27 @@ PRESETS = {
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> Array:
-    """Cross-entropy in nats, summed over tokens and targets; `weights` are those of each target, by
-    k as in target_weights()."""
+def loss_fn(w, tokens_BS, weight_of: dict[int, Array], c: Config, stage: int) -> Array:
+    """Cross-entropy in nats, summed over tokens and targets. weight_of has the weight of each
+    target, by k as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
-    later = jnp.pad(tokens_BS, ((0, 0), (0, max(weights))), constant_values=-1)
-    targets = {k: later[:, k : k + T] for k in weights}
-    if 0 in weights:
+    later = jnp.pad(tokens_BS, ((0, 0), (0, max(weight_of))), constant_values=-1)
+    targets = {k: later[:, k : k + T] for k in weight_of}
+    if 0 in targets:
         targets[0] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
-    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(weights))
-    weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
+    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
+    weights_J = jnp.stack([jnp.float32(weight) for weight in weight_of.values()])
     return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
-    w has the weights of whole_weights(), where w["mlp"][i] is a list of layer i's matrices, and
-    instead of the bigram table "bigram_rows" (B, T, D): the rows that these tokens read.
+    w has the weights that whole_weights() returns: w["mlp"][i] is the list of layer i's matrices.
+    But instead of "bigram", it has "bigram_rows", (B, T, D): the rows that these tokens read.
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
@@ -360,8 +364,8 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
     # [bigram] Random signs tell apart token pairs that share a row. Records 62 and 83.
-    _, sign_BT = hash_bigrams(tokens_BT, c)
-    saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(sign_BT, c)
+    _, seed_BT = hash_bigrams(tokens_BT, c)
+    saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(seed_BT, c)
     # [smear] An embedding may take in some of the previous token's. Record 34.
     embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
     previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -515,20 +519,20 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
     the next one. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
     """
     current = "gates_input"
-    nets = {current: {"input.bigram": [0.05]}}
+    table = {current: {"input.bigram": [0.05]}}
     for i, layer in enumerate(c.layers):
         if layer.new_gates:
             current = f"gates{i}"
-            nets[current] = {}
+            table[current] = {}
         for name, start in layer_gates(layer, c.H).items():
-            nets[current][f"layer{i}.{name}"] = start
+            table[current][f"layer{i}.{name}"] = start
         if layer.mudd:
             streams = [0.0] * (len(layer.mudd) + 1)  # the named ones, and x
             mix = {"v": streams, "x": streams, "value": [2.0, 2.0]}
-            nets[f"mudd{i}"] = mix | {"attn": [*KEEP_ADD, 0.0, 0.05], "mlp": KEEP_ADD}
+            table[f"mudd{i}"] = mix | {"attn": [*KEEP_ADD, 0.0, 0.05], "mlp": KEEP_ADD}
     if c.mudd_head:
-        nets["mudd_head"] = {"x": [start for _, start in c.mudd_head]}
-    return nets
+        table["mudd_head"] = {"x": [start for _, start in c.mudd_head]}
+    return table
 
 
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
@@ -585,26 +589,26 @@ def norm(x: Array) -> Array:
     return (x * inverse_rms(x)).astype(x.dtype)
 
 
-def take_rows(table_VD, row_BT) -> Array:
+def take_rows(table_VD, index_BT) -> Array:
     """Rows of a table, (B, T, D). Every index must be inside the table."""
-    return table_VD.at[row_BT].get(mode="promise_in_bounds")
+    return table_VD.at[index_BT].get(mode="promise_in_bounds")
 
 
 def hash_bigrams(tokens_BT, c: Config) -> tuple[Array, Array]:
-    """Hashes each token with the one before it: its row of the bigram table and the number of its
-    signs, (B, T) each. The first token of a sequence has the last row and signs 0."""
+    """Hashes each token with the one before it: an index into the bigram table, and a seed for
+    random signs, (B, T) each. The first token of a sequence has the last index and seed 0."""
     last_row = c.bigrams - 1
     token, previous = tokens_BT[:, 1:], tokens_BT[:, :-1]
-    # Upstream overwrites element 0 before it hashes element 1, and so do we.
-    row = ((36313 * token) ^ (27191 * previous.at[:, 0].set(last_row))) % last_row
+    # Like upstream, the second token hashes last_row instead of the first token.
+    index = ((36313 * token) ^ (27191 * previous.at[:, 0].set(last_row))) % last_row
     one_before = ((0, 0), (1, 0))
-    row_BT = jnp.pad(row, one_before, constant_values=last_row)
-    return row_BT, jnp.pad((token ^ previous) % 8192, one_before)
+    index_BT = jnp.pad(index, one_before, constant_values=last_row)
+    return index_BT, jnp.pad((token ^ previous) % 8192, one_before)
 
 
-def random_signs(number_BT, c: Config) -> Array:
-    """(B, T, D) of -1 and 1, the same for a number in every run: a hash instead of a table."""
-    bits = (number_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
+def random_signs(seed_BT, c: Config) -> Array:
+    """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
+    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
     bits = bits * np.uint32(0x9E3779B1)
     bits = (bits ^ bits >> 15) * np.uint32(0x85EBCA77)
     return 1 - 2 * (bits >> 31).astype(c.compute)
@@ -670,17 +674,18 @@ def prefix_table(c: Config) -> np.ndarray:
 
 # ---- Loss ----------------------------------------------------------------------------------------
 SOFTCAP = 23  # logits are between 0 and this
+SOFTCAP_SHIFT = 5
 SOFTCAP_WIDTH = 7.5
 
 
 def softcap(z: Array) -> Array:
     """[softcap] Bounded logits, in float32. Gemma 2, arXiv:2408.00118; records 18 and 54."""
-    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + 5) / SOFTCAP_WIDTH)
+    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 
 
 def quantize(x: Array, scale: float, dtype: str) -> Array:
-    """x * scale in dtype, clipped first: a cast to float8 overflows to NaN or inf where the GPU
-    code that XLA generates saturates."""
+    """x * scale in dtype, clipped to its range: beyond it, a cast to float8 makes NaN or inf on one
+    platform and the largest number on another."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
 
@@ -688,8 +693,8 @@ def quantize(x: Array, scale: float, dtype: str) -> Array:
 def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
     """The product of matrices over an axis of each, divided by scale. Precision "highest" keeps all
     bits in the sums of float8 products."""
-    summed = ((axes[:1], axes[1:]), ((), ()))
-    out = lax.dot_general(a, b, summed, precision, preferred_element_type=dtype)
+    contracted = (((axes[0],), (axes[1],)), ((), ()))
+    out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
     return out * jnp.asarray(1 / scale, dtype)
 
 
@@ -715,8 +720,9 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
         z_target = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
         loss = (weights * (jnp.log(total) - softcap(z_target))).sum()
-        # For s = softcap(z): dL/ds = softmax(s) - (1 at the target), and
-        # ds/dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH).
+        # For s = softcap(z), the gradient of the loss with respect to z is, summed over targets,
+        #     weight (softmax(s) - one_hot(target)) * s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
+        # and g8 is that times g_scale; ds is all of it but the factor s (SOFTCAP - s).
         target_scale = g_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
         softmax_scale = target_scale.sum(axis=1, keepdims=True) / total
         # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
@@ -792,7 +798,8 @@ def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x_BTF, w_FD, c: Config) -> Array:
-    """x w, (B, T, D). JAX's own dw is dy^T x, transposed, which is slow on CPUs."""
+    """x w, (B, T, D). Its gradients are written out so that they stay in the format of x where the
+    product is in float8, and because JAX's own dw, dy^T x transposed, is slow on CPUs."""
     return linear(x_BTF, w_FD.T, c.mlp_forward, c)
 
 
@@ -927,19 +934,21 @@ class Param(NamedTuple):
     shape: tuple[int, ...]  # of the float32 master copy, padding included
     init: Callable  # (key, shape) -> array
     lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
-    weight_decay: float  # factor on the base rate: see apply_update()
-    optimizer: optax.GradientTransformation  # of one array: what a device owns of it
+    weight_decay: float  # factor on the base rate: see apply_update(), where lr counts once more
+    # An optax transform without rate or minus sign, which apply_update() adds. It sees one array,
+    # the part of the parameter that a device owns; arrays of its state are sharded like that.
+    optimizer: optax.GradientTransformation
     sharding: P = REPLICATED
     every: int = 2  # steps from update to update, 1 or 2; gradients add up in between
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
-    owners: tuple[int, ...] = ()  # of a bank: the layer that each matrix belongs to
+    layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a lookup: rows without padding
 
     @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape without padding; of a bank, [matrices, rows, cols]."""
         if self.sharding == BANK:
-            return (len(self.owners), *self.shape[2:])
+            return (len(self.layers), *self.shape[2:])
         return (self.rows, *self.shape[1:]) if self.sharding == LOOKUP else self.shape
 
 
@@ -947,7 +956,7 @@ def param_table(c: Config) -> dict[str, Param]:
     """One row per parameter. A new technique adds its row here, and its line in the model."""
     D, H = c.D, c.H
     n_layers = len(c.layers)
-    attention = c.attention_layers()
+    with_attention = c.attention_layers()
     vocab = -(-c.vocab // 128) * 128  # the head's columns of padding are trained as well
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
@@ -960,10 +969,10 @@ def param_table(c: Config) -> dict[str, Param]:
         "bigram": lookup(c.bigrams, D, 0.0, 75, 5, (0.75, 0.95)),
         **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, (0.75, 0.95)) for n in c.value_tables()},
         # rows, cols, layers, and (bound of the first values, factor on the rate) of each matrix
-        "qk":  bank(2 * D // H, D, attention, [(bound, 1)] * H, muon),  # of 2 heads; q, then k
-        "vo":  bank(D, D, attention, [(bound, 1)] * 2, muon),
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),  # of 2 heads; q, k
+        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
         "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),  # fc, proj^T
-        # shape, first values, factor on the rate. Layers do not change a row that they do not use.
+        # shape, first values, factor on the rate. Row i is layer i's; unused rows stay as they are.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
         "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
@@ -995,12 +1004,22 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     """Matrices of one shape: for each layer as many as there are (bound, rate) pairs, padded with
     zeros to groups of 8. Every device owns whole ones, so the optimizer, which gets an array
     [G, n, rows, cols] of them, communicates nothing."""
-    owners = tuple(layer for layer in layers for _ in matrices)
-    padding = [(0, 0)] * (-len(owners) % BANK_GROUP)
-    pairs = np.float32(matrices * (len(owners) // len(matrices)) + padding)
+    used_by = tuple(layer for layer in layers for _ in matrices)
+    padding = [(0, 0)] * (-len(used_by) % BANK_GROUP)
+    pairs = np.float32(matrices * (len(used_by) // len(matrices)) + padding)
     bounds, rates = pairs.T.reshape(2, -1, BANK_GROUP, 1, 1)
     shape = (len(bounds), BANK_GROUP, rows, cols)
-    return Param(shape, uniform(bounds), rates, 1.2, optimizer, BANK, 1, "muon_lr", owners)
+    return Param(
+        shape,
+        init=uniform(bounds),
+        lr=rates,
+        weight_decay=1.2,
+        optimizer=optimizer,
+        sharding=BANK,
+        every=1,
+        base_lr="muon_lr",
+        layers=used_by,
+    )
 
 
 def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
@@ -1067,8 +1086,8 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     for name, x in owned.items():
         if table[name].sharding == BANK:
             matrices = [matrix for group in x for matrix in all_gather(group, c)]
-            weights[name] = {layer: [] for layer in table[name].owners}
-            for layer, matrix in zip(table[name].owners, matrices, strict=False):  # without padding
+            weights[name] = {layer: [] for layer in table[name].layers}
+            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # without padding
                 weights[name][layer].append(matrix)
         elif table[name].sharding == LOOKUP:
             weights[name] = all_gather(x, c)
@@ -1077,14 +1096,14 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     return weights
 
 
-def exchange_rows(row_BT, grad_BTD, owned: Array) -> Array:
+def exchange_rows(index_NBT, grad_NBTD, owned: Array) -> Array:
     """[sparse-grads] The gradient of the bigram rows that this device owns. Devices send only the
     rows that their tokens read: a whole gradient would be mostly zeros. Record 71."""
-    row_BT = lax.all_gather(row_BT, mesh_axes(), tiled=True, to="invarying")
-    grad_BTD = lax.all_gather(grad_BTD, mesh_axes(), tiled=True, to="invarying")
+    index_NBT = lax.all_gather(index_NBT, mesh_axes(), tiled=True, to="invarying")
+    grad_NBTD = lax.all_gather(grad_NBTD, mesh_axes(), tiled=True, to="invarying")
     first = lax.axis_index("fsdp") * len(owned)
-    mine_BT = (row_BT - first).astype(jnp.uint32)  # rows of other devices become too large
-    return jnp.zeros_like(owned).at[mine_BT].add(grad_BTD.astype(jnp.float32), mode="drop")
+    mine_NBT = (index_NBT - first).astype(jnp.uint32)  # indices of other devices become too large
+    return jnp.zeros_like(owned).at[mine_NBT].add(grad_NBTD.astype(jnp.float32), mode="drop")
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
@@ -1117,8 +1136,8 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
     columns). Li et al. 2025, arXiv:2510.05491; record 41."""
 
     def mean_square(X):
-        long_axis = -1 if X.shape[-2] >= X.shape[-1] else -2
-        return jnp.square(X).mean(axis=long_axis, keepdims=True)
+        axis = -1 if X.shape[-2] >= X.shape[-1] else -2  # one mean for each row, or each column
+        return jnp.square(X).mean(axis=axis, keepdims=True)
 
     def init(params):
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
@@ -1130,7 +1149,7 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         X = orthogonalize(nesterov, c.compute)
         average = average + (1 - 0.9) * (mean_square(X) - average)
         Y = X * lax.rsqrt(jnp.maximum(average, 1e-10))
-        Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # of padding, 0 / 1e-10
+        Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # padding stays 0
         return Y, (buffer, average)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -1161,7 +1180,7 @@ class ScheduleRow(NamedTuple):
     muon_lr: Any  # .. and for Muon
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
-    targets: Any  # (J,): loss weight of each target, in the order of target_weights()
+    target_weights: Any  # (J,): loss weights, in the order of the function target_weights()
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1169,24 +1188,24 @@ def schedule(c: Config) -> list[ScheduleRow]:
     steps = np.arange(c.total_steps)
     lengths = np.array([stage.steps for stage in c.stages])
     starts = np.cumsum(lengths) - lengths
-    stage = np.array([c.stage_at(step) for step in steps])
+    stage_of = np.array([c.stage_at(step) for step in steps])
     unstretched = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
-    stage_progress = (unstretched - starts[stage]) / lengths[stage]  # 0 to 1
+    stage_progress = (unstretched - starts[stage_of]) / lengths[stage_of]  # 0 to 1
     progress = unstretched / sum(lengths)  # of the run, 0 to 1
 
     cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
-    lr = np.array([stage.lr for stage in c.stages])[stage]
-    lr = lr * (1 - cooldown) + c.lr_floor * cooldown
+    stage_lr = np.array([stage.lr for stage in c.stages])
+    lr = stage_lr[stage_of] * (1 - cooldown) + c.lr_floor * cooldown
     rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
     fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
     momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
     rows = []
     for step in steps:
-        ramps = target_weights(c.stages[stage[step]]).values()
-        targets = np.float32([a + (b - a) * stage_progress[step] for a, b in ramps])
+        ramps = target_weights(c.stages[stage_of[step]]).values()
+        weights = np.float32([a + (b - a) * stage_progress[step] for a, b in ramps])
         adam_lr, muon_lr = np.float32(c.adam_lr * lr[step]), np.float32(c.muon_lr * lr[step])
         tied = np.bool_(progress[step] <= c.untie)
-        rows.append(ScheduleRow(adam_lr, muon_lr, np.float32(momentum[step]), tied, targets))
+        rows.append(ScheduleRow(adam_lr, muon_lr, np.float32(momentum[step]), tied, weights))
     return rows
 
 
@@ -1226,8 +1245,9 @@ def start_keys_as_queries(qk: Array, c: Config) -> Array:
     matrices = qk.reshape(-1, *qk.shape[2:])
     for n, i in enumerate(c.attention_layers()):
         if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
-            q, k, end = n * c.H, n * c.H + c.H // 2, n * c.H + c.H
-            matrices = matrices.at[k:end].set(matrices[q:k])
+            first, half = n * c.H, c.H // 2
+            queries = matrices[first : first + half]
+            matrices = matrices.at[first + half : first + c.H].set(queries)
     return matrices.reshape(qk.shape)
 
 
@@ -1236,13 +1256,13 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     scalars and whole lookups are on every device."""
     table = param_table(c)
 
-    def place(path, x):
-        field, name = path[0].name, path[1].key
+    def shape_of(tree_path, x):
+        field, name = tree_path[0].name, tree_path[1].key
         everywhere = field == "lookups" or x.ndim == 0
         sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(place, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
+    return jax.tree.map_with_path(shape_of, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
 
 
 def make_state(c: Config, mesh: Mesh) -> State:
@@ -1275,24 +1295,24 @@ def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
 
     # Gradients, added up over microbatches. The loss is the mean over the batch's sequences.
-    target_ks = target_weights(c.stages[stage])
-    target_loss = {k: row.targets[j] / c.batch for j, k in enumerate(target_ks)}
+    ks = target_weights(c.stages[stage])
+    weight_of = {k: row.target_weights[j] / c.batch for j, k in enumerate(ks)}
 
     def microbatch(total, tokens_BS):
-        row_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
-        w = weights | {"bigram_rows": take_rows(bigram_table, row_BT)}
-        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, target_loss, c, stage)
-        row_grads = grads.pop("bigram_rows")
-        return jax.tree.map(jnp.add, total, (loss, grads)), (row_BT, row_grads)
+        index_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
+        w = weights | {"bigram_rows": take_rows(bigram_table, index_BT)}
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, weight_of, c, stage)
+        bigram_grads = grads.pop("bigram_rows")
+        return jax.tree.map(jnp.add, total, (loss, grads)), (index_BT, bigram_grads)
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (rows, row_grads) = lax.scan(microbatch, zero, tokens_NBS)
+    (loss, grads), (index_NBT, bigram_grads) = lax.scan(microbatch, zero, tokens_NBS)
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
-    grads["bigram"] = exchange_rows(rows, row_grads, state.params["bigram"])
+    grads["bigram"] = exchange_rows(index_NBT, bigram_grads, state.params["bigram"])
     state = update_parameters(state, grads, row, c, second)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
@@ -1306,7 +1326,7 @@ def update_parameters(
     waiting = {name: grads[name] for name in state.waiting_grads}
     if second:
         grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
-        waiting = state.waiting_grads  # the next step overwrites them
+        waiting = state.waiting_grads  # used up; the next step stores its own
     if "embed" in due:
         both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
         tied = {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
@@ -1340,8 +1360,8 @@ def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Arr
     weights = whole_weights(params, c)
 
     def microbatch(tokens_BS):
-        row_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
-        w = weights | {"bigram_rows": take_rows(weights["bigram"], row_BT)}
+        index_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
+        w = weights | {"bigram_rows": take_rows(weights["bigram"], index_BT)}
         return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
 
     loss = lax.map(microbatch, tokens_NBS).sum()
@@ -1351,7 +1371,7 @@ def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Arr
 
 OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
     "gpu": {
-        "xla_gpu_enable_triton_gemm": False,  # cuBLAS adds a product to what it is added to
+        "xla_gpu_enable_triton_gemm": False,  # cuBLAS can add a product to an array in one kernel
         "xla_gpu_enable_dynamic_slice_fusion": False,  # products in such fusions are not tuned
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # each gradient leaves when it is made
         "xla_allow_excess_precision": False,  # or the residual stream would stay in float32
@@ -1389,8 +1409,8 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
     """Shapes of arrays that are sharded by spec."""
-    place = NamedSharding(mesh, spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
+    shard = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shard), arrays)
 
 
 def compile_program(step: Callable, mesh: Mesh, state: Any, tokens: Any, *row) -> Any:
@@ -1577,7 +1597,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 def saved_arrays(state: State) -> dict[str, Any]:
-    """The arrays of a checkpoint, by their place in the state. Lookups are parameters, rounded."""
+    """The arrays of a checkpoint, by their path in the state. Lookups are parameters, rounded."""
     leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
@@ -1585,7 +1605,7 @@ def saved_arrays(state: State) -> dict[str, Any]:
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
     """Writes one archive, whose name appears once it is whole; the newest two stay. Returns False,
     and writes nothing, if a number is not finite."""
-    arrays = {place: process_allgather(x, tiled=True) for place, x in saved_arrays(state).items()}
+    arrays = {key: process_allgather(x, tiled=True) for key, x in saved_arrays(state).items()}
     if not all(np.isfinite(x).all() for x in arrays.values()):
         return False
     if jax.process_index() == 0:
@@ -1604,9 +1624,11 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def load_checkpoint(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Facts and arrays of a checkpoint; of a folder, of its newest whole one."""
-    paths = [place] if place.is_file() else sorted(place.rglob("*.state"), key=os.path.getmtime)
+    paths = [source]
+    if not source.is_file():
+        paths = sorted(source.rglob("*.state"), key=os.path.getmtime)
     for path in reversed(paths):
         try:
             with np.load(path) as file:
@@ -1616,7 +1638,7 @@ def load_checkpoint(place: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
             warn(f"{path} is not a whole checkpoint: {error!r}")
-    refuse(f"--resume {place}: there is no whole checkpoint")
+    refuse(f"--resume {source}: there is no whole checkpoint")
 
 
 def identity(c: Config, data: list[dict]) -> dict[str, Any]:
@@ -1636,8 +1658,8 @@ def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> 
     changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
     why = f"--resume {c.resume}: {'; '.join(changes[:3])}"
     state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
-    shapes = {place: x.shape for place, x in saved_arrays(state).items()}
-    if shapes != {place: x.shape for place, x in arrays.items()}:
+    shapes = {key: x.shape for key, x in saved_arrays(state).items()}
+    if shapes != {key: x.shape for key, x in arrays.items()}:
         refuse(f"{why}; its arrays are not those of this model, so the run cannot go on from it")
     if facts["step"] > c.total_steps:
         refuse(f"{why}; it is of step {facts['step']}, and the run has {c.total_steps}")
@@ -1649,9 +1671,9 @@ def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> 
 def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
     """The state that was saved, on these devices."""
 
-    def put(path, x):
-        place = jax.tree_util.keystr(path).replace(".lookups", ".params")
-        array = arrays[place].astype(x.dtype)
+    def put(tree_path, x):
+        key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
+        array = arrays[key].astype(x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
 
     return jax.tree.map_with_path(put, state_shapes(c, mesh))
@@ -1688,8 +1710,10 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
     """What it takes to run this again, without secrets."""
     driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
     git = "git describe --always --dirty --abbrev=40 2>/dev/null"
-    steers = re.compile("(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)")
-    environment = {k: v for k, v in os.environ.items() if steers.match(k)}
+    relevant = re.compile(
+        "(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)"
+    )
+    environment = {k: v for k, v in os.environ.items() if relevant.match(k)}
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
     facts = {"hosts": jax.process_count(), "versions": versions}
@@ -1728,8 +1752,10 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
     programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
     state = make_state(c, mesh)
     for (_, kind), program in programs.items():
-        shapes, places = program.args_info[0][1:], program.input_shardings[0][1:]
-        zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), places)
+        # Zeros for all arguments but the state or its parameters.
+        shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        zeros = jax.device_put(zeros, shardings)
         if kind == "val":
             jax.block_until_ready(program(validated(state), *zeros))
         else:
@@ -1743,7 +1769,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
     state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
     exits = []  # the exit statuses for which signals and losses ask
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: exits.append(128 + number))
+        signal.signal(number, lambda received, _: exits.append(128 + received))
     start = facts.get("step", 0)
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
@@ -1880,8 +1906,8 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
     log.facts({"data": data} | run_facts(preset, c, devices, argv))
-    place = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{preset} on {place}, head in {c.head_forward}, log in {log.path}")
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
     weights, result = train(c, mesh, programs, shards, log, facts, arrays)
     path = log.path.with_suffix(".npz")

@@ -18,7 +18,7 @@ def describe(w: weights.Weights) -> dict:
     c, stage = w.c, w.c.stages[w.stage]
     windows = {w.code.SHORT: stage.short, w.code.LONG: stage.long, None: None}
     table = w.code.param_table(c)
-    banks = {name: param.owners for name, param in table.items() if param.owners}
+    banks = {name: param.layers for name, param in table.items() if param.layers}
     layers = []
     for i, layer in enumerate(c.layers):
         about = dataclasses.asdict(layer) | {"window": windows[layer.window]}

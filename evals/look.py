@@ -173,7 +173,7 @@ def draw_singular(out: Path, w: Weights) -> None:
     for n in range(L):
         own = {}
         for name in ("qk", "vo", "mlp"):
-            pairs = zip(table[name].owners, w.arrays[name], strict=True)
+            pairs = zip(table[name].layers, w.arrays[name], strict=True)
             own[name] = [matrix for owner, matrix in pairs if owner == n]
         qk = np.split(np.concatenate(own["qk"]), 2) if own["qk"] else []
         for names, matrices in ("qk", qk), ("vo", own["vo"]), (("fc", "proj"), own["mlp"]):

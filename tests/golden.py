@@ -229,7 +229,7 @@ def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
             array = np.stack([matrix for layer in array for matrix in array[layer]])
         array = np.asarray(array)
         if param.sharding == train_gpt.BANK:
-            array = array.reshape(-1, *param.shape[2:])[: len(param.owners)]
+            array = array.reshape(-1, *param.shape[2:])[: len(param.layers)]
         out[name] = array[:ROWS] if name == "bigram" else array
     return out
 

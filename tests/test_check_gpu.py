@@ -278,7 +278,9 @@ def fake_record(monkeypatch, losses=(5.0, 4.0)):
     class Program(SimpleNamespace):
         def __call__(self, state, tokens, row):
             assert tokens.shape == (8, self.T + 1) and 0 <= tokens.min() < tokens.max() < C.vocab
-            assert len(row.targets) == self.targets and row.momentum == np.float32(C.momentum_low)
+            assert len(row.target_weights) == self.targets and row.momentum == np.float32(
+                C.momentum_low
+            )
             return state + 1, losses[state > 0]
 
     programs = {

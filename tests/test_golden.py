@@ -362,7 +362,7 @@ def test_cross_entropy(stage):
     columns = np.stack([later(k) if k else prefixes for k in shares], axis=-1).astype(np.int32)
     one = dataclasses.replace(C.stages[0], tokens=14)
     sizes = {"head_chunk": 14, "val_T": 14, "val_tokens": 8 * 14, "stages": (one,)}
-    c = dataclasses.replace(C, D=14, **sizes)
+    c = dataclasses.replace(C, **sizes)  # the head's width is that of its operands
     weights = jnp.float32([*shares.values()])
     loss, pull = jax.vjp(
         lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, c),
@@ -440,7 +440,7 @@ def test_the_schedule():
         if step == c.total_steps:  # nothing is trained any more
             continue
         stage, row = c.stages[c.stage_at(step)], rows[step]
-        targets = dict(zip(train_gpt.target_weights(stage), row.targets, strict=True))
+        targets = dict(zip(train_gpt.target_weights(stage), row.target_weights, strict=True))
         scale = train_gpt.rope_frequencies(c, c.stage_at(step))[1]
         got = dict(
             step=step, lr_multiplier=row.adam_lr / c.adam_lr, muon_momentum=row.momentum,
@@ -474,7 +474,7 @@ def test_rates_and_decays_of_every_parameter():
         if param.sharding == BANK:
             assert (param.base_lr, RECORD.muon_lr, param.every) == ("muon_lr", 0.023, 1)
             factors = {"qk": [1], "vo": [1], "mlp": [2, 4]}[name]
-            real = param.lr.reshape(-1)[: len(param.owners)]
+            real = param.lr.reshape(-1)[: len(param.layers)]
             np.testing.assert_allclose(real, np.resize(factors, len(real)), rtol=1e-6)
             assert param.weight_decay == pytest.approx(1.2)
             continue

@@ -136,7 +136,7 @@ def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) 
 def bank_matrices(name: str, matrices, c: train_gpt.Config) -> dict[int, list]:
     """Matrices [N, rows, cols] of a bank as whole_weights returns them, by layer."""
     by_layer = {}
-    for layer, matrix in zip(train_gpt.param_table(c)[name].owners, matrices, strict=True):
+    for layer, matrix in zip(train_gpt.param_table(c)[name].layers, matrices, strict=True):
         by_layer.setdefault(layer, []).append(matrix)
     return by_layer
 
