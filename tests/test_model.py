@@ -1,0 +1,454 @@
+"""Which token may see which: causality, documents, windows; what layers add to plain attention; the
+gradients that are written by hand. float32 where no test says else."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import P
+
+import train_gpt
+from tests.tools import (
+    MINI,
+    MINI32,
+    make_mesh,
+    schedule_row,
+    sequences,
+    unoptimized,
+    whole_loss,
+    whole_weights,
+)
+from train_gpt import LONG, SHORT, Layer, Stage
+
+T = 64
+RECORD = train_gpt.PRESETS["record"]
+# Every technique and every kind of source, in as few layers.
+SMALL_LAYERS = (
+    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(None, skip_from=0),
+    Layer(LONG, key_offset=True, head_gate=True, dc=True, xsa=True, new_gates=True, attend_to=0,
+          value_table=1, mudd=("input", "layer0")),
+)  # fmt: skip
+SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
+SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)
+MLP_ONLY = {"layers": (Layer(None),), "mudd_head": ()}
+
+
+def changed(before, after):
+    return np.abs(after - before).max(axis=-1) > 1e-5
+
+
+# ---- The whole model -----------------------------------------------------------------------------
+@functools.cache
+def activations(c: train_gpt.Config):
+    """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens. Without key
+    offsets also without the two other things that cross the borders of documents."""
+    weights = whole_weights(c)
+    if not any(layer.key_offset for layer in c.layers):
+        weights |= dict(bigram=0 * weights["bigram"], smear_lambda=jnp.zeros(1))
+
+    def final(tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "head_loss", lambda x, *_: x)
+            return whole_loss(weights, tokens, {1: 1.0}, c, 1)
+
+    with unoptimized():
+        program = jax.jit(final).lower(sequences(c, T)).compile()
+    return lambda tokens: np.asarray(program(tokens)).reshape(8, T, c.D)
+
+
+def test_no_token_sees_a_later_one():
+    tokens = sequences(SMALL, T, documents=1)
+    before = activations(SMALL)(tokens)
+    for t in (1, 17, 40, 63):
+        other = tokens.copy()
+        other[:, t] = (other[:, t] + 1) % (SMALL.vocab - 1)
+        other[tokens[:, t] == SMALL.eot, t] = SMALL.eot
+        moved = changed(before, activations(SMALL)(other))
+        assert not moved[:, :t].any()
+        assert moved[:, t][tokens[:, t] != SMALL.eot].all()
+
+
+def test_no_token_sees_another_document():
+    layers = [dataclasses.replace(layer, key_offset=False) for layer in SMALL.layers]
+    c = dataclasses.replace(SMALL, layers=tuple(layers))
+    tokens = sequences(c, T, documents=1)
+    starts = [0, 9, 10, 32, 50]
+    tokens[:, :-1][tokens[:, :-1] == c.eot] = 0
+    tokens[:, starts] = c.eot
+    before = activations(c)(tokens)
+    document = np.cumsum(tokens[0, :-1] == c.eot)
+    for t in (3, 20, 33, 51):
+        other = tokens.copy()
+        other[:, t] = (other[:, t] + 1) % (c.vocab - 1)
+        moved = changed(before, activations(c)(other))
+        assert not moved[:, document != document[t]].any()
+        assert moved[:, t].all()
+        if (document == document[t])[t + 1]:
+            assert moved[:, t + 1].any()  # its own document does see it
+
+
+def test_every_weight_counts():
+    """Of a bank every matrix, of other arrays each row that its layer uses."""
+    tokens = jnp.asarray(sequences(SMALL, T))
+    loss = lambda w: whole_loss(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
+    with unoptimized():
+        grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
+    used = {"vo_lambdas": [0, 2], "attn_lambdas": [0], "mlp_lambdas": [0, 1], "skip_lambdas": [1]}
+    used |= {"value_gates": [0]}
+    for name, param in train_gpt.param_table(SMALL).items():
+        grad = grads[name]
+        if param.sharding == train_gpt.BANK:
+            parts = [matrix for matrices in grad.values() for matrix in matrices]
+        elif name in used:
+            parts = [grad[i] for i in used[name]]
+            assert not np.any(np.delete(grad, used[name], axis=0)), name
+        else:
+            parts = [grad]
+        for i, part in enumerate(parts):
+            assert np.linalg.norm(part) > 1e-4, (name, i)
+
+
+def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
+    c = dataclasses.replace(MINI32, **MLP_ONLY)
+    tokens, table = sequences(c, T), np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
+    monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
+    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, c: (targets, shares))
+    weights, shares = whole_weights(c), {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
+    targets, shares = jax.jit(lambda t: whole_loss(weights, t, shares, c, 0))(tokens)
+    np.testing.assert_array_equal(shares, [0.125, 1, 0.5, 0.25])
+    later = np.pad(tokens, ((0, 0), (0, 2)), constant_values=-1)
+    expected = [table[tokens[:, 1:]], tokens[:, 1:], later[:, 2:-1], later[:, 3:]]
+    np.testing.assert_array_equal(targets.reshape(8, T, 4), np.stack(expected, axis=-1))
+
+
+def test_model_starts_at_the_loss_of_a_uniform_guess():
+    """A zero head gives every one of the V columns, padding included, the same probability."""
+    c = dataclasses.replace(MINI, **MLP_ONLY, vocab=200, eot=199)
+    weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
+    loss = jax.jit(lambda t: whole_loss(weights, t, {1: 1.0, 2: 0.5}, c, 0))(sequences(c, T))
+    count = 8 * (T + 0.5 * (T - 1))  # the last token's second target is in no sequence
+    assert float(loss) == pytest.approx(count * np.log(256), rel=1e-6)
+
+
+# ---- Windows -------------------------------------------------------------------------------------
+def one_layer(window: int = 16, changes: dict | None = None, **marks) -> tuple:
+    """A model of one layer with these marks: its configuration, its attention as a function of x
+    and gates, and its weights."""
+    stages = (Stage(1, 512, window, window, 0, 1.0),)
+    one = dict(layers=(Layer(SHORT, **marks),), stages=stages, mudd_head=())
+    c = dataclasses.replace(MINI32, **one | (changes or {}))
+    w, pos = whole_weights(c), train_gpt.positions(jnp.zeros((1, T), bool), c, 0)
+
+    def attention(x, gate=None, w=w):
+        return train_gpt.attention(x, [], 0, w, gate or {}, pos, c)
+
+    return c, attention, w
+
+
+@pytest.mark.parametrize("window", [3, 16, 40])
+@pytest.mark.parametrize("marks, reach", [
+    ({}, lambda window: window),
+    ({"key_offset": True}, lambda window: window + 1),  # half of a key is the previous token's
+    ({"paired_heads": True}, lambda window: (window + 1) // 2),  # two positions a token
+], ids=["plain", "key offset", "paired"])  # fmt: skip
+def test_window_of_a_layer_by_its_jacobian(marks, reach, window):
+    c, attention, _ = one_layer(window, **marks)
+    x = jax.random.normal(jax.random.key(1), (1, T, c.D))
+    sums = lambda x: attention(x)[0].sum(axis=-1)
+    depends = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
+    q, k = np.indices((T, T))
+    np.testing.assert_array_equal(depends, (k <= q) & (q - k <= reach(window)))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypatch, stage):
+    """On a CPU the window alone is causal too; cuDNN would read it as open to the right."""
+    asked = []
+    spy = lambda q, k, v, **options: asked.append((q.shape, options)) or q
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    c = dataclasses.replace(MINI32, attention="cudnn")
+    tokens = jnp.asarray(sequences(c, T))
+    jax.eval_shape(lambda w: whole_loss(w, tokens, {1: 1.0}, c, stage), whole_weights(c))
+    _, scale = train_gpt.rope_frequencies(c, stage)
+    options = dict(scale=scale, is_causal=True, implementation="cudnn")
+    layers = [layer for layer in c.layers if layer.window]
+    assert len(asked) == len(layers) == 5
+    for (shape, given), layer in zip(asked, layers, strict=True):
+        window = getattr(c.stages[stage], layer.window)
+        assert given == options | {"local_window_size": (window, 0)}
+        assert shape == ((8, 2 * T, 1, 16) if layer.paired_heads else (8, T, 2, 16))
+
+
+# ---- The document code against an explicit mask --------------------------------------------------
+WINDOW = 16
+LAYOUTS = [
+    [0],  # one document
+    [5],  # a start in the middle of one
+    range(0, T, 3),
+    range(T),  # every token one
+    [0, WINDOW, 2 * WINDOW],  # a boundary at the window's edge
+    [0, WINDOW + 1],  # and one past it
+]
+
+
+def attend(q, k, v, first, window, paired: bool, by_code: bool):
+    B, T, H, K = q.shape
+    c = dataclasses.replace(MINI, D=2 * K, H=2, compute=q.dtype.name)
+    pos, rows = train_gpt.positions(jnp.asarray(first), c, 0), 2 if paired else 1
+    cos, sin = pos.rope_paired if paired else pos.rope
+    codes = [code if by_code else jnp.zeros_like(code) for code in (pos.doc_q, pos.doc_k)]
+    q, k = (train_gpt.norm_rotate(x, cos, sin, code, False)
+            for x, code in zip((q, k), codes, strict=True))  # fmt: skip
+    q, k, v = (x.reshape(B, rows * T, H // rows, K) for x in (q, k, v))
+    if by_code:
+        return train_gpt.attend(q, k, v, window, pos.score_scale, c)
+    document = np.repeat(np.cumsum(first, axis=1), rows, axis=1)
+    i, j = np.indices((rows * T,) * 2)
+    mask = (j <= i) & (i - j <= window) & (document[:, :, None] == document[:, None, :])
+    return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
+def test_document_code_is_an_exact_mask(paired, dtype, tolerance):
+    first = np.zeros((len(LAYOUTS), T), bool)
+    for row, starts in zip(first, LAYOUTS, strict=True):
+        row[[*starts]] = True
+    *qkv, dy = jax.random.normal(jax.random.key(2), (4, len(LAYOUTS), T, 2, 32)).astype(dtype)
+    found = []
+    for by_code in True, False:
+        run = lambda q, k, v, by_code=by_code: attend(q, k, v, first, WINDOW, paired, by_code)
+        y, pull = jax.vjp(jax.jit(run), *qkv)
+        found.append([np.asarray(x, np.float32) for x in (y, *pull(dy.reshape(y.shape)))])
+    for got, expected in zip(*found, strict=True):
+        for a, b in zip(got, expected, strict=True):  # dq, dk of one-token documents are zero
+            assert np.linalg.norm(a - b) < tolerance * max(np.linalg.norm(b), 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4095_documents_are_still_apart(dtype):
+    """In a document of one token each token can only see itself: attention returns v, but for 1e-11
+    of its neighbour."""
+    n = 4095
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 1, 16)).astype(dtype)
+    alone = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, n), bool), n, False, True))
+    got, v = (np.asarray(x, np.float32) for x in (alone(q, k, v), v))
+    np.testing.assert_allclose(got, v, rtol=1e-6, atol=1e-9)
+
+
+# ---- Beside plain attention ----------------------------------------------------------------------
+@pytest.mark.parametrize("length, window", [(64, 16), (64, 12), (48, 47), (30, 64), (37, 5)])
+def test_dc_attention_is_its_formula(length, window):
+    """As T x T arrays: softmax of each head over the window, mixed by w_in, applied to v, scaled by
+    w_out."""
+    c = dataclasses.replace(MINI32, dc_window=window)
+    key = iter(jax.random.split(jax.random.key(6), 6))
+    q, k, v, dy = (jax.random.normal(next(key), (2, length, 3, 8)) for _ in range(4))
+    source, target = (jax.random.normal(next(key), (2, length, 3)) for _ in range(2))
+    i, j = np.indices((length, length))
+    mask = (j <= i) & (i - j < window)
+
+    def plain(q, k, v, source, target):
+        scores = jnp.where(mask, 0.3 * jnp.einsum("bihk,bjhk->bhij", q, k), -jnp.inf)
+        source /= jnp.sqrt((source**2).mean(axis=-1, keepdims=True) + 1e-6)
+        mixed = jnp.einsum("bhij,bih->bij", jax.nn.softmax(scores), source)
+        return target[..., None] * jnp.einsum("bij,bjhk->bihk", mixed, v)
+
+    given = q, k, v, source, target
+    ours = gradients(lambda *given: train_gpt.dc_attention(*given, 0.3, c), given, dy)
+    close(ours, gradients(plain, given, dy), 1e-5)
+
+
+def test_xsa_takes_out_of_a_head_what_is_parallel_to_its_own_v():
+    c, attention, w = one_layer(xsa=True)
+    x = jax.random.normal(jax.random.key(7), (1, T, c.D))
+    w |= {"vo": {0: [w["vo"][0][0], jnp.eye(c.D)]}, "vo_lambdas": jnp.ones((1, 2))}
+
+    def heads(gate):
+        gates = {"xsa": jnp.full((1, T, c.H), gate)}
+        return attention(x, gates, w).reshape(T, c.H, -1)
+
+    v = (train_gpt.norm(x) @ w["vo"][0][0].T).reshape(T, c.H, -1)
+    along = lambda y: np.asarray((y * v).sum(axis=-1) / (v * v).sum(axis=-1))
+    assert np.abs(along(heads(20.0))).max() < 1e-5 < 0.1 < np.abs(along(heads(0.0))).max()
+    half = heads(np.arctanh(0.5))
+    np.testing.assert_allclose(half, (heads(0.0) + heads(20.0)) / 2, atol=1e-5)
+
+
+def test_signs_are_balanced_and_differ():
+    signs = np.asarray(train_gpt.random_signs(jnp.arange(8192)[None], RECORD)[0], np.float32)
+    assert signs.shape == (8192, 768) and set(np.unique(signs)) == {-1, 1}
+    few = np.r_[:300, 4000:4100, 8100:8192]
+    products = signs[few] @ signs[few].T - 768 * np.eye(len(few))
+    assert np.abs(products).max() < 6 * 768**0.5  # of two rows; 120,000 pairs of random ones
+    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of a channel
+    assert np.abs(signs.mean(axis=1)).max() < 6 / 768**0.5  # of a row
+    neighbours = (signs[:, 1:] * signs[:, :-1]).mean()
+    assert abs(neighbours) < 5 / signs.size**0.5
+
+
+# ---- Small things --------------------------------------------------------------------------------
+def test_each_array_has_a_weight_of_its_own():
+    weights, arrays = jnp.float32([[[2.0, 3.0]]]), [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
+    got = train_gpt.weighted_sum(*train_gpt.weigh(weights, arrays))
+    np.testing.assert_array_equal(got, np.full((1, 1, 4), 32.0))
+
+
+def test_layers_get_their_matrices_in_order():
+    """The record: 6 matrices of q and k and two of v and o to a layer with attention."""
+    c = dataclasses.replace(RECORD, D=48, F=8, R=2, vocab=100, bigrams=128)
+    table = train_gpt.param_table(c)
+    shapes = {name: param.shape for name, param in table.items() if param.layers}
+
+    def numbered(name):
+        """Matrix n of the bank is full of n."""
+        groups = np.arange(np.prod(shapes[name][:2])).reshape(shapes[name][:2])
+        return jnp.broadcast_to(groups[..., None, None], shapes[name]).astype("float32")
+
+    gather = lambda owned: train_gpt.whole_weights(owned, dataclasses.replace(c, compute="float32"))
+    run = jax.shard_map(gather, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
+    w = jax.jit(run)({name: numbered(name) for name in shapes})
+    first = {name: {i: [int(x[0, 0]) for x in w[name][i]] for i in w[name]} for name in shapes}
+    with_attention = [i for i in range(11) if i != 6]
+    assert first["mlp"] == {i: [2 * i, 2 * i + 1] for i in range(11)}
+    for n, i in enumerate(with_attention):
+        assert first["qk"][i] == [*range(6 * n, 6 * n + 6)]
+        assert first["vo"][i] == [2 * n, 2 * n + 1]
+    assert [*first["qk"]] == [*first["vo"]] == with_attention
+
+
+# ---- Gradients written by hand -------------------------------------------------------------------
+def plain_norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 2.0**-23)
+
+
+def gradients(function, arguments, cotangent):
+    out, pull = jax.vjp(jax.jit(function), *arguments)
+    return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
+
+
+def close(got, expected, tolerance):
+    for a, b in zip(got, expected, strict=True):
+        assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
+
+
+BOTH = pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+
+
+def of_dtype(dtype: str, **changes) -> train_gpt.Config:
+    formats = dict.fromkeys(("compute", "mlp_forward"), dtype)
+    return dataclasses.replace(MINI, **formats | changes)
+
+
+@pytest.mark.parametrize("radial_from", ["x", "y"])
+@BOTH
+def test_norm_linear_has_the_gradients_of_its_formula(radial_from, dtype, tolerance):
+    x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
+    x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
+    w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
+    x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
+    c = of_dtype(dtype)
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, radial_from, dtype, c), (x, w), dy)
+    x, w, dy = (a.astype("float32") for a in (x, w, dy))
+    close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
+
+
+@BOTH
+def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
+    x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
+    x, w, dy = (a.astype(dtype) for a in (x, x[0].T @ x[1] / 8, dy[..., :64]))
+    ours = gradients(lambda x, w: train_gpt.project(x, w, of_dtype(dtype)), (x, w), dy)
+    x, w, dy = (a.astype("float32") for a in (x, w, dy))
+    close(ours, gradients(lambda x, w: x @ w, (x, w), dy), tolerance)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("offset", [False, True])
+@BOTH
+def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tolerance):
+    """Of a key with offset, the still channels are those of the token before, also across
+    documents; the first token's are its own."""
+    first = np.zeros((1, 40), bool)
+    first[0, [0, 7, 30]] = True
+    x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 4, 32)).astype(dtype)
+    pos = train_gpt.positions(jnp.asarray(first), of_dtype(dtype, D=128, H=4), 0)
+    angles = pos.rope_paired if paired else pos.rope
+
+    def formula(x):
+        cos, sin = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in angles)
+        a, b, still = jnp.split(plain_norm(x), [8, 16], axis=-1)
+        if offset:
+            still = still[:, np.maximum(np.arange(40) - 1, 0)]
+        code = jnp.broadcast_to(pos.doc_k.astype("float32"), (1, 40, 4, 4))
+        parts = (a * cos + b * sin, b * cos - a * sin, still[..., :-4], code)
+        return jnp.concatenate(parts, axis=-1)
+
+    ours = lambda x: train_gpt.norm_rotate(x, *angles, pos.doc_k, offset)
+    expected = gradients(formula, (x.astype("float32"),), dy.astype("float32"))
+    close(gradients(ours, (x,), dy), expected, tolerance)
+
+
+def test_gelu_is_exact_and_so_is_its_gradient():
+    x, dy = jnp.linspace(-6, 6, 101), jnp.linspace(1, 2, 101)
+    exact = lambda x: jax.nn.gelu(x, approximate=False)
+    for a, b in zip(gradients(train_gpt.gelu, (x,), dy), gradients(exact, (x,), dy), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_fp8_is_of_the_mlp_forward_alone():
+    """On numbers that fp8 holds it is exact; else it is off by its precision, and the gradient is
+    that of the formats without it."""
+    x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
+    w, e4m3 = x[0].T @ x[1] / 80, "float8_e4m3fn"
+    c = of_dtype("float32", mlp_forward=e4m3)
+    to8 = lambda a, s: (
+        jnp.asarray((np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn), "float32") / s
+    )
+    x8, w8 = to8(x, c.x_scale), to8(w, c.w_scale)
+    product = train_gpt.linear(x8, w8, e4m3, c)
+    np.testing.assert_allclose(product, x8 @ w8.T, rtol=1e-5, atol=1e-5)
+    assert product.dtype == jnp.float32
+    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, "x", dtype, c)
+    project = lambda dtype: (
+        lambda x, w: train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
+    )
+    for function in linear, project:
+        (y, *in_fp8), (exact, *plain) = (
+            gradients(function(d), (x, w), dy) for d in (e4m3, "float32")
+        )
+        assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.06
+        close(in_fp8, plain, 1e-6)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(R=0),
+    dict(layers=(Layer(SHORT), Layer(LONG)), mudd_head=(), R=0),
+    dict(layers=(Layer(None),), mudd_head=()),
+    dict(layers=(Layer(SHORT, value_table=0), Layer(LONG, bigram=True, value_table=0)),
+         mudd_head=()),
+], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
+def test_what_layers_leave_out_may_be_missing(changes):
+    """Also on 8 devices."""
+    c = dataclasses.replace(MINI, **changes)
+    for devices in (1, 8):
+        mesh = make_mesh(devices)
+        state = train_gpt.state_shapes(c, mesh)
+        specs, row = jax.tree.map(lambda x: x.sharding.spec, state), schedule_row(c, 0, mesh)
+
+        def second_step(state, tokens, row):
+            return train_gpt.train_step(state, tokens[:, None], row, c, 0, True)
+
+        step = jax.shard_map(
+            second_step, mesh=mesh, in_specs=(specs, P("fsdp"), P()), out_specs=(specs, P())
+        )
+        tokens = jax.ShapeDtypeStruct((c.batch, c.sequence_length(0) + 1), "int32")
+        assert jax.eval_shape(step, state, tokens, row)[1].shape == ()
+    table = train_gpt.param_table(c)
+    saved = train_gpt.unpad({k: np.zeros(param.shape) for k, param in table.items()}, c)
+    shapes = {k: param.model_shape for k, param in table.items()}
+    assert {k: p.shape for k, p in saved.items()} == shapes
