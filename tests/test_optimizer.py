@@ -1,0 +1,230 @@
+"""Orthogonalization, updates and their cadences, first values, schedules of other lengths.
+
+Numbers of NorMuon, Adam, rates and the record's schedule are compared in test_golden.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import train_gpt
+from tests.tools import MINI, MINI32, make_mesh, random_params, unoptimized
+from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer
+
+RECORD, TINY = train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]
+SHAPES = {"square": (64, 64), "wide": (32, 128), "tall": (128, 32)}
+
+
+def matrix(shape, seed=0) -> np.ndarray:
+    """Random numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# ---- Matrices ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_in_bfloat16_singular_values_come_near_one(shape):
+    G = matrix(shape)
+    got = np.asarray(train_gpt.orthogonalize(G[None], "bfloat16")[0])
+    s = np.linalg.svd(got, compute_uv=False)
+    assert 0.5 < s.min() and s.max() < 1.25
+    U, _, Vt = np.linalg.svd(G, full_matrices=False)
+    assert np.trace(U.T @ got @ Vt.T) > 0.97 * s.sum()  # and the directions are G's own
+
+
+def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
+    batch = np.stack([*(matrix((16, 48), seed=i) for i in range(3)), np.zeros((16, 48), "f4")])
+    for dtype in ("float32", "bfloat16"):
+        got = np.asarray(train_gpt.orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
+        assert not got[1, 1].any()
+        one = np.asarray(train_gpt.orthogonalize(batch[1:2], dtype)[0])
+        np.testing.assert_allclose(got[0, 1], one, atol=1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_normuon_moves_rows_equally_far_in_the_end(shape):
+    """Of wide matrices columns; the size of the update is that of the orthogonal matrix."""
+    rule, G = train_gpt.normuon(MINI32), matrix(shape)
+    G = jnp.asarray(G * np.exp(matrix((shape[0], 1), seed=1)))
+    state = rule.init(G)
+    for _ in range(60):
+        update, state = rule.update(G, state, momentum=0.9)
+    X = train_gpt.orthogonalize(G, "float32")
+    assert np.linalg.norm(update) == pytest.approx(float(np.linalg.norm(X)), rel=1e-3)
+    lengths = np.linalg.norm(update, axis=-1 if shape[0] >= shape[1] else -2)
+    np.testing.assert_allclose(lengths, lengths.mean(), rtol=0.01)
+
+
+# ---- Updates -------------------------------------------------------------------------------------
+def test_a_weight_decays_where_its_update_shrinks_it():
+    p = jnp.float32([2.0, 2.0, -2.0, 0.0])
+    update = jnp.float32([1.0, -1.0, -1.0, 1.0])
+    got = train_gpt.apply_update(p, update, 0.1, 3.0, 0.5)
+    decay = 0.1 * 0.5 * np.array([2.0, 0.0, -2.0, 0.0])
+    np.testing.assert_allclose(got, p - 0.1 * 3.0 * (update + decay), rtol=1e-6)
+
+
+def updated(second: bool, tied: bool, monkeypatch) -> tuple:
+    """The state before, gradients, and the state after an update with a transform that returns its
+    gradient, so that rates can be read off."""
+    table = {}
+    identity = train_gpt.optax.identity()
+    for name, param in train_gpt.param_table(MINI32).items():
+        table[name] = param._replace(optimizer=identity, weight_decay=0.0)
+    monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
+    params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
+    random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
+    waiting = {name: random(name, 1) for name in params if table[name].every == 2}
+    lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
+    state = train_gpt.State(
+        params, {name: identity.init(None) for name in params}, waiting, lookups
+    )
+    grads = {name: random(name, 2) for name in params}
+    values = np.float32(0.008), np.float32(0.02), np.float32(0.9), np.bool_(tied)
+    row = train_gpt.ScheduleRow(*values, np.float32([1]))
+
+    def update(state, grads):
+        return train_gpt.update_parameters(state, dict(grads), row, MINI32, second)
+
+    with unoptimized():
+        run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
+        return table, state, grads, jax.jit(run)(state, grads)
+
+
+def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
+    table, before, grads, after = updated(False, True, monkeypatch)
+    for name, param in table.items():
+        if param.sharding == BANK:
+            expected = before.params[name] - 0.02 * param.lr * grads[name]
+            np.testing.assert_allclose(after.params[name], expected, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(after.params[name], before.params[name])
+            np.testing.assert_array_equal(after.waiting_grads[name], grads[name])
+    jax.tree.map(np.testing.assert_array_equal, before.lookups, after.lookups)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, tied):
+    table, before, grads, after = updated(True, tied, monkeypatch)
+    sums = {name: grads[name] + before.waiting_grads[name] for name in before.waiting_grads}
+    if tied:
+        sums["embed"] = sums["head"] = sums["embed"] + sums["head"]
+    for name, total in sums.items():
+        start = before.params["head" if tied and name == "embed" else name]
+        expected = start - 0.008 * np.float32(table[name].lr) * total
+        np.testing.assert_allclose(after.params[name], expected, atol=1e-5, err_msg=name)
+    assert np.array_equal(after.params["embed"], after.params["head"]) == tied
+    for name, lookup in after.lookups.items():
+        np.testing.assert_array_equal(lookup, after.params[name])
+
+
+# ---- The table and first values ------------------------------------------------------------------
+def test_every_array_of_the_state_is_where_its_parameter_is():
+    table, shapes = train_gpt.param_table(RECORD), train_gpt.state_shapes(RECORD, make_mesh(8))
+    assert set(table) == set(shapes.params) == set(shapes.opt_state)
+    for name, param in table.items():
+        for leaf in jax.tree.leaves((shapes.params[name], shapes.opt_state[name])):
+            assert leaf.sharding.spec == (param.sharding if leaf.ndim else P()), name
+            assert leaf.shape in ((), param.shape) or param.sharding == BANK
+        assert shapes.params[name].dtype == jnp.float32
+    assert set(shapes.waiting_grads) == {name for name in table if table[name].every == 2}
+    assert set(shapes.lookups) == {name for name in table if table[name].sharding == LOOKUP}
+    for leaf in shapes.lookups.values():
+        assert leaf.dtype == jnp.bfloat16 and leaf.sharding.is_fully_replicated
+
+
+def test_first_values_are_those_of_the_spec():
+    sizes = {"D": 64, "H": 2, "F": 256, "vocab": 2000, "eot": 1999, "bigrams": 256}
+    c = dataclasses.replace(RECORD, **sizes)
+    params = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)
+    bound = 0.5 * (3 / c.D) ** 0.5
+    drawn = [(w, bound) for w in (*params["qk"], *params["vo"], *params["mlp"][::2])]
+    drawn += [(params[f"{net}.w1"], 1 / 8) for net in train_gpt.nets(c)]
+    for w, edge in drawn:
+        assert 0.98 * edge < np.abs(w).max() <= edge and abs(w.mean()) < 0.03 * edge
+        assert w.std() == pytest.approx(edge / 3**0.5, rel=0.05)
+    assert not params["mlp"][1::2].any() and not params["bigram"].any()
+    for name, std in {"head": 0.005, **{f"value{i}": 0.01 for i in range(5)}}.items():
+        assert params[name].std() == pytest.approx(std, rel=0.02)
+    np.testing.assert_array_equal(params["embed"], params["head"])
+    first = {
+        "vo_lambdas": [0.5, 1], "attn_lambdas": [1.1**0.5, 1], "mlp_lambdas": [1.1**0.5, 1],
+        "skip_lambdas": -1.5, "value_gates": 0, "smear_gate": 0, "smear_lambda": 0,
+        "gate_scale": 0.1,
+    }  # fmt: skip
+    for name, value in first.items():
+        np.testing.assert_allclose(params[name], np.broadcast_to(value, params[name].shape))
+    outputs = {
+        "bigram": 0.05, "x0": 0, "skip": 0.5, "xsa": 0, "head": 0.25, "dc_in": 1, "dc_out": 0,
+        "v": 0, "x": 0, "value": 2, "attn": [1.1**0.5, 1, 0, 0.05], "mlp": [1.1**0.5, 1],
+    }  # fmt: skip
+    for net, sizes in train_gpt.nets(c).items():
+        assert not params[f"{net}.w2"].any()
+        ends = np.cumsum([len(start) for start in sizes.values()])[:-1]
+        for name, bias in zip(sizes, np.split(0.1 * params[f"{net}.b2"], ends), strict=True):
+            expected = [0, -0.5, 0, 0, 0] if net == "mudd_head" else outputs[name.split(".")[-1]]
+            np.testing.assert_allclose(bias, np.broadcast_to(expected, bias.shape), atol=1e-7)
+
+
+def test_keys_start_as_queries_where_a_layer_wants_it():
+    layers = (
+        Layer(SHORT),
+        Layer(LONG, key_offset=True, key_start=True),
+        Layer(None),
+        Layer(SHORT, key_start=True, attend_to=0),
+        Layer(LONG),
+    )
+    for heads in 4, 2:
+        c = dataclasses.replace(MINI, layers=layers, mudd_head=(), H=heads)
+        qk = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)["qk"]
+        pairs = np.reshape(qk, (4, 2, c.D, c.D))  # of the four layers with attention: q, k
+        assert [n for n, (q, k) in enumerate(pairs) if np.array_equal(q, k)] == [1, 2]
+        assert len(np.unique(qk)) > 5.9 * c.D**2  # of 8: nothing else is a copy
+
+
+def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
+    before, table = train_gpt.initial_state(np.uint32(1), MINI).params, train_gpt.param_table
+    less = lambda c: {name: row for name, row in table(c).items() if name != "value0"}
+    monkeypatch.setattr(train_gpt, "param_table", less)
+    after = train_gpt.initial_state(np.uint32(1), MINI).params
+    assert after.keys() == before.keys() - {"value0"}
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, before[name])
+    names = ("head", "value1", "qk", "vo", "mlp")
+    drawn = [np.asarray(after[name]).ravel()[:100] for name in names]
+    assert len({tuple(np.sign(numbers)) for numbers in drawn}) == 5  # and no two share their draw
+
+
+# ---- The schedule --------------------------------------------------------------------------------
+@pytest.mark.parametrize("c", [RECORD, TINY, MINI], ids=["record", "tiny", "mini"])
+@pytest.mark.parametrize("share", [0.05, 0.5, 3])
+def test_the_schedule_of_another_length_is_the_same_one_stretched(c, share):
+    lengths = [stage.steps for stage in c.stages]
+    total = sum(lengths)
+    other = dataclasses.replace(c, steps=max(int(share * total), 4))
+    rows = train_gpt.schedule(other)
+    stages = [other.stage_at(step) for step in range(other.total_steps)]
+    assert len(rows) == other.total_steps and stages == sorted(stages)
+    assert [*dict.fromkeys(stages)] == [i for i, steps in enumerate(lengths) if steps]
+    assert other.stage_at(other.total_steps) == len(c.stages) - 1
+    for step, stage in enumerate(stages):
+        size, first = stages.count(stage), stages.index(stage)
+        assert abs(size - lengths[stage] * other.total_steps / total) < len(lengths)
+        within = (step - first) / size
+        progress = (sum(lengths[:stage]) + within * lengths[stage]) / total
+        fall = (progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start)
+        fall = min(1, max(0, fall))
+        lr = c.stages[stage].lr * (1 - fall) + c.lr_floor * fall
+        assert rows[step].adam_lr == pytest.approx(c.adam_lr * lr, rel=1e-5)
+        assert rows[step].muon_lr == pytest.approx(c.muon_lr * lr, rel=1e-5)
+        up = min(progress / c.momentum_warmup, 1)
+        down = max(0, progress - (1 - c.momentum_cooldown)) / c.momentum_cooldown
+        assert rows[step].momentum == pytest.approx(0.85 + 0.1 * (up - down), rel=1e-5)
+        if abs(progress - c.untie) > 1e-9:
+            assert rows[step].tied == (progress <= c.untie)
+        ramps = train_gpt.target_weights(c.stages[stage]).values()
+        expected = [a + (b - a) * within for a, b in ramps]
+        np.testing.assert_allclose(rows[step].target_weights, expected, rtol=1e-5)
