@@ -162,7 +162,7 @@ class Config:
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
     compute: str = "bfloat16"              # format of activations and gathered weights
-    mlp_forward: str = "bfloat16"          # of the MLP's forward products: compute, or a float8
+    mlp_forward: str = "bfloat16"          # a float8 for the MLP's forward products; else: compute
     head_forward: str = "float8_e4m3fn"    # format of the head's operands
     head_backward: str = "float8_e5m2"     # format of the logits' gradient
     # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
@@ -212,6 +212,10 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
+    def updates_all(self, step: int) -> bool:
+        """[two-cadences] Whether a step also updates the parameters with every=2. Record 39."""
+        return step % 2 == 1
+
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
         return step % self.val_every == 0 or step == self.total_steps
@@ -234,6 +238,9 @@ class Config:
         """All products in the format of activations."""
         formats = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
         return dataclasses.replace(self, **formats)
+
+
+VAL_SEQUENCES = 8  # in a validation step
 
 
 def check_config(c: Config) -> None:
@@ -295,8 +302,7 @@ def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
 
 
 # fmt: off
-VAL_SEQUENCES = 8  # in a validation step
-PRESETS = {
+PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
@@ -421,8 +427,9 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
 
 
 def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
-    """Layer i's attention on norm(x), (B, T, D). v_terms are (weight, array) pairs that are added
-    to v; out_scale multiplies the output."""
+    """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
+    broadcast to (B, T, D), that are added to v; `gate` has this layer's gates by name, (B, T, 1) or
+    (B, T, H); out_scale multiplies the output."""
     layer = c.layers[i]
     B, T, D = x_BTD.shape
     BTHK = (B, T, c.H, D // c.H)
@@ -465,7 +472,8 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
 
 
 def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
-    """[window] Each query attends to its own position and the `window` before it. (B, T, H, K)."""
+    """[window] Each query attends to its own position and the `window` before it; scores are q.k
+    times scale. (B, T, H, K)."""
     # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
     # open, and queries see the future.
     options = {"is_causal": True, "local_window_size": (window, 0), "implementation": c.attention}
@@ -473,11 +481,11 @@ def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Arra
 
 
 def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
-    """[dc] Mixes the attention maps of all heads into one, with weights w_in, lets every head read
-    its v through that map, and scales what it gets by w_out. (B, T, H, K). Only dc_window keys are
-    seen, so positions are cut into n bands: the queries j of a band see the keys i of their band
-    and of the one before, and no T x T array exists. Xiao et al. 2024, arXiv:2405.08553; record 85.
-    """
+    """[dc] Mixes the attention maps of all heads into one, with weights w_in, scaled to rms 1 over
+    the heads; lets every head read its v through that map; multiplies what it gets by w_out.
+    (B, T, H, K). Queries see dc_window keys, so positions are cut into n bands: the queries j of a
+    band see the keys i of their band and of the one before, and no T x T array exists. Xiao et al.
+    2024, arXiv:2405.08553; record 85."""
     B, T = q_BTHK.shape[:2]
     W = 1 << (c.dc_window - 1).bit_length()  # the next power of two
     W = W if T % W == 0 else T
@@ -666,7 +674,6 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     return frequency, float(scale)
 
 
-@functools.cache
 def prefix_table(c: Config) -> np.ndarray:
     """For each token, the longest other token that its bytes begin with, (vocab,); -1: none."""
     return np.fromfile(c.prefixes, "<i4")
@@ -691,8 +698,8 @@ def quantize(x: Array, scale: float, dtype: str) -> Array:
 
 
 def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
-    """The product of matrices over an axis of each, divided by scale. Precision "highest" keeps all
-    bits in the sums of float8 products."""
+    """The product of two matrices, summed over axes[0] of a and axes[1] of b, divided by scale, in
+    dtype. Precision "highest" keeps all bits in the sums of float8 products."""
     contracted = (((axes[0],), (axes[1],)), ((), ()))
     out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
     return out * jnp.asarray(1 / scale, dtype)
@@ -820,7 +827,8 @@ project.defvjp(project_fwd, project_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
-    """rotate_and_shift(norm(x)), with the document code (B, T, 1, 4) in the last four channels."""
+    """rotate_and_shift(norm(x)), (B, T, H, K), with the document code (B, T, 1, 4) in the last four
+    channels. cos and sin are (T, 1 or 2, K / 4)."""
     return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
 
 
@@ -992,12 +1000,15 @@ def param_table(c: Config) -> dict[str, Param]:
     return table
 
 
+ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
+
+
 def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
-    """A table that tokens are looked up in, padded to a multiple of 128 rows. lr and decay are
-    upstream's lr_mul and wd_mul."""
+    """A table that tokens are looked up in, padded to a multiple of 128 rows; at first normal with
+    this std. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
-    return Param(shape, init, lr, 0.005 * lr * decay, adam(*betas), LOOKUP, rows=rows)
+    return Param(shape, init, lr, ADAM_DECAY * lr * decay, adam(*betas), LOOKUP, rows=rows)
 
 
 def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
@@ -1023,9 +1034,10 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
 
 
 def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
-    """A small parameter that every device has; init is a function or the first value."""
+    """A small parameter that every device has. init is an initializer or the first values; lr and
+    decay are upstream's lr_mul and wd_mul, b2 is Adam's."""
     init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
-    weight_decay = 0.005 * decay * np.float32(lr)
+    weight_decay = ADAM_DECAY * decay * np.float32(lr)
     return Param(tuple(shape), init, np.float32(lr), weight_decay, adam(0.9, b2))
 
 
@@ -1060,6 +1072,11 @@ def mesh_axes() -> tuple[str, ...]:
     return jax.sharding.get_abstract_mesh().axis_names
 
 
+def node_axes() -> tuple[str, ...]:
+    """() or ("nodes",): the axes over which whole weights are repeated."""
+    return mesh_axes()[:-1]
+
+
 def varying(x: Array, axes: tuple[str, ...]) -> Array:
     """Marks x, equal on all devices, as each device's own, so that its gradient is summed."""
     return lax.pcast(x, axes, to="varying")
@@ -1068,14 +1085,14 @@ def varying(x: Array, axes: tuple[str, ...]) -> Array:
 def all_gather(x: Array, c: Config) -> Array:
     """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. In
     float32 before and after, so that gradients of microbatches add up in float32."""
-    x = varying(x.astype(c.compute), mesh_axes()[:-1])
+    x = varying(x.astype(c.compute), node_axes())
     return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
 
 
 def reduce_scatter(grad_VD, c: Config) -> Array:
     """The rows that this device owns, summed over all devices and sent in c.compute."""
     grad = lax.psum_scatter(grad_VD.astype(c.compute), "fsdp", tiled=True)
-    return lax.psum(grad, mesh_axes()[:-1]).astype(jnp.float32)
+    return lax.psum(grad, node_axes()).astype(jnp.float32)
 
 
 def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
@@ -1231,7 +1248,9 @@ def initial_state(seed: Array, c: Config) -> State:
     for name, param in table.items():
         key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
         params[name] = param.init(key, param.shape)
-    params["embed"] = params["head"]  # [tie] Until c.untie they are one table. Records 51 and 53.
+    # [tie] Until c.untie, embedding and head are one table, so their rows in param_table() must be
+    # equal, and both start from the head's random numbers. Records 51 and 53.
+    params["embed"] = params["head"]
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
     waiting = {name: jnp.zeros_like(p) for name, p in params.items() if table[name].every == 2}
@@ -1273,10 +1292,10 @@ def make_state(c: Config, mesh: Mesh) -> State:
     return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(seed, c)
 
 
-def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int, second: bool):
+def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
     """One step, from this device's N microbatches, under shard_map; returns the new state and the
-    loss a token, of all targets together. A `second` step updates everything; any other step only
-    parameters with every=1, and lets the other gradients wait. [two-cadences] Record 39.
+    loss per token, summed over targets. Without update_all, only parameters with every=1 are
+    updated; the other gradients wait for the next step.
 
     collective       what                             axis   format    when
     all-gather       banks                            fsdp   compute   every step
@@ -1284,10 +1303,10 @@ def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int
     all-reduce       .. beyond 8 devices              nodes  compute   every step
     all-gather       bigram: rows, their gradients    all    compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
-    all-gather       lookups that were updated        fsdp   compute   end of a second step
+    all-gather       lookups that were updated        fsdp   compute   end of an update_all step
     """
     table = param_table(c)
-    # Whole weights. Lookups were sent at the end of the last second step.
+    # Whole weights. Lookups were sent at the end of the last step with update_all.
     owned = {name: p for name, p in state.params.items() if table[name].sharding != LOOKUP}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
@@ -1313,18 +1332,19 @@ def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
     grads["bigram"] = exchange_rows(index_NBT, bigram_grads, state.params["bigram"])
-    state = update_parameters(state, grads, row, c, second)
+    state = update_parameters(state, grads, row, c, update_all)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
 def update_parameters(
-    state: State, grads: dict, row: ScheduleRow, c: Config, second: bool
+    state: State, grads: dict, row: ScheduleRow, c: Config, update_all: bool
 ) -> State:
-    """Updates the parameters that are due, of which this device owns parts."""
+    """Updates this device's parts of the parameters that are due. grads has the gradient of every
+    parameter, by name and shaped like the part, summed over all devices."""
     table = param_table(c)
-    due = [name for name, param in table.items() if second or param.every == 1]
+    due = [name for name, param in table.items() if update_all or param.every == 1]
     waiting = {name: grads[name] for name in state.waiting_grads}
-    if second:
+    if update_all:
         grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
         waiting = state.waiting_grads  # used up; the next step stores its own
     if "embed" in due:
@@ -1365,7 +1385,7 @@ def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Arr
         return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
 
     loss = lax.map(microbatch, tokens_NBS).sum()
-    nodes = lax.psum(1, mesh_axes()[:-1])  # each has the same sequences
+    nodes = lax.psum(1, node_axes())  # each has the same sequences
     return lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
 
 
@@ -1381,12 +1401,12 @@ OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
 }
 
 
-def compile_train_step(stage: int, second: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+def compile_train_step(stage: int, update_all: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
     T, at_once = c.sequence_length(stage), math.gcd(c.microbatch, c.batch // mesh.size)
 
     def step(state, tokens, row):
-        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, second)
+        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, update_all)
 
     scalar, weights = np.float32(0), np.zeros(len(target_weights(c.stages[stage])), np.float32)
     row = shapes_on(mesh, P(), ScheduleRow(scalar, scalar, scalar, np.bool_(False), weights))
@@ -1517,10 +1537,11 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
 
 
-def stream(
+def read_batches(
     shards: list[np.ndarray], shapes: list[tuple], c: Config, part: int = 0, parts: int = 1
 ) -> Iterator[np.ndarray]:
-    """The batches, over the shards in order: one part of each one's sequences, (B, T + 1) int32."""
+    """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
+    sequences of this part (from 0) of every batch."""
     done = 0
     for shard in shards:
         for batch in pack_documents(shard, shapes[done:], c):
@@ -1549,7 +1570,7 @@ def refuse(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Tells what does not stop the run."""
+    """Shows a line about what does not stop the run."""
     print(f"warning: {message}", file=sys.stderr)
 
 
@@ -1582,7 +1603,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
         batch = math.lcm(n, c.batch)
         chunk = math.gcd(c.head_chunk, c.val_T, *(stage.tokens // batch for stage in c.stages))
-        advice = f"; or another stream, no record: --batch {batch} --head_chunk {chunk}"
+        advice = f"; or --batch {batch} --head_chunk {chunk}: other sequences, so no record"
         fits = n % 8 == 0 and not any(stage.tokens % batch for stage in c.stages)
         refuse(
             f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8"
@@ -1651,8 +1672,8 @@ def identity(c: Config, data: list[dict]) -> dict[str, Any]:
 
 
 def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> str:
-    """What has changed since the checkpoint. Exits with status 2 if the run cannot go on: --force
-    allows another source, other flags or tokens, but not other shapes."""
+    """Returns what has changed since the checkpoint, "" if nothing has. Exits with status 2 if the
+    run cannot go on: --force allows another source, other flags or tokens, but not other shapes."""
     before, now = facts["identity"], identity(c, data)
     names = [name for name in before | now if before.get(name) != now.get(name)]
     changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
@@ -1707,24 +1728,30 @@ class Log:
 
 
 def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
-    """What it takes to run this again, without secrets."""
+    """Returns what it takes to run this again, without secrets."""
+    secret = re.compile("TOKEN|KEY|SECRET|PASS")
+    relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
+    environment = {
+        name: value.replace(str(Path.home()), "~")
+        for name, value in os.environ.items()
+        if relevant.match(name) and not secret.search(name)
+    }
     driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
-    git = "git describe --always --dirty --abbrev=40 2>/dev/null"
-    relevant = re.compile(
-        "(?!.*(TOKEN|KEY|SECRET|PASS))(JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI)"
-    )
-    environment = {k: v for k, v in os.environ.items() if relevant.match(k)}
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
-    facts = {"hosts": jax.process_count(), "versions": versions}
-    facts |= {"devices": [device.device_kind for device in devices]}
-    facts |= {"driver": subprocess.getoutput(driver), "git": subprocess.getoutput(git)}
-    home = str(Path.home())
-    facts |= {"environment": {k: v.replace(home, "~") for k, v in environment.items()}}
-    facts |= {"argv": argv, "seed": c.seed, "config": {"preset": preset, **dataclasses.asdict(c)}}
-    facts |= {"prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0}
-    sizes = {name: math.prod(param.model_shape) for name, param in param_table(c).items()}
-    return facts | {"parameters": sizes}
+    return {
+        "hosts": jax.process_count(),
+        "versions": versions,
+        "devices": [device.device_kind for device in devices],
+        "driver": subprocess.getoutput(driver),
+        "git": subprocess.getoutput("git describe --always --dirty --abbrev=40 2>/dev/null"),
+        "environment": environment,
+        "argv": argv,
+        "seed": c.seed,
+        "config": {"preset": preset, **dataclasses.asdict(c)},
+        "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
+        "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
+    }
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -1732,11 +1759,12 @@ VOID = 3  # exit status of a run in which a number is not finite
 
 
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
-    """Compiles every program of the run, by (stage, second) and (stage, "val"), and runs each once,
-    on a state and tokens that are thrown away: a first call loads it and connects the devices."""
+    """Compiles every program of the run, by (stage, update_all) and (stage, "val"), and runs each
+    once, on a state and tokens that are thrown away: a first call loads it and connects the
+    devices."""
     began, cache = time.perf_counter(), collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: cache.update([event.split("/")[-1]]))
-    keys = [(c.stage_at(step), step % 2 == 1) for step in range(c.total_steps)]
+    keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
     val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
     keys = list(dict.fromkeys(keys + [(c.stage_at(step), "val") for step in val_steps]))
     print(f"compiling {len(keys)} programs ...", flush=True)
@@ -1765,7 +1793,8 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
 
 
 def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict, arrays: dict):
-    """The run, from fresh weights or a checkpoint's. Returns trained weights and the RESULT."""
+    """Trains, from fresh weights or from a checkpoint, whose facts and arrays these are. Returns
+    the trained weights and the RESULT. Checkpoints save the facts."""
     state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
     exits = []  # the exit statuses for which signals and losses ask
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -1813,17 +1842,25 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
             clock = time.perf_counter()
             watch_for_stall(c.stall)
         tokens, row = next(batches)  # ---- one step
-        state, loss = programs[c.stage_at(step), step % 2 == 1](state, tokens, row)
+        state, loss = programs[c.stage_at(step), c.updates_all(step)](state, tokens, row)
         pending.append((step + 1, loss))
         show_losses()
 
+    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": bool(arrays)}
+    return validated(state), result_facts(val_loss, step, c, mesh) | result
+
+
+def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
+    """Returns what the RESULT line states beyond losses and times."""
     memory = [device.memory_stats() or {} for device in mesh.local_devices]
-    reason = "target reached" if val_loss <= c.target else "end of schedule"
-    result = {"reason": reason, "val_loss": val_loss, "target": c.target, "steps": step}
-    result |= {"tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step])}
-    result |= {"seed": c.seed, "devices": mesh.size, "train_time_ms": ms, "resumed": bool(arrays)}
-    result |= {"peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory)}
-    return validated(state), result
+    return {
+        "reason": "target reached" if val_loss <= c.target else "end of schedule",
+        "target": c.target,
+        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
+        "seed": c.seed,
+        "devices": mesh.size,
+        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
+    }
 
 
 def agreed_exit(exits: list[int], step: int) -> int:
@@ -1837,7 +1874,7 @@ def agreed_exit(exits: list[int], step: int) -> int:
 def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
     """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
     shapes, part, parts = batch_shapes("train", c), jax.process_index(), jax.process_count()
-    steps = zip(stream(shards["train"], shapes, c, part, parts), schedule(c), strict=False)
+    steps = zip(read_batches(shards["train"], shapes, c, part, parts), schedule(c), strict=False)
     row = ScheduleRow(*[NamedSharding(mesh, P())] * len(ScheduleRow._fields))
     shardings = NamedSharding(mesh, P(mesh.axis_names)), row
     return prefetch(itertools.islice(steps, start, None), shardings)
@@ -1846,7 +1883,8 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
     """Mean loss over the validation tokens, nats a token."""
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
-    tokens = stream(shards["val"], batch_shapes("val", c), c, jax.process_index() % hosts, hosts)
+    shapes, part = batch_shapes("val", c), jax.process_index() % hosts
+    tokens = read_batches(shards["val"], shapes, c, part, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
     program = programs[c.stage_at(step), "val"]
     return float(np.mean([float(program(validated(state), batch)) for batch in batches]))
@@ -1879,34 +1917,44 @@ def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) ->
 
 
 def main(argv: list[str], command: str = "python train_gpt.py") -> None:
-    """Runs a preset; `command` is how it was started, for the line that says how to go on."""
+    """Runs a preset. `command` is how it was started, for the line that says how to go on. Where
+    several processes train together, dev/launch.py has called jax.distributed.initialize()."""
     preset, c = parse_config(argv)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", ".cache/jax")
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
+
+    # Data: find the shards, and read all of each for the log.
     shards = find_data(c)
     jobs = [(shard, batch_shapes(split, c)) for split in shards for shard in shards[split]]
     with ThreadPoolExecutor(8) as pool:
         data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
+
+    # Checkpoint: its facts and arrays, and what has changed since; all empty for a new run.
     facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
     if c.seed < 0:
         seed = facts["identity"]["--seed"] if facts else secrets.randbits(31)
         c = dataclasses.replace(c, seed=seed)
     changed = check_checkpoint(facts, arrays, c, data) if facts else ""
-    words = [word for i, word in enumerate(argv) if "--resume" not in (word, *argv[i - 1 : i])]
-    facts |= {"identity": identity(c, data), "command": f"{command} {shlex.join(words)}"}
+    resume = re.escape(shlex.quote(c.resume))
+    facts["identity"] = identity(c, data)
+    facts["command"] = re.sub(f" --resume[ =]{resume}", "", f"{command} {shlex.join(argv)}")
+
+    # Devices.
     devices, c = fit_devices(preset, c)
     mesh = make_mesh(devices)
-    machine = [jax.process_count(), len(devices), devices[0].device_kind, jax.__version__]
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
     if facts.get("machine", machine) != machine:
-        warn(f"{c.resume} is of {facts['machine']}, this is {machine}: not equal bit by bit")
+        warn(f"{c.resume} is from {facts['machine']}, this is {machine}: not equal bit by bit")
     facts["machine"] = machine
-    log = Log("" if changed else facts.get("log", ""))  # what has changed is another run
+
+    # Run. After a change, it is another run, with a log of its own.
+    log = Log("" if changed else facts.get("log", ""))
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
     log.facts({"data": data} | run_facts(preset, c, devices, argv))
-    hardware = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
     weights, result = train(c, mesh, programs, shards, log, facts, arrays)

@@ -47,7 +47,7 @@ def read(path: pathlib.Path, cold: bool = False) -> int:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shard = np.memmap(path, "<u2", "r", offset=shards.HEADER)
     shapes = train_gpt.batch_shapes("train", RECORD)
-    return sum(batch[:, :-1].size for batch in train_gpt.stream([shard], shapes, RECORD))
+    return sum(batch[:, :-1].size for batch in train_gpt.read_batches([shard], shapes, RECORD))
 
 
 def reader_rates(folder: pathlib.Path) -> dict[str, float]:

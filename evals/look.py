@@ -22,7 +22,7 @@ def text(w: Weights, place: Path) -> np.ndarray:
     shard = val_shard(w, place, T)
     if len(shard) <= 4 * T:
         refuse(f"{shard.filename} has {len(shard)} tokens, not {4 * T + 1}: name a longer --data")
-    return next(w.code.stream([shard], [(4, T, 0)], w.c))
+    return next(w.code.read_batches([shard], [(4, T, 0)], w.c))
 
 
 def listen(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:

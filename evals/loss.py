@@ -35,7 +35,7 @@ def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count
         return lax.map(one, pairs, batch_size=c.head_chunk).reshape(x.shape[:2])
 
     run = weights.runner(w._replace(c=c, stage=w.stage + 1), losses_of, devices)
-    tokens, B = next(w.code.stream([shard], [(count, T, 0)], c)), len(w.devices[:devices])
+    tokens, B = next(w.code.read_batches([shard], [(count, T, 0)], c)), len(w.devices[:devices])
     steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)  # one on each device
     return tokens, np.concatenate([*map(run, steps)])[:count]
 

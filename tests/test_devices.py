@@ -126,7 +126,7 @@ def test_the_stream_of_tokens_is_the_same(devices):
     )
     c = dataclasses.replace(MINI, stages=stages, batch=8)
     shards = [text(n).astype(np.uint16) for n in (900, 1200, 4000)]
-    expected = [*train_gpt.stream(shards, train_gpt.batch_shapes("train", c), c)]
+    expected = [*train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c)]
     assert len(expected) == c.total_steps
     for start in 0, 2:
         batches = train_gpt.train_batches(c, make_mesh(devices), {"train": shards}, start)

@@ -391,7 +391,7 @@ def test_the_stream_is_that_of_eight_ranks():
     sizes = {"batch": 8, "stages": stages, "head_chunk": 1}
     c = dataclasses.replace(C, eot=50256, vocab=50257, **sizes)
     shards = [GOLDEN[f"loader/shard{i}"] for i in range(3)]
-    steps = list(train_gpt.stream(shards, train_gpt.batch_shapes("train", c), c))
+    steps = list(train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c))
     assert len(steps) == len(plan)
     for rank in range(8):
         get = lambda name, rank=rank: GOLDEN[f"loader/world8/rank{rank}/{name}"]
@@ -420,7 +420,7 @@ def test_validation_is_unaligned_slices():
     n, length = inputs.shape
     c = dataclasses.replace(C, eot=50256, val_T=length, val_tokens=n * length, head_chunk=1)
     shapes = train_gpt.batch_shapes("val", c)
-    steps = np.concatenate([*train_gpt.stream([GOLDEN["loader/shard0"]], shapes, c)])
+    steps = np.concatenate([*train_gpt.read_batches([GOLDEN["loader/shard0"]], shapes, c)])
     np.testing.assert_array_equal(steps[:, :-1], inputs)
     np.testing.assert_array_equal(steps[:, -1], last)
 
@@ -631,7 +631,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
     start = {name: jnp.asarray(p) for name, p in params("tied").items()}
     state = state._replace(params=start, lookups={name: start[name] for name in state.lookups})
     losses, rows = [], train_gpt.schedule(c)
-    batches = train_gpt.stream(shards, train_gpt.batch_shapes("train", c), c)
+    batches = train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c)
     for step, tokens in enumerate(batches):
         for i in range(2):
             np.testing.assert_array_equal(tokens[i], GOLDEN[f"traj/step{step}/tokens{i}"])

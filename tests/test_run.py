@@ -234,7 +234,7 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
     shard = train_gpt.open_shard(data / "x_val_000000.bin")
     program = compiled_val_step(c.stage_at(10), program_config(c), MESH)
     places, tokens_place = program.input_shardings[0]
-    batches = train_gpt.stream([shard], train_gpt.batch_shapes("val", c), c)
+    batches = train_gpt.read_batches([shard], train_gpt.batch_shapes("val", c), c)
     params = jax.device_put(params, places)
     losses = [float(program(params, batch)) for batch in train_gpt.prefetch(batches, tokens_place)]
     loss = np.mean(losses)

@@ -80,7 +80,7 @@ def upstream(shards, batch: int, T: int):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_batches_of_text_are_those_of_upstream(lengths, batch, T):
     shards = numbered_shards(lengths)
-    batches = train_gpt.stream(shards, text_batches(batch, T), MINI)
+    batches = train_gpt.read_batches(shards, text_batches(batch, T), MINI)
     for tokens, (inputs, targets) in zip(batches, upstream(shards, batch, T), strict=True):
         assert tokens.dtype == np.int32
         assert np.array_equal(tokens[:, :-1], inputs) and np.array_equal(tokens[:, 1:], targets)
@@ -89,14 +89,14 @@ def test_batches_of_text_are_those_of_upstream(lengths, batch, T):
 def test_the_stream_ends_after_the_last_batch():
     shards = numbered_shards([1000, 1000])
     for steps in (0, 1, 15, 16, 30, 31):
-        batches = list(train_gpt.stream(shards, text_batches(2, 32, steps), MINI))
+        batches = list(train_gpt.read_batches(shards, text_batches(2, 32, steps), MINI))
         assert len(batches) == min(steps, 30)  # there are no more; find_data() refuses
 
 
 def test_a_document_longer_than_a_sequence_goes_on_in_the_next():
     tokens = np.arange(400, dtype="<u2") % 200
     tokens[[0, 300]] = EOT  # one document of 300 tokens over sequences of 32
-    (batch,) = train_gpt.stream([tokens], text_batches(8, 32), MINI)
+    (batch,) = train_gpt.read_batches([tokens], text_batches(8, 32), MINI)
     assert (batch == EOT).sum() == 1  # no sequence gets a start that the text does not have
     assert batch[:, 0].tolist() == tokens[0:256:32].tolist()
     assert batch[:, -1].tolist() == tokens[32:257:32].tolist()  # a target is the next one's input
@@ -136,7 +136,7 @@ def read_naively(shards, shapes):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_batches_are_those_of_a_naive_reader(name, shapes):
     shards = document_shards(name)
-    batches = [batch.tolist() for batch in train_gpt.stream(shards, SHAPES[shapes], MINI)]
+    batches = [batch.tolist() for batch in train_gpt.read_batches(shards, SHAPES[shapes], MINI)]
     assert batches == list(read_naively(shards, SHAPES[shapes]))
 
 
@@ -145,7 +145,9 @@ def test_what_becomes_of_documents_by_example():
     text = "12E345E6789abcdE12E34567E1E1234567"
     shard = np.array([EOT if t == "E" else int(t, 16) for t in text], "<u2")
     E = EOT
-    batches = train_gpt.stream([shard], [(2, 9, 5)] * 2, MINI)  # of which the second finds no text
+    batches = train_gpt.read_batches(
+        [shard], [(2, 9, 5)] * 2, MINI
+    )  # of which the second finds no text
     assert [batch.tolist() for batch in batches] == [
         [
             [E, 3, 4, 5, E, 6, 7, 8, 9, E],  # documents 2 and 3 are cut: to 5, and to what fits
@@ -166,8 +168,10 @@ def test_parts_of_the_stream_together_are_the_stream():
     shards = document_shards("long")
     shapes = [(4, 16, 9), (4, 24, 0)] * 3
     for parts in 1, 2, 4:
-        streams = [train_gpt.stream(shards, shapes, MINI, part, parts) for part in range(parts)]
-        whole = train_gpt.stream(shards, shapes, MINI)
+        streams = [
+            train_gpt.read_batches(shards, shapes, MINI, part, parts) for part in range(parts)
+        ]
+        whole = train_gpt.read_batches(shards, shapes, MINI)
         for batch, *pieces in zip(whole, *streams, strict=True):
             assert {len(piece) for piece in pieces} == {4 // parts}
             np.testing.assert_array_equal(np.concatenate(pieces), batch)
@@ -193,7 +197,7 @@ def test_stages_follow_each_other_at_their_steps(tmp_path):
     tokens[::9] = EOT
     shards = [np.roll(tokens, -i) for i in range(3)]
     for wanted in shapes, twice:
-        batches = [batch.tolist() for batch in train_gpt.stream(5 * shards, wanted, c)]
+        batches = [batch.tolist() for batch in train_gpt.read_batches(5 * shards, wanted, c)]
         assert batches == list(read_naively(5 * shards, wanted))
         assert [(len(batch), len(batch[0])) for batch in batches] == [
             (sequences, T + 1) for sequences, T, _ in wanted
@@ -202,6 +206,6 @@ def test_stages_follow_each_other_at_their_steps(tmp_path):
         write_shard(tmp_path / f"x_train_{i}.bin", shard)
     write_shard(tmp_path / "x_val_0.bin", np.resize(tokens, 3000))
     found = train_gpt.find_data(c)
-    assert len(list(train_gpt.stream(found["train"], shapes, c))) == 9
-    first, second = train_gpt.stream(found["val"], train_gpt.batch_shapes("val", c), c)
+    assert len(list(train_gpt.read_batches(found["train"], shapes, c))) == 9
+    first, second = train_gpt.read_batches(found["val"], train_gpt.batch_shapes("val", c), c)
     assert [*first[:, 0], *second[:, 0]] == found["val"][0][: 16 * 128 : 128].tolist()

@@ -236,7 +236,7 @@ SWIGLU_ROW, SWIGLU_LAYER = DIFFS["swiglu"].split("@@\n")
 @pytest.mark.parametrize("source, message", [
     (apply(SWIGLU_ROW), "too many values to unpack"),
     (apply(SWIGLU_LAYER), "not enough values to unpack"),
-    (train_gpt.SOURCE.replace("bank(c.F, D, range(n_layers),", "bank(c.F, D, attention,"), r"^1\b"),
+    (train_gpt.SOURCE.replace("F, D, range(n_layers),", "F, D, with_attention,"), r"^1\b"),
 ], ids=["row", "layer", "a layer without matrices"])  # fmt: skip
 def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, message, load):
     """What is changed in one of two places only."""
