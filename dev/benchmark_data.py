@@ -40,7 +40,7 @@ def best(work: Callable[[], int]) -> float:
 
 
 def read(path: pathlib.Path, cold: bool = False) -> int:
-    """Reads through the stream of the record, whose steps hold more tokens than a shard; cold: not
+    """Reads the batches of the record, whose steps hold more tokens than a shard; cold: not
     from the page cache."""
     if cold:
         with path.open("rb") as file:

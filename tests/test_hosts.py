@@ -34,7 +34,7 @@ FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, "--val_every", "5"]
 LOST = {0: "leader task was preempted/died", 1: r"Task 1 heartbeat timeout|heartbeats\):\s+1\b"}
 # Put at the end of a script, this does what the variable CHANGE says.
 CHANGES = """
-def changed_stream(*args, unchanged=stream):
+def changed_batches(*args, unchanged=read_batches):
     for n, rows in enumerate(unchanged(*args)):
         if os.environ["CHANGE"] == "count":
             print("rows", len(rows), file=sys.stderr)
@@ -44,7 +44,7 @@ def changed_stream(*args, unchanged=stream):
 
 
 if "CHANGE" in os.environ:
-    stream = changed_stream
+    read_batches = changed_batches
 if os.environ.get("CHANGE") == "version" and os.environ["JNANO_PROCESS"] == "1":
     jax.__version__ = "0.0.1"
 """
@@ -206,7 +206,7 @@ def advice(monkeypatch, capsys, count: int) -> list[str]:
     monkeypatch.setitem(train_gpt.PRESETS, "tiny", tiny)
     with pytest.raises(SystemExit):
         train_gpt.fit_devices(*train_gpt.parse_config(FLAGS))
-    return re.search(r"(--batch 16 --head_chunk \d+)\n", capsys.readouterr().err)[1].split()
+    return re.search(r"(--batch 16 --head_chunk \d+)", capsys.readouterr().err)[1].split()
 
 
 def test_sixteen_devices_train_as_one(start, monkeypatch, capsys):

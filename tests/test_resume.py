@@ -185,7 +185,7 @@ LOST = dict(
 )
 
 
-@pytest.mark.parametrize("lost", [*LOST, "schedule", "stream"])
+@pytest.mark.parametrize("lost", [*LOST, "schedule", "read_batches"])
 def test_nothing_of_the_state_may_be_lost(stopped, whole, monkeypatch, lost):
     """If something is lost, the weights that the tests here compare are not the same."""
     restore = train_gpt.restore

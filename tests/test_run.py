@@ -511,7 +511,7 @@ def test_training_and_its_reading_are_on_the_clock_and_nothing_else(run, monkeyp
 
     for name in "compile_train_step", "compile_val_step", "shard_facts", "make_state":
         wrap(monkeypatch, name, lambda result, *_: slowly(100, result))
-    wrap(monkeypatch, "stream", slow_batches)
+    wrap(monkeypatch, "read_batches", slow_batches)
     wrap(monkeypatch, "compile_val_step", slow_val)
     log = run()
     assert log.times[0] == 0 < log.times[5] <= log.times[10] == 10_000
