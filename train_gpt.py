@@ -1762,11 +1762,17 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
     """Compiles every program of the run, by (stage, update_all) and (stage, "val"), and runs each
     once, on a state and tokens that are thrown away: a first call loads it and connects the
     devices."""
-    began, cache = time.perf_counter(), collections.Counter()
-    jax.monitoring.register_event_listener(lambda event, **_: cache.update([event.split("/")[-1]]))
+    start = time.perf_counter()
+    events = collections.Counter()  # of the compilation cache, for the log
+
+    def count(event, **_):
+        events[event.split("/")[-1]] += 1
+
+    jax.monitoring.register_event_listener(count)
     keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
     val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
-    keys = list(dict.fromkeys(keys + [(c.stage_at(step), "val") for step in val_steps]))
+    keys += [(c.stage_at(step), "val") for step in val_steps]
+    keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
     print(f"compiling {len(keys)} programs ...", flush=True)
 
     def compile_one(key):
@@ -1788,7 +1794,7 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
             jax.block_until_ready(program(validated(state), *zeros))
         else:
             state, _ = jax.block_until_ready(program(state, *zeros))
-    log.facts({"compile": {"seconds": time.perf_counter() - began, **cache}})
+    log.facts({"compile": {"seconds": time.perf_counter() - start, **events}})
     return programs
 
 

@@ -6,7 +6,7 @@ Run     ./run.sh basics/cluster.py [--draw FILE.svg]    starts itself twice, wit
         and with RANK=1 on the other machine; torchrun --no-python ... sets these by itself
 Look    at `work`: each process must feed its own rows, and nothing tells if both feed the same
 Source  docs.jax.dev, "Introduction to multi-controller JAX"
-In train_gpt.py  `stream` cuts out a host's rows for `prefetch`. Joining is not there, but in
+In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. Joining is not there, but in
         dev/launch.py, which reads more launchers' variables and compares source, flags and tokens
 """
 

@@ -260,7 +260,9 @@ def check_tiny(c: Config, mesh: Mesh) -> Lines:
 
     def losses(devices):
         mesh = train_gpt.make_mesh(devices)
-        programs = [train_gpt.compile_train_step(0, second, c, mesh) for second in (False, True)]
+        programs = [
+            train_gpt.compile_train_step(0, update_all, c, mesh) for update_all in (False, True)
+        ]
         state = train_gpt.make_state(c, mesh)
         for step, (tokens, row) in enumerate(train_gpt.train_batches(c, mesh, shards, 0)):
             state, loss = programs[step % 2](state, tokens, row)
@@ -313,7 +315,7 @@ def check_record(c: Config, mesh: Mesh) -> Lines:
     steps = np.diff(c.stage_ends, prepend=0)
     total, planned = 0.0, 0
     for i in sorted({i for i, kind in programs if kind != "val"}):
-        stage, pair = c.stages[i], [programs[i, second] for second in (False, True)]
+        stage, pair = c.stages[i], [programs[i, update_all] for update_all in (False, True)]
         ms = step_ms(pair, c, i, mesh)
         total += ms * float(steps[i]) / 1e3
         rate = 1e3 * stage.tokens / ms
@@ -339,8 +341,8 @@ def check_settings(c: Config, mesh: Mesh, facts: dict) -> Lines:
     usual, usual_ms = train_gpt.OPTIONS["gpu"], facts.get(f"stage {stage}", [np.nan])[0]
     times = {"usual": usual_ms}
 
-    def compile_step(second):
-        return train_gpt.compile_train_step(stage, second, c, mesh)
+    def compile_step(update_all):
+        return train_gpt.compile_train_step(stage, update_all, c, mesh)
 
     for option in (
         {"xla_gpu_enable_command_buffer": ""},

@@ -63,10 +63,10 @@ def batch(step: int) -> np.ndarray:
 
 
 @functools.cache
-def train_program(stage: int, second: bool, devices: int, c: train_gpt.Config = MINI32):
-    """A stage's program for first or second steps."""
+def train_program(stage: int, update_all: bool, devices: int, c: train_gpt.Config = MINI32):
+    """A stage's program for steps with or without update_all."""
     with unoptimized():
-        return train_gpt.compile_train_step(stage, second, c, make_mesh(devices))
+        return train_gpt.compile_train_step(stage, update_all, c, make_mesh(devices))
 
 
 @functools.cache
@@ -163,14 +163,14 @@ def test_the_first_state_is_the_same():
         jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_a_step_takes_the_memory_of_the_state_before_it(second):
+@pytest.mark.parametrize("update_all", [False, True])
+def test_a_step_takes_the_memory_of_the_state_before_it(update_all):
     """All of it: also that of waiting gradients which a first step overwrites without reading."""
     mesh = make_mesh(8)
     state = make_random_state(MINI32, mesh)
-    stage = int(second)
+    stage = int(update_all)
     tokens, row = place_on(mesh, batch(0)), schedule_row(MINI32, stage, mesh)
-    jax.block_until_ready(train_program(stage, second, 8)(state, tokens, row))
+    jax.block_until_ready(train_program(stage, update_all, 8)(state, tokens, row))
     assert all(x.is_deleted() for x in state.waiting_grads.values())
 
 
@@ -312,18 +312,18 @@ def collectives(text: str, kind: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_each_weight_is_sent_once_and_none_is_all_reduced(second):
+@pytest.mark.parametrize("update_all", [False, True])
+def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
     """Groups of matrices in every step, lookups in second ones; each gradient to its owner alone,
     but those of bigram rows, token by token, to all."""
-    hlo = train_program(1, second, 8, MINI).as_text()
+    hlo = train_program(1, update_all, 8, MINI).as_text()
     sizes = {name: int(np.prod(TABLE[name].shape)) for name in TABLE}
     groups = []
     for name in BANKS:
         count = TABLE[name].shape[0]
         groups += [sizes[name] // count] * count
     lookups = [sizes[name] for name in LOOKUPS]
-    sent = [MINI.batch * T * MINI.D, *groups, *(lookups if second else [])]
+    sent = [MINI.batch * T * MINI.D, *groups, *(lookups if update_all else [])]
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
     owned = sum(groups + lookups) - sizes["bigram"]
     assert sum(collectives(hlo, "reduce-scatter")) == owned // 8

@@ -565,8 +565,8 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
         {name: p for name, p in params.items() if rows[name].sharding == LOOKUP},
     )
     programs = []
-    for second in (False, True):
-        update = functools.partial(train_gpt.update_parameters, c=C, second=second)
+    for update_all in (False, True):
+        update = functools.partial(train_gpt.update_parameters, c=C, update_all=update_all)
         programs.append(on_one_device(update))
     history = []
     for step in range(8):
@@ -639,7 +639,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
         if step in (0, 4, 7):
             check_validation(state.params, c, stage, step)
         run = on_one_device(functools.partial(
-            train_gpt.train_step, c=c, stage=stage, second=step % 2 > 0))  # fmt: skip
+            train_gpt.train_step, c=c, stage=stage, update_all=step % 2 > 0))  # fmt: skip
         state, loss = run(state, tokens[:, None], rows[step])
         losses.append(float(loss) * c.sequence_length(stage))
     np.testing.assert_allclose(losses, GOLDEN["traj/autodiff/train_loss"], rtol=2e-4)

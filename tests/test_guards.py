@@ -254,7 +254,7 @@ def test_more_devices_get_advice_that_works(monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(SystemExit):
         train_gpt.fit_devices("record", Config())
-    (advice,) = re.findall("no record: (--batch .*)", capsys.readouterr().err)
+    (advice,) = re.findall("or (--batch [^:]*):", capsys.readouterr().err)
     preset, c = train_gpt.parse_config(advice.split())
     assert (c.batch, c.head_chunk) == (16, 8192)
     assert train_gpt.fit_devices(preset, c) == ([device] * 16, c)

@@ -67,7 +67,7 @@ def test_a_weight_decays_where_its_update_shrinks_it():
     np.testing.assert_allclose(got, p - 0.1 * 3.0 * (update + decay), rtol=1e-6)
 
 
-def updated(second: bool, tied: bool, monkeypatch) -> tuple:
+def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
     """The state before, gradients, and the state after an update with a transform that returns its
     gradient, so that rates can be read off."""
     table = {}
@@ -87,7 +87,7 @@ def updated(second: bool, tied: bool, monkeypatch) -> tuple:
     row = train_gpt.ScheduleRow(*values, np.float32([1]))
 
     def update(state, grads):
-        return train_gpt.update_parameters(state, dict(grads), row, MINI32, second)
+        return train_gpt.update_parameters(state, dict(grads), row, MINI32, update_all)
 
     with unoptimized():
         run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)

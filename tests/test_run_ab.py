@@ -90,7 +90,7 @@ def test_two_arms_take_turns_with_the_same_seeds(script, tmp_path):
     status, text, err = run(*words, env=os.environ | {"XLA_FLAGS": ""})
     assert (status, err) == (1, "")  # they hold as runs, but better has no fewer tokens
     assert "XLA_FLAGS is set: these runs will not count as a record\n" in text.partition("[1/")[0]
-    assert f"({run_ab.STEERS.pattern})" in train_gpt.SOURCE  # the variables that a log states
+    assert f'"{run_ab.STEERS.pattern}"' in train_gpt.SOURCE  # the variables that a log states
     plan = json.loads((out / "plan.json").read_text())
     assert plan["n"] == len(set(plan["seeds"])) == 4 and list(plan["arms"]) == ["old", "better"]
     assert plan["arguments"] == ["tiny", "--target", "0"]
