@@ -437,7 +437,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)  # (3 D, D)
-    qkv = norm_linear(x_BTD, w_qkv, "x", c.compute, c)
+    qkv = norm_linear(x_BTD, w_qkv, c.compute, c, radial_from="x")
     q, k, v = (part.reshape(BTHK) for part in jnp.split(qkv, 3, axis=-1))
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
     # [key-offset] Half of a key is the previous token's: induction in one layer. Record 49.
@@ -508,9 +508,9 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
 
 
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
-    """[relu2] norm(x) (B, T, D) -> (B, T, F) -> (B, T, D). So et al. 2021, arXiv:2109.08668."""
+    """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
     fc_FD, proj_FD = w["mlp"][i]  # the matrices of a bank have one shape, so proj is transposed
-    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), "y", c.mlp_forward, c)
+    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
     return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
 
@@ -764,21 +764,21 @@ head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 #     dx = (dh - h sum(dh h) / D) / rms(x)
 # What of dh is parallel to h would only change the length of x, which the norm takes away.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def norm_linear(x_BTD, w_ED, radial_from: str, dtype: str, c: Config) -> Array:
+def norm_linear(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> Array:
     """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written. The backward pass
     computes sum(dh h) from "y" or from "x": from y if the kernel that makes dy reads y anyway, as
     after an elementwise function."""
-    return norm_linear_fwd(x_BTD, w_ED, radial_from, dtype, c)[0]
+    return norm_linear_fwd(x_BTD, w_ED, dtype, c, radial_from)[0]
 
 
-def norm_linear_fwd(x_BTD, w_ED, radial_from: str, dtype: str, c: Config) -> tuple[Array, tuple]:
+def norm_linear_fwd(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> tuple[Array, tuple]:
     """x w^T / rms(x)."""
     inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA makes x twice, from its terms
     y = linear(x_BTD, w_ED, dtype, c, inverse)
     return y, (x_BTD, inverse, w_ED, y)
 
 
-def norm_linear_bwd(radial_from: str, dtype: str, c: Config, residuals: tuple, dy) -> tuple:
+def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, dy) -> tuple:
     """For dz = dy / rms(x): dh / rms(x) = dz w, dw = dz^T x, and sum(dh h) = sum(dy y)."""
     x, inverse, w_ED, y = residuals
     dz = (dy * inverse).astype(x.dtype)
@@ -1264,7 +1264,8 @@ def start_keys_as_queries(qk: Array, c: Config) -> Array:
     matrices = qk.reshape(-1, *qk.shape[2:])
     for n, i in enumerate(c.attention_layers()):
         if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
-            first, half = n * c.H, c.H // 2
+            first = n * c.H
+            half = c.H // 2
             queries = matrices[first : first + half]
             matrices = matrices.at[first + half : first + c.H].set(queries)
     return matrices.reshape(qk.shape)
@@ -1403,12 +1404,14 @@ OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
 
 def compile_train_step(stage: int, update_all: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
-    T, at_once = c.sequence_length(stage), math.gcd(c.microbatch, c.batch // mesh.size)
+    T = c.sequence_length(stage)
+    at_once = math.gcd(c.microbatch, c.batch // mesh.size)
 
     def step(state, tokens, row):
         return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, update_all)
 
-    scalar, weights = np.float32(0), np.zeros(len(target_weights(c.stages[stage])), np.float32)
+    scalar = np.float32(0)
+    weights = np.zeros(len(target_weights(c.stages[stage])), np.float32)
     row = shapes_on(mesh, P(), ScheduleRow(scalar, scalar, scalar, np.bool_(False), weights))
     tokens = shapes_on(mesh, P(mesh.axis_names), np.zeros((c.batch, T + 1), np.int32))
     return compile_program(step, mesh, state_shapes(c, mesh), tokens, row)
@@ -1457,9 +1460,7 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
     if count < 1 or path.stat().st_size != 1024 + 2 * count:
-        refuse(
-            f"{path} is not a whole shard of tokens: python data/check.py {path.parent} says why"
-        )
+        refuse(f"{path} is not a whole shard: python data/check.py {path.parent} says why")
     return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
 
 
@@ -1476,10 +1477,12 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
     for sequences, T, max_doc in shapes:
         batch = []
         for _ in range(sequences):
-            pieces, room = [], T + 1
+            pieces = []
+            room = T + 1
             if max_doc == 0:
-                pieces, room = [(cursor, cursor + T + 1)], 0
+                pieces.append((cursor, cursor + T + 1))
                 cursor += T  # the last token is only a target here: the next sequence reads it
+                room = 0
             while room:
                 while starts[document] < cursor:
                     document += 1
@@ -1503,23 +1506,23 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     folder = Path(c.data).absolute()
     shards = {"train": [], "val": []}
     for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
-        shapes, found = batch_shapes(split, c), 0
+        shapes = batch_shapes(split, c)
+        found = 0
         paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
         for path in paths if split == "train" else paths[:1]:
             if found < len(shapes):
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
         if found < len(shapes):
-            refuse(
-                f"{folder}: the {split} shards hold {found} of {len(shapes)} batches; get more "
-                f"(data/README.md), or run with fewer {flag}"
-            )
+            missing = f"the {split} shards hold {found} of {len(shapes)} batches"
+            refuse(f"{folder}: {missing}; get more (data/README.md), or run with fewer {flag}")
     return shards
 
 
 def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, Any]:
     """What the log states of a shard; exits with status 2 where a run would learn nonsense."""
-    path, largest = Path(shard.filename), int(shard.max())
+    path = Path(shard.filename)
+    largest = int(shard.max())
     starts = np.flatnonzero(shard == c.eot)
     sizes = np.diff(starts, append=len(shard))
     if largest >= c.vocab or len(starts) == 0:
@@ -1597,17 +1600,14 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of all hosts, and the configuration in formats that they can run."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
-    n, gpu = len(devices), devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
+    n = len(devices)
+    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     if preset == "record" and devices[0].platform == "cpu":
         warn("JAX sees only a CPU, but the record needs GPUs; without them: ./run.sh tiny")
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
-        batch = math.lcm(n, c.batch)
-        chunk = math.gcd(c.head_chunk, c.val_T, *(stage.tokens // batch for stage in c.stages))
-        advice = f"; or --batch {batch} --head_chunk {chunk}: other sequences, so no record"
-        fits = n % 8 == 0 and not any(stage.tokens % batch for stage in c.stages)
         refuse(
-            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8"
-            + (advice if fits else "")
+            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
+            "for more, dev/hosts.md says which --batch and --head_chunk to choose"
         )
     if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
         c = dataclasses.replace(c, attention="xla")
@@ -1879,8 +1879,9 @@ def agreed_exit(exits: list[int], step: int) -> int:
 
 def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
     """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
-    shapes, part, parts = batch_shapes("train", c), jax.process_index(), jax.process_count()
-    steps = zip(read_batches(shards["train"], shapes, c, part, parts), schedule(c), strict=False)
+    shapes = batch_shapes("train", c)
+    batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
+    steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
     row = ScheduleRow(*[NamedSharding(mesh, P())] * len(ScheduleRow._fields))
     shardings = NamedSharding(mesh, P(mesh.axis_names)), row
     return prefetch(itertools.islice(steps, start, None), shardings)
@@ -1889,8 +1890,8 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
     """Mean loss over the validation tokens, nats a token."""
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
-    shapes, part = batch_shapes("val", c), jax.process_index() % hosts
-    tokens = read_batches(shards["val"], shapes, c, part, hosts)
+    shapes = batch_shapes("val", c)
+    tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
     program = programs[c.stage_at(step), "val"]
     return float(np.mean([float(program(validated(state), batch)) for batch in batches]))
@@ -1905,7 +1906,8 @@ def watch_for_stall(seconds: int) -> None:
 
 def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) -> None:
     """Writes a checkpoint, unless the run is void; exits, if there is a status to exit with."""
-    step, folder = facts["step"], log.path.with_suffix("")
+    step = facts["step"]
+    folder = log.path.with_suffix("")
     try:
         if status == VOID or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
             status = VOID

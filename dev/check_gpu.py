@@ -231,7 +231,7 @@ def check_gradients(c: Config) -> Lines:
     for radial_from in "x", "y":
 
         def product(x, w, radial_from=radial_from):
-            return train_gpt.norm_linear(x, w, radial_from, c.compute, c)
+            return train_gpt.norm_linear(x, w, c.compute, c, radial_from)
 
         yield compare(f"norm and product, from {radial_from}", 0.02, product, exact_product, x, w)
 

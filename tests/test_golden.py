@@ -326,7 +326,7 @@ def component(name: str, extra: bool, layer: Layer) -> None:
     ("dc", True, Layer(SHORT, key_offset=True, head_gate=True, dc=True)),
 ])  # fmt: skip
 def test_attention(name, extra, layer, monkeypatch):
-    plain = lambda x, w, radial_from, dtype, c: x @ w.T  # the fixture's x is what norm has made
+    plain = lambda x, w, dtype, c, radial_from: x @ w.T  # the fixture's x is what norm has made
     monkeypatch.setattr(train_gpt, "norm_linear", plain)
     component(name, extra, layer)
 

@@ -353,7 +353,7 @@ def test_norm_linear_has_the_gradients_of_its_formula(radial_from, dtype, tolera
     w = jax.random.normal(jax.random.key(8), (48, 64)) / 8
     x, w, dy = (a.astype(dtype) for a in (x, w, dy[..., :48]))
     c = of_dtype(dtype)
-    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, radial_from, dtype, c), (x, w), dy)
+    ours = gradients(lambda x, w: train_gpt.norm_linear(x, w, dtype, c, radial_from), (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
 
@@ -413,7 +413,7 @@ def test_fp8_is_of_the_mlp_forward_alone():
     product = train_gpt.linear(x8, w8, e4m3, c)
     np.testing.assert_allclose(product, x8 @ w8.T, rtol=1e-5, atol=1e-5)
     assert product.dtype == jnp.float32
-    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, "x", dtype, c)
+    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, dtype, c, "x")
     project = lambda dtype: (
         lambda x, w: train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
     )
