@@ -8,17 +8,18 @@ The model; every stream is (B, T, D):
     for every layer:
         x = x + gate * an early layer's output         only with skip_from      [u-net]
         x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
-        x = a x + b mlp(x)
-    x  = x + a mix of earlier streams, anew for each token                      [mudd]
+        x = a x + b mlp(x)                             attention and mlp normalize what they read
+    x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
     logits = softcap(norm(x) @ head.T)
+a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
 A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
 matrices that each device owns. Every second step, Adam also updates everything else.
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
-targets of a token, N tokens of a flat batch (in tokens_NBS: microbatches), G groups of 8 matrices,
-E any width; lower-case letters are local. This is record 89 of modded-nanogpt, written anew for
-JAX. README.md explains the tags in brackets, and lists the differences.
+targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
+lower-case letters are local. This is record 89 of the modded-nanogpt speedrun, rewritten in JAX.
+README.md explains the tags in brackets, and lists the differences.
 """
 
 import argparse
@@ -69,29 +70,31 @@ class Layer:
     paired_heads: bool = False      # [paired-heads] two heads see each other's keys
     key_offset: bool = False        # [key-offset] half of a key is the previous token's
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
-    xsa: bool = False               # [xsa] each head may remove what is parallel to its own v
+    xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
     head_gate: bool = False         # [head-gate] each token scales each head's output
-    dc: bool = False                # [dc] heads also share one mixed attention to the nearest keys
+    dc: bool = False                # [dc] add one map, composed of all heads', over nearby keys
     bigram: bool = False            # [bigram] add the token pair's embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
-    mudd: tuple[str, ...] = ()      # [mudd] v and x also mix these streams, anew for each token
+    mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
     skip_from: int | None = None    # [u-net] add that layer's output to x first
-    new_gates: bool = False         # [gates] a new gate net reads x here, for this layer and on
+    new_gates: bool = False         # [gates] from here on, gates come from a new net that reads x
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of one shape, with programs of their own. A pair (a, b) moves linearly from a to b."""
+    """Steps of one shape, with programs of their own. Where a loss weight is a pair (a, b), it
+    moves linearly from a to b over the stage."""
 
     steps: int      # 0: only the last validation uses this stage's windows
-    tokens: int     # per step over all devices: Config.batch sequences of tokens // batch each
+    tokens: int     # in a step, on all devices together; T = tokens // Config.batch
     short: int      # window of SHORT layers, in positions: half as many tokens if paired_heads
-    long: int       # window of LONG layers; where it grows between stages with steps: [yarn]
-    max_doc: int    # documents are cut to this many tokens; 0: they go on in the next sequence
+    long: int       # window of LONG layers; [yarn] rescales rotary frequencies when it grows
+    max_doc: int    # documents are cut to this many tokens; 0: sequences are joined text
     lr: float       # factor on every learning rate, before the cooldown
-    targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, .. ahead
-    prefix: float | tuple[float, float] = 0.0   # [prefix] loss weight of the next token's prefix
+    targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, ... ahead
+    # [prefix] loss weight of the longest token that is a proper prefix of the next token
+    prefix: float | tuple[float, float] = 0.0
 
 
 RECORD_LAYERS = (
@@ -117,6 +120,7 @@ RECORD_STAGES = (
     Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
 )
+# A model of the same parts that trains in minutes on two CPU cores.
 TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, bigram=True),
@@ -140,14 +144,14 @@ class Config:
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
-    cooldown_start: float = 508 / 1285     # learning rates fall linearly from this part of the run
-    cooldown_end: float = 1270 / 1285      # .. to this part, and then stay as they are
+    cooldown_start: float = 508 / 1285     # fraction of the run where learning rates begin to fall
+    cooldown_end: float = 1270 / 1285      # fraction where they stop falling, which is linear
     lr_floor: float = 0.15                 # factor on the rates after the cooldown
-    momentum_warmup: float = 300 / 1285    # part of the run in which Muon's momentum rises
-    momentum_cooldown: float = 50 / 1285   # part at its end in which momentum falls again
-    momentum_low: float = 0.85             # momentum of the first and of the last step
+    momentum_warmup: float = 300 / 1285    # fraction, from the start, in which momentum rises
+    momentum_cooldown: float = 50 / 1285   # fraction, before the end, in which it falls again
+    momentum_low: float = 0.85             # Muon's momentum in the first and in the last step
     momentum_high: float = 0.95            # momentum in between
-    untie: float = 847 / 1285   # until this part of the run, embedding and head are one table
+    untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     D: int = 768                # model width
@@ -161,16 +165,16 @@ class Config:
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
-    compute: str = "bfloat16"              # format of activations and gathered weights
-    mlp_forward: str = "bfloat16"          # a float8 for the MLP's forward products; else: compute
-    head_forward: str = "float8_e4m3fn"    # format of the head's operands
-    head_backward: str = "float8_e5m2"     # format of the logits' gradient
+    compute: str = "bfloat16"              # dtype of activations and gathered weights
+    mlp_forward: str = "bfloat16"          # dtype of the MLP's forward matmuls: compute or a float8
+    head_forward: str = "float8_e4m3fn"    # dtype of the head's operands
+    head_backward: str = "float8_e5m2"     # dtype of the logits' gradient
     # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
-    # and the product is divided by them: see [fp8-head].
+    # and the matmul's result is divided by them: see [fp8-head].
     x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
-    w_scale: float = 256.0      # weights are some hundredths, and below 1.7
+    w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
-    attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; else xla: fit_devices()
+    attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; fit_devices() may set xla
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
@@ -180,9 +184,9 @@ class Config:
     save: int = 1               # 0: do not save the weights (2.6 GB for the record)
     seed: int = -1              # of the initial weights; -1: a fresh one
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
-    resume: str = ""            # checkpoint to go on from, or a folder: its newest whole checkpoint
+    resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
     force: int = 0              # 1: resume although source, flags or tokens have changed
-    stall: int = 300            # seconds without a step after which the run ends; 0: never
+    stall: int = 300            # the run ends after this many seconds without a step; 0: never
     # fmt: on
 
     def __post_init__(self):
@@ -196,13 +200,14 @@ class Config:
     @functools.cached_property
     def stage_ends(self) -> np.ndarray:
         """First step after each stage. If `steps` is not the sum over the stages, they are
-        stretched in proportion, but each that has steps keeps at least one."""
+        stretched in proportion, but each that has steps keeps at least one: the record's stages
+        with steps=100 end at 33, 66, 99, 100, 100."""
         lengths = np.array([stage.steps for stage in self.stages])
         one_each = np.cumsum(lengths > 0)
         ideal = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
         # What remains after one step each is shared out; no stage ends before an earlier one.
         more = np.clip(ideal - one_each, 0, self.total_steps - one_each[-1])
-        return one_each + np.maximum.accumulate(more)
+        return (one_each + np.maximum.accumulate(more)).astype(int)
 
     def stage_at(self, step: int) -> int:
         """The stage of a step; the validation after the last step has the last stage."""
@@ -213,7 +218,8 @@ class Config:
         return self.stages[stage].tokens // self.batch
 
     def updates_all(self, step: int) -> bool:
-        """[two-cadences] Whether a step also updates the parameters with every=2. Record 39."""
+        """[two-cadences] Whether a step also updates the parameters with every=2 in param_table():
+        all but the matrices. Record 39."""
         return step % 2 == 1
 
     def validates_before(self, step: int) -> bool:
@@ -229,15 +235,16 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """Without FP8, and as many tokens at once as in training, or one sequence."""
+        """The configuration of validation: no FP8, and microbatches of as many tokens as in
+        training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
         return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
-        """All products in the format of activations."""
-        formats = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
-        return dataclasses.replace(self, **formats)
+        """All matmuls in the dtype of activations."""
+        dtypes = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
+        return dataclasses.replace(self, **dtypes)
 
 
 VAL_SEQUENCES = 8  # in a validation step
@@ -276,23 +283,26 @@ def check_config(c: Config) -> None:
     for i, stage in enumerate(c.stages):
         weights = target_weights(stage)
         require(weights, f"stage {i}: all weights in targets and prefix are 0")
-        needs_table = 0 in weights and not c.prefixes
+        needs_table = PREFIX in weights and not c.prefixes
         require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
         even = stage.tokens % c.batch == 0
         require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
-    fits = math.gcd(c.head_chunk, *lengths)
+    divisor = math.gcd(c.head_chunk, *lengths)
     message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
-    require(fits == c.head_chunk, f"{message}, but {fits} does")
-    whole = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
-    require(whole, f"--val_tokens {c.val_tokens} is not a multiple of 8 sequences of {c.val_T}")
+    require(divisor == c.head_chunk, f"{message}, but {divisor} does")
+    fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
+    require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
+PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
+
+
 def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
-    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead, 0
-    the longest proper prefix of the next token. Targets that never have a weight are left out."""
+    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
+    PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
     weights = {}
     for k, weight in enumerate((stage.prefix, *stage.targets)):
         start, end = weight if isinstance(weight, tuple) else (weight, weight)
@@ -301,7 +311,6 @@ def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
     return weights
 
 
-# fmt: off
 PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
     "tiny": Config(
@@ -311,37 +320,41 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         momentum_warmup=300 / 368, momentum_cooldown=50 / 368, data="data/source_code",
         val_every=92, val_T=1024, val_tokens=65536, target=1.38,
     ),
-}
-# fmt: on
+}  # fmt: skip
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weight_of: dict[int, Array], c: Config, stage: int) -> Array:
-    """Cross-entropy in nats, summed over tokens and targets. weight_of has the weight of each
-    target, by k as in target_weights()."""
+def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> Array:
+    """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
+    number as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
-    later = jnp.pad(tokens_BS, ((0, 0), (0, max(weight_of))), constant_values=-1)
-    targets = {k: later[:, k : k + T] for k in weight_of}
-    if 0 in targets:
-        targets[0] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
+    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, max(weights))), constant_values=-1)  # -1: none
+    targets = {k: padded_BS[:, k : k + T] for k in weights}
+    if PREFIX in targets:  # the table is read while the program is traced, and is part of it
+        targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
     targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
-    weights_J = jnp.stack([jnp.float32(weight) for weight in weight_of.values()])
+    weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
     return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
-    w has the weights that whole_weights() returns: w["mlp"][i] is the list of layer i's matrices.
-    But instead of "bigram", it has "bigram_rows", (B, T, D): the rows that these tokens read.
+    w has the weights of param_table() by name. Of the banks "qk", "vo" and "mlp", w["mlp"][i] is
+    the list of layer i's matrices. Of others with a row for each layer, w["skip_lambdas"][i] is
+    layer i's. The bigram table is not there, but "bigram_rows", (B, T, D), those that tokens read.
+
+    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
+    "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
-    # [gates] Small nets let each token set the gates of the layers that follow. Records 81, 85.
+    # [gates] Small nets compute the gates of the next layers for each token. Records 81 and 85.
     gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
+    # weighted_sum adds up weight * array in float32, and rounds once.
     x = weighted_sum((1.0, saved["x0"]), (gates["input.bigram"], saved["bigram"]))
     saved["input"] = x
     for i, layer in enumerate(c.layers):
@@ -359,7 +372,8 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
         saved[f"layer{i}"] = x
     if c.mudd_head:  # [mudd] The head reads earlier streams, too.
         mix = run_net("mudd_head", x, w, c)
-        x = weighted_sum((1.0, x), *weigh(mix["x"], [saved[name] for name, _ in c.mudd_head]))
+        streams = [saved[name] for name, _ in c.mudd_head]
+        x = weighted_sum((1.0, x), *per_token_terms(mix["x"], streams))
     return x
 
 
@@ -369,10 +383,11 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
     saved = {}
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
-    # [bigram] Random signs tell apart token pairs that share a row. Records 62 and 83.
+    # [bigram] Random signs tell apart token pairs that share a row, whose index train_step() has
+    # used already. Records 62 and 83.
     _, seed_BT = hash_bigrams(tokens_BT, c)
     saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(seed_BT, c)
-    # [smear] An embedding may take in some of the previous token's. Record 34.
+    # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
     embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
     previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
     gate_BT = jax.nn.sigmoid(embed[..., :12].astype(jnp.float32) @ w["smear_gate"])
@@ -391,8 +406,8 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
         source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
         v_terms = []
         if layer.value_table is not None:
-            # [value-embed] v also reads a token table, as much as each head wants. Zhou et al.
-            # 2024, arXiv:2410.17897; gates: record 55.
+            # [value-embed] v also reads a token table. For each head, 6 channels of the source and
+            # 6 of the table decide how much. arXiv:2410.17897; gates: record 55.
             value = saved[f"value{layer.value_table}"]
             gate_input = jnp.concatenate((norm(source)[..., :6], value[..., :6]), axis=-1)
             logits_BTH = gate_input.astype(jnp.float32) @ w["value_gates"][i].T
@@ -400,7 +415,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
             v_terms.append((weight_BTD, value))
         keep, add = w["attn_lambdas"][i]
         y = attention(source, v_terms, i, w, gate, pos, c, out_scale=add)
-        # [x0] Each layer may fade x and read the embeddings anew. Record 9.
+        # [x0] Each layer may scale x down and read the embeddings again. Record 9.
         terms = [(keep, x), (1.0, y), (gate["x0"], saved["x0"])]
         if layer.bigram:
             terms.append((gate["bigram"], saved["bigram"]))
@@ -410,47 +425,52 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
 
 
 def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
-    """[mudd] Like block(), but a net reads x and sets the weights of every sum, anew for each
-    token; v and x mix several streams. Xiao et al. 2025, arXiv:2502.12170; record 81."""
+    """[mudd] Like block(), but a net reads x and computes the weights of every sum, for each token;
+    v and x mix several streams. Xiao et al. 2025, arXiv:2502.12170; record 81."""
     layer = c.layers[i]
     mix = run_net(f"mudd{i}", x_BTD, w, c)
     source = x_BTD if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
     streams = [*(saved[name] for name in layer.mudd), x_BTD]
-    v_terms = weigh(mix["v"], streams)
+    v_terms = per_token_terms(mix["v"], streams)
     if layer.value_table is not None:
         weight_BTD = jnp.repeat(mix["value"], c.D // 2, axis=-1)  # one for each half of the heads
         v_terms.append((weight_BTD, saved[f"value{layer.value_table}"]))
     y = attention(source, v_terms, i, w, gate, pos, c)
-    x = weighted_sum((1.0, x_BTD), *weigh(mix["x"], streams))
-    x = weighted_sum(*weigh(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
-    return weighted_sum(*weigh(mix["mlp"], [x, mlp(x, i, w, c)]))
+    x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
+    x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
+    return weighted_sum(*per_token_terms(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
 def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
     """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
     broadcast to (B, T, D), that are added to v; `gate` has this layer's gates by name, (B, T, 1) or
-    (B, T, H); out_scale multiplies the output."""
+    (B, T, H); out_scale multiplies the output.
+
+    out_scale and the lambdas are multiplied into weights, D x D, and not into activations, T x D:
+    fewer bytes, in gradients as well.
+    """
     layer = c.layers[i]
     B, T, D = x_BTD.shape
     BTHK = (B, T, c.H, D // c.H)
-    # Lambdas scale weights, D x D, and not activations, T x D: fewer bytes, in gradients as well.
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)  # (3 D, D)
+    # norm(x) @ w_qkv.T; radial_from chooses between two equal ways to compute its gradient.
     qkv = norm_linear(x_BTD, w_qkv, c.compute, c, radial_from="x")
     q, k, v = (part.reshape(BTHK) for part in jnp.split(qkv, 3, axis=-1))
-    # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
-    # [key-offset] Half of a key is the previous token's: induction in one layer. Record 49.
     cos, sin = pos.rope_paired if layer.paired_heads else pos.rope
-    q = norm_rotate(q, cos, sin, pos.doc_q, False)
-    k = norm_rotate(k, cos, sin, pos.doc_k, layer.key_offset)
+    # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
+    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False)
+    # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
+    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset)
     v = weighted_sum((1.0, v.reshape(B, T, D)), *v_terms).reshape(BTHK)
     window = pos.windows[layer.window]
     if layer.paired_heads:
-        # [paired-heads] Heads h and h + H / 2 become two positions, 2 t and 2 t + 1, of one head,
-        # so that each sees the other's keys; a window of n positions is n / 2 tokens. Their angles
-        # go by h % 2: with H = 6, head 1 sits at 2 t and has the angle of 2 t + 1. This looks like
-        # a bug; it is upstream's, and the golden numbers have it. Record 58.
+        # [paired-heads] Heads h and h + H / 2 become one head of twice the length: at token t they
+        # are its positions 2 t and 2 t + 1. So each sees the other's keys, and a window of n
+        # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
+        # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
+        # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
         q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, D // c.H) for a in (q, k, v))
         y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(BTHK)
     else:
@@ -481,50 +501,55 @@ def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Arra
 
 
 def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
-    """[dc] Mixes the attention maps of all heads into one, with weights w_in, scaled to rms 1 over
-    the heads; lets every head read its v through that map; multiplies what it gets by w_out.
-    (B, T, H, K). Queries see dc_window keys, so positions are cut into n bands: the queries j of a
-    band see the keys i of their band and of the one before, and no T x T array exists. Xiao et al.
-    2024, arXiv:2405.08553; record 85."""
+    """[dc] Composes one attention map from those of all heads, through which every head reads its
+    v; (B, T, H, K). Xiao et al. 2024, arXiv:2405.08553; record 85. For each token,
+
+        map = sum over h of w_in[h] softmax(scores[h])     w_in is scaled to rms 1 over the heads
+        y[h] = w_out[h] (map @ v[h])
+
+    Queries see only the nearest dc_window keys. So that no T x T array exists, positions are cut
+    into n bands of W >= dc_window: the queries i of a band see the keys j of their band and of the
+    one before.
+    """
     B, T = q_BTHK.shape[:2]
     W = 1 << (c.dc_window - 1).bit_length()  # the next power of two
-    W = W if T % W == 0 else T
+    W = W if T % W == 0 else T  # one band, if they would not fill T
 
     def bands(x):
         return x.reshape(B, T // W, W, *x.shape[2:])
 
-    def two_bands(x):
+    def two_bands(x):  # the one before, then each band; before band 0 is the last one, masked below
         return jnp.concatenate((jnp.roll(bands(x), 1, axis=1), bands(x)), axis=2)
 
     band, query, key = jnp.ogrid[: T // W, :W, : 2 * W]
     distance = query + W - key
-    mask_nji = (0 <= distance) & (distance < c.dc_window) & ((key >= W) | (band > 0))
+    mask_nij = (0 <= distance) & (distance < c.dc_window) & ((key >= W) | (band > 0))
     scores = scale * dc_scores(bands(q_BTHK), two_bands(k_BTHK))
-    maps_BnHji = jax.nn.softmax(jnp.where(mask_nji[:, None], scores, -jnp.inf), axis=-1)
+    maps_BnHij = jax.nn.softmax(jnp.where(mask_nij[:, None], scores, -jnp.inf), axis=-1)
     w_in = w_in_BTH * lax.rsqrt(jnp.square(w_in_BTH).mean(axis=-1, keepdims=True) + 1e-6)
-    mixed = jnp.einsum("BnHji,BnjH->Bnji", maps_BnHji, bands(w_in)).astype(v_BTHK.dtype)
-    y = jnp.einsum("Bnji,BniHK->BnjHK", mixed, two_bands(v_BTHK)).reshape(q_BTHK.shape)
+    mixed = jnp.einsum("BnHij,BniH->Bnij", maps_BnHij, bands(w_in)).astype(v_BTHK.dtype)
+    y = jnp.einsum("Bnij,BnjHK->BniHK", mixed, two_bands(v_BTHK)).reshape(q_BTHK.shape)
     return (w_out_BTH[..., None] * y).astype(v_BTHK.dtype)
 
 
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
-    fc_FD, proj_FD = w["mlp"][i]  # the matrices of a bank have one shape, so proj is transposed
+    fc_FD, proj_FD = w["mlp"][i]  # matrices of a bank have one shape: proj is stored transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
     return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
-GATE_SCALE = 0.1  # the output of a net is multiplied by this; for gates, the factor is learned
-KEEP_ADD = [1.1**0.5, 1.0]  # first weights of x and of what a sublayer adds to it
+GATE_SCALE = 0.1  # the output of a MUDD net is multiplied by this; the gates' factor is learned
+KEEP_ADD = [1.1**0.5, 1.0]  # first weights of x, 1.1 after two sublayers, and of what each adds
 
 
 def nets(c: Config) -> dict[str, dict[str, list[float]]]:
-    """The nets that set coefficients for each token: first values of every output, by name.
+    """The nets that compute coefficients for each token: initial values of every output, by name.
 
     [gates] "gates_input" reads x0, "gates4" reads x before layer 4; each serves the layers up to
-    the next one. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
+    the next such net. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
     """
     current = "gates_input"
     table = {current: {"input.bigram": [0.05]}}
@@ -544,7 +569,7 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
 
 
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
-    """A layer's gates and their first values: one for a token, or one for each of its H heads."""
+    """A layer's gates and their initial values: one for a token, or one for each of its H heads."""
     gates = {}
     if layer.window and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
         gates["x0"] = [0.0]
@@ -563,8 +588,8 @@ def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
 
 
 def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array]:
-    """Runs a net on x: scale * (w2 gelu(w1 x) + b2). Returns its outputs by name, (B, T, n) each,
-    in float32; one matrix product serves all of them."""
+    """Runs a net on x: scale * (w2 gelu(w1 x) + b2), where only b2 remains if R is 0. Returns its
+    outputs by name, (B, T, n) each, in float32; one matmul serves all of them."""
     w1, w2 = (w[f"{name}.{matrix}"].astype(x_BTD.dtype) for matrix in ("w1", "w2"))
     hidden_BTR = gelu(jnp.einsum("BTD,RD->BTR", x_BTD, w1))
     y = jnp.einsum("BTR,nR->BTn", hidden_BTR, w2).astype(jnp.float32)
@@ -574,21 +599,21 @@ def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array
     return dict(zip(outputs, jnp.split(y, ends[:-1], axis=-1), strict=True))
 
 
-def weigh(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
+def per_token_terms(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
     """Terms of a weighted_sum in which every token has its own weight for each of n streams."""
     return list(zip(jnp.split(weights_BTn, len(streams), axis=-1), streams, strict=True))
 
 
 # ---- Building blocks -----------------------------------------------------------------------------
 def weighted_sum(*terms: tuple[Any, Array]) -> Array:
-    """The sum of weight * array, in float32 and rounded once: sums of bfloat16 would wear the
-    residual stream away."""
+    """The sum of weight * array, in float32 and rounded once: rounding every term to bfloat16 would
+    degrade the residual stream."""
     total = sum(weight * x.astype(jnp.float32) for weight, x in terms)
     return total.astype(terms[0][1].dtype)
 
 
 def inverse_rms(x: Array) -> Array:
-    """1 / rms over the last axis, which becomes 1, in float32."""
+    """1 / rms over the last axis, which becomes 1, in float32. Like torch's, it adds epsilon."""
     return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 2.0**-23)
 
 
@@ -607,28 +632,29 @@ def hash_bigrams(tokens_BT, c: Config) -> tuple[Array, Array]:
     random signs, (B, T) each. The first token of a sequence has the last index and seed 0."""
     last_row = c.bigrams - 1
     token, previous = tokens_BT[:, 1:], tokens_BT[:, :-1]
-    # Like upstream, the second token hashes last_row instead of the first token.
+    # Like upstream, the second token hashes last_row instead of the first token. Products of int32
+    # may wrap around.
     index = ((36313 * token) ^ (27191 * previous.at[:, 0].set(last_row))) % last_row
-    one_before = ((0, 0), (1, 0))
-    index_BT = jnp.pad(index, one_before, constant_values=last_row)
-    return index_BT, jnp.pad((token ^ previous) % 8192, one_before)
+    pad_front = ((0, 0), (1, 0))
+    index_BT = jnp.pad(index, pad_front, constant_values=last_row)
+    return index_BT, jnp.pad((token ^ previous) % 8192, pad_front)
 
 
 def random_signs(seed_BT, c: Config) -> Array:
     """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
     bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
     bits = bits * np.uint32(0x9E3779B1)
-    bits = (bits ^ bits >> 15) * np.uint32(0x85EBCA77)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
     return 1 - 2 * (bits >> 31).astype(c.compute)
 
 
 class Positions(NamedTuple):
-    """What attention knows of positions, documents and the stage."""
+    """What attention needs to know of positions, documents and the stage."""
 
     rope: tuple[Array, Array]  # cos and sin, (T, 1, K / 4)
     rope_paired: tuple[Array, Array]  # for layers with paired heads, (T, 2, K / 4)
-    doc_q: Array  # (B, T, 1, 4), the last channels of every q ..
-    doc_k: Array  # .. and k: see positions()
+    doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
+    doc_k: Array  # (B, T, 1, 4): the last four channels of every k
     score_scale: float  # q.k is multiplied by this
     windows: dict[str, int]  # of SHORT and LONG layers
 
@@ -642,17 +668,20 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
         return jnp.cos(angle), jnp.sin(angle)
 
     t = jnp.arange(starts_BT.shape[1])[:, None]
-    # [document-mask] Attention stays inside a document because four channels of q and k add
+    # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
+    # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
-    # to q.k: 0 within a document, -256 or less for an earlier one. Times a scale of 0.1 or more,
-    # that hides keys as long as K <= 128. Exact for fewer than 4,096 documents.
+    # to q.k: 0 within a document, -256 or less for an earlier one. The other channels add at most
+    # K <= 128 to either side, and scores are 0.1 q.k or more, so that an earlier document's key has
+    # less than exp(-25.6) times the weight of a like key. Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
-    rope, rope_paired = rotation(t), rotation(2 * t + jnp.arange(2))
+    rope = rotation(t)
+    rope_paired = rotation(2 * t + jnp.arange(2))  # of head h: position 2 t + h % 2
     return Positions(rope, rope_paired, doc_q, doc_k, score_scale, windows)
 
 
@@ -668,9 +697,9 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     windows = [s.long for s in c.stages[: stage + 1] if s.steps]
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * np.pi)  # in the old window
-        keep = np.clip((turns - 1) / 31, 0, 1)
+        keep = np.clip((turns - 1) / 31, 0, 1)  # YaRN's alpha = 1, beta = 32
         frequency = frequency * (old / new + keep * (1 - old / new))
-        scale = scale * (1 + 0.2 * np.log(new / old))
+        scale = scale * (1 + 0.2 * np.log(new / old))  # upstream's; YaRN's has 0.1
     return frequency, float(scale)
 
 
@@ -680,7 +709,7 @@ def prefix_table(c: Config) -> np.ndarray:
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-SOFTCAP = 23  # logits are between 0 and this
+SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 SOFTCAP_SHIFT = 5
 SOFTCAP_WIDTH = 7.5
 
@@ -698,8 +727,8 @@ def quantize(x: Array, scale: float, dtype: str) -> Array:
 
 
 def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
-    """The product of two matrices, summed over axes[0] of a and axes[1] of b, divided by scale, in
-    dtype. Precision "highest" keeps all bits in the sums of float8 products."""
+    """The product of two matrices, contracted over axes[0] of a and axes[1] of b, divided by scale,
+    in dtype. With precision "highest", tensor cores keep all bits while they sum up float8."""
     contracted = (((axes[0],), (axes[1],)), ((), ()))
     out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
     return out * jnp.asarray(1 / scale, dtype)
@@ -708,14 +737,15 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy over all V columns to J targets (-1: none) with weights,
-    summed over N tokens. arXiv:2209.05433, record 19. In chunks of tokens, so that the (N, V)
-    logits never exist; both gradients are computed while a chunk's logits are at hand."""
+    summed over N tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the
+    forward pass computes both gradients as well, while a chunk's logits are at hand.
+    arXiv:2209.05433, record 19."""
     return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
 
 
 def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
     """The loss, and its gradients for x and w."""
-    g_scale = c.g_scale * c.batch
+    grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
@@ -727,22 +757,24 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
         z_target = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
         loss = (weights * (jnp.log(total) - softcap(z_target))).sum()
-        # For s = softcap(z), the gradient of the loss with respect to z is, summed over targets,
-        #     weight (softmax(s) - one_hot(target)) * s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
-        # and g8 is that times g_scale; ds is all of it but the factor s (SOFTCAP - s).
-        target_scale = g_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
-        softmax_scale = target_scale.sum(axis=1, keepdims=True) / total
+        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
+        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
+        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
+        # The constants and the scale of float8 are multiplied into the weights beforehand.
+        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
         # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
         # all of g8 a second time for its transpose.
-        z, softmax_scale = lax.optimization_barrier((z, softmax_scale))
+        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
         s = softcap(z)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        ds = softmax_scale * jnp.exp(s)
+        dloss_ds = softmax_weight * jnp.exp(s)
         for j in range(targets.shape[1]):
-            ds -= jnp.where(column == targets[:, j, None], target_scale[:, j, None], 0)
-        g8 = lax.optimization_barrier(quantize(ds * s * (SOFTCAP - s), 1, c.head_backward))
-        dx = scaled_matmul(g8, w8_DV, (1, 1), g_scale * c.w_scale, c.compute, "highest")
-        dw = scaled_matmul(g8, x8, (0, 0), g_scale * c.x_scale, "float32", "highest")
+            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
+        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
+        g8 = lax.optimization_barrier(g8)
+        dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
+        dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
         return dw_VD + dw, (loss, dx)
 
     chunks = [a.reshape(-1, c.head_chunk, a.shape[1]) for a in (x_ND, targets_NJ)]
@@ -759,34 +791,37 @@ def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
-# ---- Gradients by hand ---------------------------------------------------------------------------
-# JAX's own gradients of norms move more bytes. For h = x / rms(x), of D channels, and its gradient,
-#     dx = (dh - h sum(dh h) / D) / rms(x)
-# What of dh is parallel to h would only change the length of x, which the norm takes away.
+# ---- Custom gradients ----------------------------------------------------------------------------
+# JAX's own gradients of norms read and write more memory than they must. For h = x / rms(x),
+#     dx = (dh - h mean(dh h)) / rms(x), with the mean over the D channels.
+# The second term removes the radial part of dh, which is parallel to h: it would only change the
+# length of x, which the norm takes away.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def norm_linear(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> Array:
-    """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written. The backward pass
-    computes sum(dh h) from "y" or from "x": from y if the kernel that makes dy reads y anyway, as
-    after an elementwise function."""
+    """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written to memory.
+
+    The backward pass computes the radial part from "x", or from "y", the result. That is cheaper
+    if an elementwise function follows, such as relu, because its gradient reads y anyway.
+    """
     return norm_linear_fwd(x_BTD, w_ED, dtype, c, radial_from)[0]
 
 
 def norm_linear_fwd(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> tuple[Array, tuple]:
     """x w^T / rms(x)."""
-    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA makes x twice, from its terms
+    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA computes x a second time
     y = linear(x_BTD, w_ED, dtype, c, inverse)
     return y, (x_BTD, inverse, w_ED, y)
 
 
 def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, dy) -> tuple:
-    """For dz = dy / rms(x): dh / rms(x) = dz w, dw = dz^T x, and sum(dh h) = sum(dy y)."""
+    """For dz = dy / rms(x): dh / rms(x) = dz w, dw = dz^T x, and sum(dh h) is sum(dy y) as well."""
     x, inverse, w_ED, y = residuals
     dz = (dy * inverse).astype(x.dtype)
-    dx = jnp.einsum("BTE,ED->BTD", dz, w_ED)
-    a, b = (dy, y) if radial_from == "y" else (dx, x)
+    dh_over_rms = jnp.einsum("BTE,ED->BTD", dz, w_ED)
+    a, b = (dy, y) if radial_from == "y" else (dh_over_rms, x)
     radial = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / x.shape[-1]
     dw_ED = jnp.einsum("BTE,BTD->ED", dz, x)
-    return (dx - x * (radial * inverse**2)).astype(x.dtype), dw_ED
+    return (dh_over_rms - x * (radial * inverse**2)).astype(x.dtype), dw_ED
 
 
 norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
@@ -795,8 +830,9 @@ norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
 def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
     """scale * x w^T, (B, T, E). [fp8-mlp] float8 in the forward pass only; records 84 and 89."""
     if not dtype.startswith("float8"):
-        # Scaling after the product is free: XLA fuses it into whatever reads y.
+        # Scaling after the matmul is free: XLA fuses it into whatever reads y.
         return (jnp.einsum("BTD,ED->BTE", x_BTD, w_ED) * scale_BT1).astype(x_BTD.dtype)
+    # float8 is scaled before, so that x fills its range.
     x8_ND = quantize((x_BTD * scale_BT1).reshape(-1, x_BTD.shape[-1]), c.x_scale, dtype)
     w8_ED = quantize(w_ED, c.w_scale, dtype)
     y_NE = scaled_matmul(x8_ND, w8_ED, (1, 1), c.x_scale * c.w_scale, c.compute)
@@ -805,13 +841,13 @@ def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x_BTF, w_FD, c: Config) -> Array:
-    """x w, (B, T, D). Its gradients are written out so that they stay in the format of x where the
-    product is in float8, and because JAX's own dw, dy^T x transposed, is slow on CPUs."""
+    """x w, (B, T, D). Its gradients are custom so that they stay in the dtype of x where the matmul
+    is in float8, and because JAX's own dw, dy^T x transposed, is slow on CPUs."""
     return linear(x_BTF, w_FD.T, c.mlp_forward, c)
 
 
 def project_fwd(x_BTF, w_FD, c: Config) -> tuple[Array, tuple]:
-    """The product, and its operands."""
+    """The result, and its operands."""
     return project(x_BTF, w_FD, c), (x_BTF, w_FD)
 
 
@@ -827,8 +863,8 @@ project.defvjp(project_fwd, project_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
-    """rotate_and_shift(norm(x)), (B, T, H, K), with the document code (B, T, 1, 4) in the last four
-    channels. cos and sin are (T, 1 or 2, K / 4)."""
+    """rotate_and_shift(norm(x)), (B, T, H, K), whose last four channels are overwritten by the
+    document code, (B, T, 1, 4). cos and sin are (T, 1 or 2, K / 4)."""
     return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
 
 
@@ -855,48 +891,49 @@ norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
 
 
 def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
-    """Rotates channels a against b and leaves the upper half of the channels still:
+    """Rotates the channel pairs (a, b) of every head by the angle of its position, (B, T, H, K):
 
-        [ a: K/4 | b: K/4 | still: K/2, of which the last 4 become 0 ]
+        [ a: K/4 | b: K/4 | rest: K/2 ]  ->  [ a cos + b sin | b cos - a sin | rest ]
 
-    cos and sin are (T, P, K/4); with P = 2, heads take the two angles by turns. With key_offset,
-    the still half comes from the previous position; the first position keeps its own. Linear in h,
-    and without branches, in which the threads of a GPU would wait for one another.
+    The last four channels of the rest become 0. cos and sin are (T, 1 or 2, K/4): with two angles,
+    head h takes number h % 2. With key_offset, the rest comes from the previous position; the first
+    position keeps its own. Linear in h, which the backward pass needs, and without slices and
+    concatenations, in which the threads of a GPU would diverge.
     """
     B, T, H, K = h_BTHK.shape
-    P = cos.shape[1]
-    quarters = h_BTHK.reshape(B, T, H // P, P, 4, K // 4)
-    pairs = quarters.reshape(B, T, H // P, P, 2, 2, K // 4)
-    partners = pairs[..., ::-1, :].reshape(quarters.shape)  # b, a, and the still quarters swapped
+    angles = cos.shape[1]
+    quarters = h_BTHK.reshape(B, T, H // angles, angles, 4, K // 4)  # a, b, rest, rest
+    pairs = quarters.reshape(B, T, H // angles, angles, 2, 2, K // 4)
+    partners = pairs[..., ::-1, :].reshape(quarters.shape)  # b, a, rest, rest
     cos, sin = cos[:, None, :, None], sin[:, None, :, None]
     quarter = jnp.arange(4)[:, None]
     sin = jnp.where(quarter == 0, sin, jnp.where(quarter == 1, -sin, 0))
     y = (quarters * jnp.where(quarter < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
     channel = jnp.arange(K)
     if key_offset:
-        none = (0, 0, 0)
-        previous = lax.pad(h_BTHK, np.float32(0), [none, (1, -1, 0), none, none])
+        no_pad = (0, 0, 0)
+        previous = lax.pad(h_BTHK, np.float32(0), [no_pad, (1, -1, 0), no_pad, no_pad])  # shifted
         is_first = jnp.arange(T)[:, None, None] == 0
         y = jnp.where((channel < K // 2) | is_first, y, previous)
     return jnp.where(channel < K - 4, y, 0)
 
 
 @jax.custom_vjp
-def dc_scores(q_BnjHK, k_BniHK) -> Array:
-    """q.k, (B, n, H, j, i), in float32; the products of its gradient are in the format of q."""
-    return jnp.einsum("BnjHK,BniHK->BnHji", q_BnjHK, k_BniHK, preferred_element_type=jnp.float32)
+def dc_scores(q_BniHK, k_BnjHK) -> Array:
+    """q.k, (B, n, H, i, j), in float32; the matmuls of its gradient are in the dtype of q."""
+    return jnp.einsum("BniHK,BnjHK->BnHij", q_BniHK, k_BnjHK, preferred_element_type=jnp.float32)
 
 
-def dc_scores_fwd(q_BnjHK, k_BniHK) -> tuple[Array, tuple]:
+def dc_scores_fwd(q_BniHK, k_BnjHK) -> tuple[Array, tuple]:
     """The scores, and their operands."""
-    return dc_scores(q_BnjHK, k_BniHK), (q_BnjHK, k_BniHK)
+    return dc_scores(q_BniHK, k_BnjHK), (q_BniHK, k_BnjHK)
 
 
-def dc_scores_bwd(residuals: tuple, g_BnHji) -> tuple:
+def dc_scores_bwd(residuals: tuple, g_BnHij) -> tuple:
     """dq = g k and dk = g^T q."""
     q, k = residuals
-    g = g_BnHji.astype(q.dtype)
-    return jnp.einsum("BnHji,BniHK->BnjHK", g, k), jnp.einsum("BnHji,BnjHK->BniHK", g, q)
+    g = g_BnHij.astype(q.dtype)
+    return jnp.einsum("BnHij,BnjHK->BniHK", g, k), jnp.einsum("BnHij,BniHK->BnjHK", g, q)
 
 
 dc_scores.defvjp(dc_scores_fwd, dc_scores_bwd)
@@ -923,6 +960,7 @@ gelu.defvjp(gelu_fwd, gelu_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
+# The three kinds of parameters, by their sharding; Param explains them.
 BANK = P(None, "fsdp")
 LOOKUP = P("fsdp")
 REPLICATED = P()
@@ -942,12 +980,12 @@ class Param(NamedTuple):
     shape: tuple[int, ...]  # of the float32 master copy, padding included
     init: Callable  # (key, shape) -> array
     lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
-    weight_decay: float  # factor on the base rate: see apply_update(), where lr counts once more
-    # An optax transform without rate or minus sign, which apply_update() adds. It sees one array,
-    # the part of the parameter that a device owns; arrays of its state are sharded like that.
+    weight_decay: float  # a decaying weight loses base rate**2 * lr * weight_decay of itself
+    # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
+    # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
     sharding: P = REPLICATED
-    every: int = 2  # steps from update to update, 1 or 2; gradients add up in between
+    every: int = 2  # updated every step (1), or every second step from the sum of two gradients
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a lookup: rows without padding
@@ -965,22 +1003,23 @@ def param_table(c: Config) -> dict[str, Param]:
     D, H = c.D, c.H
     n_layers = len(c.layers)
     with_attention = c.attention_layers()
-    vocab = -(-c.vocab // 128) * 128  # the head's columns of padding are trained as well
+    vocab = -(-c.vocab // 128) * 128  # the softmax is over the padding, too, so it is trained
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
     muon = normuon(c)
     # fmt: off
     table = {
-        # rows, D, std of the first values, factors on the rate and on the decay, Adam's betas
+        # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
         "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "bigram": lookup(c.bigrams, D, 0.0, 75, 5, (0.75, 0.95)),
         **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, (0.75, 0.95)) for n in c.value_tables()},
-        # rows, cols, layers, and (bound of the first values, factor on the rate) of each matrix
-        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),  # of 2 heads; q, k
+        # rows, cols, layers, and (bound of the initial values, factor on the rate) of each matrix.
+        # A layer has H matrices in "qk", of two heads each: half of them for q, then half for k.
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),
         "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
         "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),  # fc, proj^T
-        # shape, first values, factor on the rate. Row i is layer i's; unused rows stay as they are.
+        # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
         "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
@@ -993,6 +1032,7 @@ def param_table(c: Config) -> dict[str, Param]:
     # fmt: on
     for net, outputs in nets(c).items():
         lr = 0.25 if net.startswith("mudd") else 0.1
+        # run_net() multiplies by the scale.
         starts = np.float32(np.concatenate(list(outputs.values()))) / np.float32(GATE_SCALE)
         table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
         table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
@@ -1004,37 +1044,30 @@ ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul 
 
 
 def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
-    """A table that tokens are looked up in, padded to a multiple of 128 rows; at first normal with
-    this std. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
+    """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
+    normal distribution. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
     return Param(shape, init, lr, ADAM_DECAY * lr * decay, adam(*betas), LOOKUP, rows=rows)
 
 
 def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
-    """Matrices of one shape: for each layer as many as there are (bound, rate) pairs, padded with
-    zeros to groups of 8. Every device owns whole ones, so the optimizer, which gets an array
-    [G, n, rows, cols] of them, communicates nothing."""
-    used_by = tuple(layer for layer in layers for _ in matrices)
-    padding = [(0, 0)] * (-len(used_by) % BANK_GROUP)
-    pairs = np.float32(matrices * (len(used_by) // len(matrices)) + padding)
+    """Matrices of one shape, for each layer as many as there are pairs (bound, rate), padded with
+    zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
+    gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
+    layer_of = tuple(layer for layer in layers for _ in matrices)
+    padding = [(0, 0)] * (-len(layer_of) % BANK_GROUP)
+    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
     bounds, rates = pairs.T.reshape(2, -1, BANK_GROUP, 1, 1)
     shape = (len(bounds), BANK_GROUP, rows, cols)
     return Param(
-        shape,
-        init=uniform(bounds),
-        lr=rates,
-        weight_decay=1.2,
-        optimizer=optimizer,
-        sharding=BANK,
-        every=1,
-        base_lr="muon_lr",
-        layers=used_by,
-    )
+        shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
+        sharding=BANK, every=1, base_lr="muon_lr", layers=layer_of,
+    )  # fmt: skip
 
 
 def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
-    """A small parameter that every device has. init is an initializer or the first values; lr and
+    """A small parameter that every device has. init is an initializer or the values; lr and
     decay are upstream's lr_mul and wd_mul, b2 is Adam's."""
     init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
     weight_decay = ADAM_DECAY * decay * np.float32(lr)
@@ -1059,8 +1092,8 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
 
 # ---- Sharding ------------------------------------------------------------------------------------
 def make_mesh(devices: list[jax.Device]) -> Mesh:
-    """Axis "fsdp", over which weights are sharded; beyond 8 devices also "nodes", of which each has
-    all weights."""
+    """Axis "fsdp", over which weights are sharded; with more than 8 devices also "nodes", each of
+    which has all weights."""
     if len(devices) <= 8:
         return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
     nodes = np.array(devices).reshape(-1, 8)
@@ -1078,13 +1111,13 @@ def node_axes() -> tuple[str, ...]:
 
 
 def varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Marks x, equal on all devices, as each device's own, so that its gradient is summed."""
+    """Marks x, which is replicated, as varying over axes, so that its gradient is summed."""
     return lax.pcast(x, axes, to="varying")
 
 
 def all_gather(x: Array, c: Config) -> Array:
-    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. In
-    float32 before and after, so that gradients of microbatches add up in float32."""
+    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. The
+    result is float32, so that gradients of microbatches add up in float32; XLA fuses the casts."""
     x = varying(x.astype(c.compute), node_axes())
     return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
 
@@ -1096,15 +1129,16 @@ def reduce_scatter(grad_VD, c: Config) -> Array:
 
 
 def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
-    """[fsdp] Whole weights from the parts that devices own; a bank becomes {layer: its matrices}.
-    jax.vjp of this function sends every gradient to its owner. ZeRO-2, arXiv:1910.02054."""
+    """[fsdp] All-gathers whole weights from the parts that devices own; a bank becomes {layer: its
+    matrices}. jax.vjp of this function sends every gradient to its owner. ZeRO-2,
+    arXiv:1910.02054."""
     table = param_table(c)
     weights = {}
     for name, x in owned.items():
         if table[name].sharding == BANK:
             matrices = [matrix for group in x for matrix in all_gather(group, c)]
             weights[name] = {layer: [] for layer in table[name].layers}
-            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # without padding
+            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
                 weights[name][layer].append(matrix)
         elif table[name].sharding == LOOKUP:
             weights[name] = all_gather(x, c)
@@ -1113,18 +1147,18 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     return weights
 
 
-def exchange_rows(index_NBT, grad_NBTD, owned: Array) -> Array:
+def exchange_rows(index_MBT, grad_MBTD, owned: Array) -> Array:
     """[sparse-grads] The gradient of the bigram rows that this device owns. Devices send only the
-    rows that their tokens read: a whole gradient would be mostly zeros. Record 71."""
-    index_NBT = lax.all_gather(index_NBT, mesh_axes(), tiled=True, to="invarying")
-    grad_NBTD = lax.all_gather(grad_NBTD, mesh_axes(), tiled=True, to="invarying")
+    rows that their tokens read: a gradient of all rows would be mostly zeros. Record 71."""
+    index_MBT = lax.all_gather(index_MBT, mesh_axes(), tiled=True, to="invarying")
+    grad_MBTD = lax.all_gather(grad_MBTD, mesh_axes(), tiled=True, to="invarying")
     first = lax.axis_index("fsdp") * len(owned)
-    mine_NBT = (index_NBT - first).astype(jnp.uint32)  # indices of other devices become too large
-    return jnp.zeros_like(owned).at[mine_NBT].add(grad_NBTD.astype(jnp.float32), mode="drop")
+    mine_MBT = (index_MBT - first).astype(jnp.uint32)  # other devices' are out of range
+    return jnp.zeros_like(owned).at[mine_MBT].add(grad_MBTD.astype(jnp.float32), mode="drop")
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
-POLAR_EXPRESS = (  # coefficients of five quintics, each the best for what the one before leaves
+POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the one before leaves
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1139,7 +1173,7 @@ def orthogonalize(G: Array, dtype: str) -> Array:
     arXiv:2505.16932, record 38."""
     tall = G.shape[-2] > G.shape[-1]
     X = G.mT if tall else G
-    X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)
+    X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)  # no singular value is above 1
     for c1, c3, c5 in POLAR_EXPRESS:
         A = X @ X.mT
         X = c1 * X + (c3 * A + c5 * A @ A) @ X
@@ -1149,8 +1183,8 @@ def orthogonalize(G: Array, dtype: str) -> Array:
 
 def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
     """Nesterov momentum and orthogonalization of matrices [.., rows, cols]; then [normuon] scales
-    each row by 1 / rms of its recent updates, so that rows move equally far (of wide matrices,
-    columns). Li et al. 2025, arXiv:2510.05491; record 41."""
+    each row by 1 / rms of its recent updates, so that updates of all rows have equal rms (of
+    wide matrices, columns). Li et al. 2025, arXiv:2510.05491; record 41."""
 
     def mean_square(X):
         axis = -1 if X.shape[-2] >= X.shape[-1] else -2  # one mean for each row, or each column
@@ -1183,21 +1217,21 @@ def adam(b1: float, b2: float) -> optax.GradientTransformation:
 
 
 def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: Any) -> Array:
-    """One step of a parameter. [cautious-decay] A weight decays only where the update shrinks it as
-    well; like upstream's, the decay has the rate twice. arXiv:2510.12402, record 43."""
+    """One step of a parameter. [cautious-decay] A weight decays only where the update also shrinks
+    it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402, record 43."""
     decay = rate * weight_decay * jnp.where(update * p > 0, p, 0)
     return p - rate * lr * (update + decay)
 
 
 class ScheduleRow(NamedTuple):
-    """The numbers that change from step to step. They are arguments of a step's program, which
-    therefore depends on no rate and on no number of steps."""
+    """The numbers that change from step to step. They are arguments of a step's program, so it is
+    the same program with other rates or another number of steps."""
 
-    adam_lr: Any  # this step's base rates: for Adam ..
-    muon_lr: Any  # .. and for Muon
+    adam_lr: Any  # base rate of parameters with base_lr="adam_lr"
+    muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
-    target_weights: Any  # (J,): loss weights, in the order of the function target_weights()
+    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1206,9 +1240,10 @@ def schedule(c: Config) -> list[ScheduleRow]:
     lengths = np.array([stage.steps for stage in c.stages])
     starts = np.cumsum(lengths) - lengths
     stage_of = np.array([c.stage_at(step) for step in steps])
-    unstretched = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
-    stage_progress = (unstretched - starts[stage_of]) / lengths[stage_of]  # 0 to 1
-    progress = unstretched / sum(lengths)  # of the run, 0 to 1
+    # The step of the run with all its planned steps that each step of this run stands for.
+    planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
+    stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
+    progress = planned_step / sum(lengths)  # of the run, 0 to 1
 
     cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
     stage_lr = np.array([stage.lr for stage in c.stages])
@@ -1233,16 +1268,17 @@ class State(NamedTuple):
     params: dict[str, Array]  # float32 master copies
     opt_state: dict[str, Any]  # of each parameter's optimizer
     waiting_grads: dict[str, Array]  # of parameters with every=2, after a step without their update
-    lookups: dict[str, Array]  # the LOOKUPs, whole and in c.compute, as they were sent last
+    lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
 
 
 def validated(state: State) -> dict[str, Array]:
-    """The weights that are validated and saved."""
+    """The weights that are validated and saved; the place for an average of weights."""
     return state.params
 
 
 def initial_state(seed: Array, c: Config) -> State:
-    """Fresh weights. Their random keys are made from their names: a new row re-seeds no other."""
+    """The state before the first step. Random keys are made from the parameters' names, so that a
+    new row of param_table() does not change the initial values of the others."""
     table = param_table(c)
     params = {}
     for name, param in table.items():
@@ -1260,7 +1296,8 @@ def initial_state(seed: Array, c: Config) -> State:
 
 def start_keys_as_queries(qk: Array, c: Config) -> Array:
     """[key-start] In layers with key_start, key weights start as copies of query weights, so that
-    from the first step on a token finds its like and, with key_offset, what followed. Our own."""
+    from the first step on a token attends to its like and, with key_offset, to what followed it.
+    Not in upstream."""
     matrices = qk.reshape(-1, *qk.shape[2:])
     for n, i in enumerate(c.attention_layers()):
         if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
@@ -1272,11 +1309,11 @@ def start_keys_as_queries(qk: Array, c: Config) -> Array:
 
 
 def state_shapes(c: Config, mesh: Mesh) -> State:
-    """Shape and sharding of every array. What belongs to a parameter is sharded like it, but
-    scalars and whole lookups are on every device."""
+    """Shape and sharding of every array. Gradients and optimizer states are sharded like their
+    parameters; scalars and whole lookups are replicated."""
     table = param_table(c)
 
-    def shape_of(tree_path, x):
+    def shape_of(tree_path, x):  # the path is a field of State, the name of a parameter, ...
         field, name = tree_path[0].name, tree_path[1].key
         everywhere = field == "lookups" or x.ndim == 0
         sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
@@ -1286,68 +1323,69 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
 
 
 def make_state(c: Config, mesh: Mesh) -> State:
-    """The state at the start of a run; the same numbers on any number of devices. A seed of -1,
-    for which main() draws one, is 0 here."""
+    """The state at the start of a run; the same numbers on any number of devices. main() has
+    replaced a seed of -1; for tools that have not, it is 0."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     seed = np.uint32(max(0, c.seed))
     return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(seed, c)
 
 
-def train_step(state: State, tokens_NBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
-    """One step, from this device's N microbatches, under shard_map; returns the new state and the
-    loss per token, summed over targets. Without update_all, only parameters with every=1 are
+def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
+    """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
+    the loss per token, summed over targets. Without update_all, only parameters with every=1 are
     updated; the other gradients wait for the next step.
 
-    collective       what                             axis   format    when
+    collective       what                             axis   dtype     when
     all-gather       banks                            fsdp   compute   every step
     reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
-    all-reduce       .. beyond 8 devices              nodes  compute   every step
-    all-gather       bigram: rows, their gradients    all    compute   every step
+    all-reduce       the same, beyond 8 devices       nodes  compute   every step
+    all-gather       bigram: int32 rows, gradients    all    compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
     all-gather       lookups that were updated        fsdp   compute   end of an update_all step
     """
     table = param_table(c)
-    # Whole weights. Lookups were sent at the end of the last step with update_all.
+    # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
+    # gathered at the end of the last step with update_all.
     owned = {name: p for name, p in state.params.items() if table[name].sharding != LOOKUP}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
     bigram_table = lookups.pop("bigram")
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
 
-    # Gradients, added up over microbatches. The loss is the mean over the batch's sequences.
+    # Gradients, added up over microbatches. The loss is a mean over the batch's sequences and a sum
+    # over their positions: Muon and Adam do not see a factor. It is divided by T for the log.
     ks = target_weights(c.stages[stage])
-    weight_of = {k: row.target_weights[j] / c.batch for j, k in enumerate(ks)}
+    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
 
     def microbatch(total, tokens_BS):
         index_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
         w = weights | {"bigram_rows": take_rows(bigram_table, index_BT)}
-        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, weight_of, c, stage)
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage)
         bigram_grads = grads.pop("bigram_rows")
         return jax.tree.map(jnp.add, total, (loss, grads)), (index_BT, bigram_grads)
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (index_NBT, bigram_grads) = lax.scan(microbatch, zero, tokens_NBS)
+    (loss, grads), (index_MBT, bigram_grads) = lax.scan(microbatch, zero, tokens_MBS)
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
-    grads["bigram"] = exchange_rows(index_NBT, bigram_grads, state.params["bigram"])
+    grads["bigram"] = exchange_rows(index_MBT, bigram_grads, state.params["bigram"])
     state = update_parameters(state, grads, row, c, update_all)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
-def update_parameters(
-    state: State, grads: dict, row: ScheduleRow, c: Config, update_all: bool
-) -> State:
-    """Updates this device's parts of the parameters that are due. grads has the gradient of every
-    parameter, by name and shaped like the part, summed over all devices."""
+def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, update_all: bool):
+    """Returns the state after an update of the parameters that are due, of this device's parts.
+    grads has the gradient of every parameter, by name and shaped like the part, summed over all
+    devices."""
     table = param_table(c)
     due = [name for name, param in table.items() if update_all or param.every == 1]
     waiting = {name: grads[name] for name in state.waiting_grads}
     if update_all:
         grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
-        waiting = state.waiting_grads  # used up; the next step stores its own
+        waiting = state.waiting_grads  # without meaning now: the next step overwrites them
     if "embed" in due:
         both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
         tied = {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
@@ -1369,13 +1407,13 @@ def update_parameters(
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
     lookups = dict(state.lookups)
     for name in lookups:
-        if name in due:  # sent here, the tables arrive while Muon still works
+        if name in due:  # gathered here and not in the next step, to overlap with Muon
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
     return State(params, opt_state, waiting, lookups)
 
 
-def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Array:
+def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> Array:
     """Mean next-token loss of a validation batch, under shard_map; c is from for_validation().
     All-gathers banks and lookups, all-reduces the loss."""
     weights = whole_weights(params, c)
@@ -1385,19 +1423,19 @@ def val_step(params: dict[str, Array], tokens_NBS, c: Config, stage: int) -> Arr
         w = weights | {"bigram_rows": take_rows(weights["bigram"], index_BT)}
         return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
 
-    loss = lax.map(microbatch, tokens_NBS).sum()
-    nodes = lax.psum(1, node_axes())  # each has the same sequences
+    loss = lax.map(microbatch, tokens_MBS).sum()
+    nodes = lax.psum(1, node_axes())  # all validate the same sequences
     return lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
 
 
-OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
+OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
     "gpu": {
-        "xla_gpu_enable_triton_gemm": False,  # cuBLAS can add a product to an array in one kernel
-        "xla_gpu_enable_dynamic_slice_fusion": False,  # products in such fusions are not tuned
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # each gradient leaves when it is made
+        "xla_gpu_enable_triton_gemm": False,  # cuBLAS accumulates into an array in the same kernel
+        "xla_gpu_enable_dynamic_slice_fusion": False,  # matmuls in such fusions are not autotuned
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # gradients are sent at once
         "xla_allow_excess_precision": False,  # or the residual stream would stay in float32
     },
-    # YNN's kernels are slower in jax 0.10 than those that they replace, and faster since 0.11.
+    # YNNPACK's kernels are slower in jax 0.10 than those that they replace, and faster since 0.11.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
 }
 
@@ -1405,7 +1443,7 @@ OPTIONS = {  # of the compiler, by platform; they overrule XLA_FLAGS
 def compile_train_step(stage: int, update_all: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
     T = c.sequence_length(stage)
-    at_once = math.gcd(c.microbatch, c.batch // mesh.size)
+    at_once = math.gcd(c.microbatch, c.batch // mesh.size)  # divides the device's sequences
 
     def step(state, tokens, row):
         return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, update_all)
@@ -1437,18 +1475,21 @@ def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
 
 
 def compile_program(step: Callable, mesh: Mesh, state: Any, tokens: Any, *row) -> Any:
-    """Compiles a step. A training step, which has a row, puts its state in place of the old one."""
+    """Compiles a step from the shapes of its arguments. A training step, the one with a row, gives
+    its state's memory to the new state."""
     specs = jax.tree.map(lambda x: x.sharding.spec, (state, tokens, *row))
-    out_specs = (specs[0], P()) if row else P()
+    is_training = len(row) > 0
+    out_specs = (specs[0], P()) if is_training else P()
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
-    program = jax.jit(program, donate_argnums=0 if row else (), keep_unused=True)
+    # keep_unused: compile_all() expects the shapes of all arguments.
+    program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
     platform = mesh.devices.flat[0].platform
     return program.lower(state, tokens, *row).compile(OPTIONS.get(platform))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
-    """(sequences, T, max_doc) of every batch of "train", or of one validation, "val"."""
+    """(sequences, T, max_doc) of every batch of the run, "train", or of a validation, "val"."""
     if split == "val":
         return [(VAL_SEQUENCES, c.val_T, 0)] * (c.val_tokens // (VAL_SEQUENCES * c.val_T))
     stages = [c.stage_at(step) for step in range(c.total_steps)]
@@ -1460,25 +1501,29 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
     if count < 1 or path.stat().st_size != 1024 + 2 * count:
-        refuse(f"{path} is not a whole shard: python data/check.py {path.parent} says why")
+        refuse(f"{path} is not a complete shard: python data/check.py {path.parent} says why")
     return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
 
 
 def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
-    """[packing] The batches that a shard holds: for each sequence, (start, end) of its pieces,
-    T + 1 tokens in all. Documents are taken in order, each cut to max_doc and the last one to fit;
-    what is cut off is dropped, and so is the shard's tail. Records 26 and 29. With max_doc 0, a
-    sequence is one piece, which begins where the one before it ended."""
+    """[packing] The batches that a shard holds; of each sequence, (start, end) of its pieces, T + 1
+    tokens in all. Records 26 and 29.
+
+    Documents are taken in order, each cut to max_doc tokens, and the last one to what is missing.
+    What is cut off is dropped. For T + 1 = 6, max_doc = 4 and documents of 3, 9 and 5 tokens, the
+    sequences are [(0, 3), (3, 6)], [(12, 16), ...]. With max_doc 0, a sequence is one piece, which
+    begins with the last target of the one before. What is left of a shard at its end is dropped.
+    """
     starts = [len(shard)]
     if any(max_doc for *_, max_doc in shapes):
         starts = [*np.flatnonzero(shard == c.eot).tolist(), len(shard)]
-    cursor = 0  # the first token that was not yet taken
-    document = 0  # the first document that does not start before it
+    cursor = 0  # all tokens before this one are taken or dropped
+    document = 0  # number of the first document from the cursor on
     for sequences, T, max_doc in shapes:
         batch = []
         for _ in range(sequences):
             pieces = []
-            room = T + 1
+            room = T + 1  # tokens that the sequence still needs
             if max_doc == 0:
                 pieces.append((cursor, cursor + T + 1))
                 cursor += T  # the last token is only a target here: the next sequence reads it
@@ -1500,7 +1545,7 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
 
 def find_data(c: Config) -> dict[str, list[np.memmap]]:
     """The shards that the run reads, by split; exits with status 2 if they hold too little."""
-    needs_prefixes = any(0 in target_weights(stage) for stage in c.stages)
+    needs_prefixes = any(PREFIX in target_weights(stage) for stage in c.stages)
     if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
         refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
     folder = Path(c.data).absolute()
@@ -1509,7 +1554,7 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
         shapes = batch_shapes(split, c)
         found = 0
         paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
-        for path in paths if split == "train" else paths[:1]:
+        for path in paths if split == "train" else paths[:1]:  # the rules name one for validation
             if found < len(shapes):
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
@@ -1520,16 +1565,15 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
 
 
 def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, Any]:
-    """What the log states of a shard; exits with status 2 where a run would learn nonsense."""
+    """A shard's facts for the log; exits with status 2 if its tokens do not fit the run."""
     path = Path(shard.filename)
     largest = int(shard.max())
     starts = np.flatnonzero(shard == c.eot)
     sizes = np.diff(starts, append=len(shard))
     if largest >= c.vocab or len(starts) == 0:
-        refuse(
-            f"{path}: its largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot"
-        )
-    for _, T, max_doc in set(shapes):  # positions() tells 4,095 documents of a sequence apart
+        refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
+    # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
+    for _, T, max_doc in set(shapes):
         taken = np.minimum(sizes, max_doc or len(shard))
         begins = np.cumsum(taken) - taken
         if np.any(begins[4095:] - begins[:-4095] < T):
@@ -1540,9 +1584,7 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
 
 
-def read_batches(
-    shards: list[np.ndarray], shapes: list[tuple], c: Config, part: int = 0, parts: int = 1
-) -> Iterator[np.ndarray]:
+def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
     """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
     sequences of this part (from 0) of every batch."""
     done = 0
@@ -1555,8 +1597,8 @@ def read_batches(
 
 
 def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
-    """Copies arrays to the devices some steps early, each host its rows. The copy returns at once,
-    so it hides behind a step."""
+    """Copies arrays to the devices some steps early; each process passes its rows. The transfer is
+    asynchronous, so it overlaps with a step."""
     queue = collections.deque()
     for batch in batches:
         queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
@@ -1573,7 +1615,7 @@ def refuse(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Shows a line about what does not stop the run."""
+    """Prints a warning."""
     print(f"warning: {message}", file=sys.stderr)
 
 
@@ -1597,7 +1639,7 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
-    """The devices of all hosts, and the configuration in formats that they can run."""
+    """The devices of all hosts, and the configuration with dtypes that they support."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
@@ -1618,14 +1660,15 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 def saved_arrays(state: State) -> dict[str, Any]:
-    """The arrays of a checkpoint, by their path in the state. Lookups are parameters, rounded."""
+    """The arrays of a checkpoint, by their path in the state. Lookups are left out: they are
+    parameters in c.compute."""
     leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
-    """Writes one archive, whose name appears once it is whole; the newest two stay. Returns False,
-    and writes nothing, if a number is not finite."""
+    """Writes a checkpoint under another name, renames it, and deletes all but the newest two.
+    Returns False, and writes nothing, if a number is not finite."""
     arrays = {key: process_allgather(x, tiled=True) for key, x in saved_arrays(state).items()}
     if not all(np.isfinite(x).all() for x in arrays.values()):
         return False
@@ -1646,7 +1689,8 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
 
 
 def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Facts and arrays of a checkpoint; of a folder, of its newest whole one."""
+    """Facts and arrays of a checkpoint, or of a folder's newest intact one. The facts are step,
+    seconds, log, identity, command and machine: see main() and train()."""
     paths = [source]
     if not source.is_file():
         paths = sorted(source.rglob("*.state"), key=os.path.getmtime)
@@ -1658,14 +1702,14 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                 arrays = dict(file)
             return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
-            warn(f"{path} is not a whole checkpoint: {error!r}")
-    refuse(f"--resume {source}: there is no whole checkpoint")
+            warn(f"{path} is not an intact checkpoint: {error!r}")
+    refuse(f"--resume {source}: there is no intact checkpoint")
 
 
 def identity(c: Config, data: list[dict]) -> dict[str, Any]:
-    """What must be the same in a run and in the run that it goes on from: source, flags, tokens."""
-    free = ("data", "resume", "force", "save", "save_every", "stall")
-    flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in free}
+    """What must not change between a checkpoint and the run that resumes it."""
+    may_change = ("data", "resume", "force", "save", "save_every", "stall")
+    flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in may_change}
     same = {"the source": crc32(SOURCE.encode()), **flags}
     same |= {shard["file"]: shard["sha256"] for shard in data}
     return json.loads(json.dumps(same))  # as it is read back from a file
@@ -1673,7 +1717,7 @@ def identity(c: Config, data: list[dict]) -> dict[str, Any]:
 
 def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> str:
     """Returns what has changed since the checkpoint, "" if nothing has. Exits with status 2 if the
-    run cannot go on: --force allows another source, other flags or tokens, but not other shapes."""
+    run cannot be resumed: --force allows another source, flags or tokens, but not other shapes."""
     before, now = facts["identity"], identity(c, data)
     names = [name for name in before | now if before.get(name) != now.get(name)]
     changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
@@ -1681,18 +1725,18 @@ def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> 
     state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
     shapes = {key: x.shape for key, x in saved_arrays(state).items()}
     if shapes != {key: x.shape for key, x in arrays.items()}:
-        refuse(f"{why}; its arrays are not those of this model, so the run cannot go on from it")
+        refuse(f"{why}; its arrays are not those of this model, so it cannot be resumed")
     if facts["step"] > c.total_steps:
-        refuse(f"{why}; it is of step {facts['step']}, and the run has {c.total_steps}")
+        refuse(f"{why}; it is from step {facts['step']}, but the run has {c.total_steps}")
     if changes and not c.force:
-        refuse(f"{why}; --force 1 goes on all the same")
+        refuse(f"{why}; --force 1 resumes anyway")
     return "; ".join(changes)
 
 
 def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
     """The state that was saved, on these devices."""
 
-    def put(tree_path, x):
+    def put(tree_path, x):  # a lookup is its parameter, rounded
         key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
         array = arrays[key].astype(x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
@@ -1702,8 +1746,8 @@ def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
 
 # ---- Log -----------------------------------------------------------------------------------------
 class Log:
-    """logs/<run>.txt: the source, a line of 100 =, facts as `name json`, losses in the grammar of
-    modded-nanogpt, RESULT json. A run that goes on does so in its log. Only process 0 writes."""
+    """logs/<run>.txt: the source, a line of 100 =, facts as `name json`, losses in the format
+    of modded-nanogpt, RESULT json. A resumed run appends to its log. Only process 0 writes."""
 
     def __init__(self, path: str = ""):
         name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
@@ -1755,20 +1799,14 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
 
 
 # ---- Run -----------------------------------------------------------------------------------------
-VOID = 3  # exit status of a run in which a number is not finite
+NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 
 
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
     """Compiles every program of the run, by (stage, update_all) and (stage, "val"), and runs each
-    once, on a state and tokens that are thrown away: a first call loads it and connects the
-    devices."""
+    once, on a state and tokens that are thrown away: the first call loads it and sets up the
+    communication between devices."""
     start = time.perf_counter()
-    events = collections.Counter()  # of the compilation cache, for the log
-
-    def count(event, **_):
-        events[event.split("/")[-1]] += 1
-
-    jax.monitoring.register_event_listener(count)
     keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
     val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
     keys += [(c.stage_at(step), "val") for step in val_steps]
@@ -1782,11 +1820,11 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
         return compile_train_step(stage, kind, c, mesh)
 
     pool = ThreadPoolExecutor(8)
-    first = pool.submit(compile_one, keys[0]).result()  # alone: kernels are tuned undisturbed
+    first = pool.submit(compile_one, keys[0]).result()  # alone: autotuning measures
     programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
     state = make_state(c, mesh)
     for (_, kind), program in programs.items():
-        # Zeros for all arguments but the state or its parameters.
+        # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         zeros = jax.device_put(zeros, shardings)
@@ -1794,7 +1832,7 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
             jax.block_until_ready(program(validated(state), *zeros))
         else:
             state, _ = jax.block_until_ready(program(state, *zeros))
-    log.facts({"compile": {"seconds": time.perf_counter() - start, **events}})
+    log.facts({"compile": {"seconds": time.perf_counter() - start}})
     return programs
 
 
@@ -1802,52 +1840,50 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
     """Trains, from fresh weights or from a checkpoint, whose facts and arrays these are. Returns
     the trained weights and the RESULT. Checkpoints save the facts."""
     state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
-    exits = []  # the exit statuses for which signals and losses ask
+    exits = []  # exit statuses, asked for by signals and by losses that are not finite
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: exits.append(128 + received))
     start = facts.get("step", 0)
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
-    seconds = facts.get("seconds", 0.0)  # of training, until the clock was last started
-    clock = time.perf_counter()
-    watch_for_stall(c.stall)
+    stopwatch = Stopwatch(facts.get("seconds", 0.0), c.stall)
+    stopwatch.start()
 
     def show_losses(wait=False):
-        """Logs every tenth loss that is there."""
+        """Logs every tenth loss, as soon as the devices have computed it."""
         while pending and (wait or pending[0][1].is_ready()):
             done, loss = pending.popleft()
-            watch_for_stall(c.stall)
+            stopwatch.postpone_stall()
             if done % 10 == 0:
                 loss = float(loss)
-                ms = 1e3 * (seconds + time.perf_counter() - clock)
+                ms = stopwatch.ms()
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
                 if not math.isfinite(loss):
-                    exits.append(VOID)
+                    exits.append(NON_FINITE)
 
     for step in range(start, c.total_steps + 1):
         stop = agreed_exit(exits, step)
         checkpoint = c.save_every and step > start and step % c.save_every == 0
-        if c.validates_before(step) or checkpoint or stop:  # ---- the clock stands still
+        if c.validates_before(step) or checkpoint or stop:
             show_losses(wait=True)
             jax.block_until_ready(state)
-            seconds += time.perf_counter() - clock
-            watch_for_stall(0)
+            stopwatch.stop()
+            ms = 1e3 * stopwatch.seconds
             if c.validates_before(step):
                 val_loss = validate(state, step, c, mesh, programs, shards)
-                ms = 1e3 * seconds
                 log.line(
                     f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
                     f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 )
-                stop = stop if math.isfinite(val_loss) else VOID
-                if val_loss <= c.target or (step == c.total_steps and stop != VOID):
+                if not math.isfinite(val_loss):
+                    stop = NON_FINITE
+                elif val_loss <= c.target or step == c.total_steps:
                     break
             if checkpoint or stop:
-                facts |= {"step": step, "seconds": seconds, "log": str(log.path)}
-                save_and_stop(state, stop, facts, log)
-            clock = time.perf_counter()
-            watch_for_stall(c.stall)
-        tokens, row = next(batches)  # ---- one step
+                facts |= {"step": step, "seconds": stopwatch.seconds, "log": str(log.path)}
+                save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
+            stopwatch.start()
+        tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.updates_all(step)](state, tokens, row)
         pending.append((step + 1, loss))
         show_losses()
@@ -1897,11 +1933,32 @@ def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, sha
     return float(np.mean([float(program(validated(state), batch)) for batch in batches]))
 
 
-def watch_for_stall(seconds: int) -> None:
-    """Ends the process, with the stacks of its threads, unless this is called again in time."""
-    faulthandler.cancel_dump_traceback_later()
-    if seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True)
+class Stopwatch:
+    """Counts the seconds of training. While it runs, the process must finish a step every `stall`
+    seconds (0: no limit); otherwise it ends, with exit status 1 and the stacks of its threads."""
+
+    def __init__(self, seconds: float, stall: int):
+        self.seconds = seconds  # until it was last stopped
+        self.stall = stall
+
+    def start(self) -> None:
+        """Starts counting again."""
+        self.started = time.perf_counter()
+        self.postpone_stall()
+
+    def stop(self) -> None:
+        """Stops counting."""
+        self.seconds += time.perf_counter() - self.started
+        faulthandler.cancel_dump_traceback_later()
+
+    def ms(self) -> float:
+        """Milliseconds of training, while it runs."""
+        return 1e3 * (self.seconds + time.perf_counter() - self.started)
+
+    def postpone_stall(self) -> None:
+        """Counts the time that a step may take from now on."""
+        if self.stall:
+            faulthandler.dump_traceback_later(self.stall, exit=True)
 
 
 def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) -> None:
@@ -1909,23 +1966,23 @@ def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) ->
     step = facts["step"]
     folder = log.path.with_suffix("")
     try:
-        if status == VOID or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
-            status = VOID
-    except OSError as error:  # the run is worth more
+        if status == NON_FINITE or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
+            status = NON_FINITE
+    except OSError as error:  # the run is worth more than a checkpoint
         log.line(f"warning: no checkpoint of step {step}: {error}")
     process_allgather(np.int32(0))  # the others wait for the process that writes
     if status:
         why = f"NON-FINITE: the loss or a weight, by step {step}"
-        if status != VOID:
+        if status != NON_FINITE:
             why = f"INTERRUPTED by {signal.Signals(status - 128).name} after step {step}"
         last = max(folder.glob("*.state"), key=os.path.getmtime, default=None)
-        how = f"to go on: {facts['command']} --resume {last}" if last else "there is no checkpoint"
+        how = f"to resume: {facts['command']} --resume {last}" if last else "there is no checkpoint"
         log.line(f"{why}; {how}")
         sys.exit(status)
 
 
 def main(argv: list[str], command: str = "python train_gpt.py") -> None:
-    """Runs a preset. `command` is how it was started, for the line that says how to go on. Where
+    """Runs a preset. `command` is how it was started, for the line that says how to resume. Where
     several processes train together, dev/launch.py has called jax.distributed.initialize()."""
     preset, c = parse_config(argv)
     if not jax.config.jax_compilation_cache_dir:

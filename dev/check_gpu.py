@@ -286,7 +286,7 @@ def step_ms(programs: list[Callable], c: Config, stage: int, mesh: Mesh) -> floa
     tokens = np.random.default_rng(1).random((c.batch, c.sequence_length(stage) + 1)) ** 4 * c.vocab
     tokens[:, ::400] = c.eot
     rows = train_gpt.schedule(c)
-    row = rows[0]._replace(target_weights=rows[int([0, *c.stage_ends][stage])].target_weights)
+    row = rows[0]._replace(loss_weights=rows[int([0, *c.stage_ends][stage])].loss_weights)
     batch = jax.device_put(
         (tokens.astype(np.int32), row),
         (NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())),

@@ -278,7 +278,7 @@ def fake_record(monkeypatch, losses=(5.0, 4.0)):
     class Program(SimpleNamespace):
         def __call__(self, state, tokens, row):
             assert tokens.shape == (8, self.T + 1) and 0 <= tokens.min() < tokens.max() < C.vocab
-            assert len(row.target_weights) == self.targets and row.momentum == np.float32(
+            assert len(row.loss_weights) == self.targets and row.momentum == np.float32(
                 C.momentum_low
             )
             return state + 1, losses[state > 0]

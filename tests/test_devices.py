@@ -108,7 +108,7 @@ def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
         stage = step % 2
         row = schedule_row(c, step, mesh)
         if stage == 0:  # its targets are those of the first step
-            row = row._replace(target_weights=schedule_row(c, 0, mesh).target_weights)
+            row = row._replace(loss_weights=schedule_row(c, 0, mesh).loss_weights)
         program = train_program(stage, step % 2 == 1, devices, c)
         state, loss = program(state, place_on(mesh, batch(step)), row)
         losses.append(float(loss))

@@ -440,7 +440,7 @@ def test_the_schedule():
         if step == c.total_steps:  # nothing is trained any more
             continue
         stage, row = c.stages[c.stage_at(step)], rows[step]
-        targets = dict(zip(train_gpt.target_weights(stage), row.target_weights, strict=True))
+        targets = dict(zip(train_gpt.target_weights(stage), row.loss_weights, strict=True))
         scale = train_gpt.rope_frequencies(c, c.stage_at(step))[1]
         got = dict(
             step=step, lr_multiplier=row.adam_lr / c.adam_lr, muon_momentum=row.momentum,

@@ -84,9 +84,9 @@ def refusal(capsys):
     ("tiny --steps 1.5", "--steps.*'1.5'"),
     ("tiny --steps", "--steps"),
     ("tiny --steps -1", "--steps -1 is less than 1 stages"),
-    ("tiny --val_tokens 0", "--val_tokens 0 is not a multiple of 8 sequences of 1024"),
-    ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8 sequences of 1024"),
-    ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 8 sequences of 768"),
+    ("tiny --val_tokens 0", "--val_tokens 0 is not a multiple of 8 x 1024"),
+    ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8 x 1024"),
+    ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 8 x 768"),
     ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 64\] tokens, but 16 does"),
     ("tiny --batch 3", "stage 0: --batch 3 does not divide 256 tokens"),
     ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
@@ -308,7 +308,7 @@ def test_broken_shards_are_refused(refusal, data, name, fault):
     else:
         write_shard(data / name, TEXT, **BROKEN[fault])
     message = refusal(TINY, "--data", data)
-    reason = f"{data / name} is not a whole shard: python data/check.py {data} says why"
+    reason = f"{data / name} is not a complete shard: python data/check.py {data} says why"
     assert reason in message
 
 
@@ -418,7 +418,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
     tokens[place] = 257
     write_shard(data / name, tokens)
     message = refusal(TINY, "--data", data)
-    assert f"{data / name}: its largest token is 257 (--vocab 257), " in message
+    assert f"{data / name}: largest token is 257 (--vocab 257), " in message
 
 
 def facts_of(path: Path, tokens, *shapes: tuple[int, int, int]) -> dict:
@@ -506,4 +506,4 @@ def test_a_shard_is_read_to_its_end(tmp_path, capsys):
     tokens[-1] = 257
     with pytest.raises(SystemExit):
         facts_of(path, tokens, (8, T, 0))
-    assert "its largest token is 257" in capsys.readouterr().err
+    assert "largest token is 257" in capsys.readouterr().err

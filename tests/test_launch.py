@@ -141,7 +141,7 @@ def test_a_copy_beside_train_gpt_runs(start, tmp_path):
     process.terminate()
     code, out, err = end(process)
     assert (code, err) == (143, "")
-    assert re.search(r"; to go on: \./run\.sh my_idea\.py tiny .* --resume logs/", out)
+    assert re.search(r"; to resume: \./run\.sh my_idea\.py tiny .* --resume logs/", out)
     (log,) = tmp_path.glob("logs/*.txt")
     assert log.read_text().startswith((tmp_path / "my_idea.py").read_text())
     code, _, err = end(start("", "--D", "no", script="my_idea.py"))

@@ -162,7 +162,7 @@ def test_from_the_shell(run):
     ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("0, 0, 2 and", "{run} --T 1"),
     ("0, 0, 2 and", "{run} --L -1"), ("0, 0, 2 and --T", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
-    ("not a whole shard", "{here}/cut.bin"),
+    ("not a complete shard", "{here}/cut.bin"),
     ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
 def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, told, argv):
     write_shard(tmp_path / "gpt2.bin", [50256, *range(2000)])

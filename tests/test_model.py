@@ -295,7 +295,7 @@ def test_signs_are_balanced_and_differ():
 # ---- Small things --------------------------------------------------------------------------------
 def test_each_array_has_a_weight_of_its_own():
     weights, arrays = jnp.float32([[[2.0, 3.0]]]), [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
-    got = train_gpt.weighted_sum(*train_gpt.weigh(weights, arrays))
+    got = train_gpt.weighted_sum(*train_gpt.per_token_terms(weights, arrays))
     np.testing.assert_array_equal(got, np.full((1, 1, 4), 32.0))
 
 

@@ -227,4 +227,4 @@ def test_the_schedule_of_another_length_is_the_same_one_stretched(c, share):
             assert rows[step].tied == (progress <= c.untie)
         ramps = train_gpt.target_weights(c.stages[stage]).values()
         expected = [a + (b - a) * within for a, b in ramps]
-        np.testing.assert_allclose(rows[step].target_weights, expected, rtol=1e-5)
+        np.testing.assert_allclose(rows[step].loss_weights, expected, rtol=1e-5)

@@ -234,9 +234,9 @@ def test_the_clock_and_the_log_go_on(stopped, half):
 
 # ---- The command that goes on --------------------------------------------------------------------
 def test_the_command_has_the_flags_of_the_run_and_one_resume(stopped, half):
-    (first,) = re.findall("; to go on: (.*)", half.lines[-1])
+    (first,) = re.findall("; to resume: (.*)", half.lines[-1])
     path = f"logs/{half.path.stem}/{LAST}"
-    assert half.lines[-1].startswith("INTERRUPTED by SIGTERM after step 15; to go on: ")
+    assert half.lines[-1].startswith("INTERRUPTED by SIGTERM after step 15; to resume: ")
     flags = [*FLAGS, "--save_every", "8"]
     assert shlex.split(first) == ["python", "train_gpt.py", *flags, "--resume", path]
     log = go(stopped, "--save_every", 8, "--resume", "logs", stop=20)
@@ -261,7 +261,7 @@ def test_what_an_interrupted_run_prints_goes_on(folder, whole, cache):
     finally:
         process.kill()
     assert (code, err) == (143, "")
-    (command,) = re.findall("^INTERRUPTED by SIGTERM after step .*; to go on: (.*)", out, re.M)
+    (command,) = re.findall("^INTERRUPTED by SIGTERM after step .*; to resume: (.*)", out, re.M)
     done = subprocess.run(command, shell=True, check=False, timeout=120, **pipes)
     assert (done.returncode, done.stderr) == (0, "")
     log = look(folder)
@@ -291,7 +291,7 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
         monkeypatch.setattr(train_gpt, "SOURCE", source)
     log, shown = go(stopped, "--resume", "logs", *flags.split()), capsys.readouterr()
     assert (log.code, log.rest, shown.out) == (2, half.rest, "")
-    line = rf"train_gpt\.py: --resume logs: {message}.*; --force 1 goes on all the same\n"
+    line = rf"train_gpt\.py: --resume logs: {message}.*; --force 1 resumes anyway\n"
     assert re.fullmatch(line, shown.err)
     log = go(stopped, "--resume", "logs", *flags.split(), "--force", 1)
     assert log.code == 0 and re.search(message, str(log.facts["resume"]["changed"]))
@@ -300,13 +300,13 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
 
 NEVER = dict(
     shapes=("--D 64", lambda _: None, "--D was 32, is 64; .*arrays"),
-    steps=("--steps 14", lambda _: None, "--steps was 30, is 14; .*step 15, and the run has 14"),
+    steps=("--steps 14", lambda _: None, "--steps was 30, is 14; .*step 15, but the run has 14"),
     gone=(
         "",
         lambda folder: (folder / SHARD).unlink(),
         "the train shards hold|x_train_000002.* was",
     ),
-    broken=("", lambda folder: break_all(folder), "--resume logs: there is no whole checkpoint"),
+    broken=("", lambda folder: break_all(folder), "--resume logs: there is no intact checkpoint"),
 )
 
 
@@ -410,7 +410,7 @@ def test_a_run_is_void_where_a_number_is_not_finite(
     folder, flags = request.getfixturevalue(begin), ("--resume", "logs") * (begin == "stopped")
     log = go(folder, "--save_every", every, *flags, hook=hook)
     assert log.code == 3 and not log.weights and log.result is None
-    reason = f"NON-FINITE: the loss or a weight, by step {end_step}; to go on: .* --resume (.*)"
+    reason = f"NON-FINITE: the loss or a weight, by step {end_step}; to resume: .* --resume (.*)"
     (path,) = re.fullmatch(reason, log.lines[-1]).groups()
     assert Path(path).name == log.states[-1].name == last
     arrays = train_gpt.load_checkpoint(folder / path)[1]

@@ -242,11 +242,10 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
 
 
 def test_a_second_run_finds_its_programs_in_the_cache(real):
-    cold, again = real.facts["compile"], real.start()
-    warm = again.facts["compile"]
-    assert cold["seconds"] > 0 and cold["cache_misses"] >= 7 and "cache_hits" not in cold
-    assert warm["cache_hits"] == cold["cache_misses"] and "cache_misses" not in warm
-    assert len([*(real.folder / ".cache" / "jax").glob("*-cache")]) >= 7
+    programs = sorted((real.folder / ".cache" / "jax").glob("*-cache"))
+    again = real.start()
+    assert len(programs) >= 7
+    assert sorted((real.folder / ".cache" / "jax").glob("*-cache")) == programs
     assert again.losses == real.losses
 
 
@@ -397,7 +396,7 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
     wrap(monkeypatch, "compile_train_step", lambda p, stage, second, *_: noting(p, (stage, second)))
     wrap(monkeypatch, "compile_val_step", lambda p, stage, *_: noting(p, (stage, "val")))
     wrap(monkeypatch, "compile_all", note("compiled"))
-    wrap(monkeypatch, "watch_for_stall", note("clock"))  # first when the clock starts
+    wrap(monkeypatch, "Stopwatch", note("clock"))  # first when the clock starts
     wrap(monkeypatch, "train", note("end"))
     jax.monitoring.register_event_duration_secs_listener(listen)
     run("--seed", "9")
