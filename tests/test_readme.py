@@ -44,6 +44,19 @@ def test_it_is_read_in_minutes():
     assert len(re.findall(r"\S*\w\S*", README)) <= 1600  # bars of tables are no words
 
 
+def test_the_figure_of_tiny_is_that_of_its_logs():
+    losses = verify.collect(ROOT / "records/tiny-2k_rerun").losses
+    text = f"{fmean(losses):.4f} ± {stdev(losses):.4f} nats a byte"
+    assert f"{text} after 376,832 tokens ([n = {len(losses)}](records/tiny-2k_rerun/))" in README
+
+
+def test_the_end_of_a_run_is_that_of_its_log():
+    (name,) = re.findall(r"next: \./run\.sh sample logs/(\S+)\.npz", README)
+    log = (ROOT / f"records/example/{name}.txt").read_text()
+    lines = re.findall(r"^step:\d+/368 val_loss:.*$", section("Run"), re.M)
+    assert len(lines) == 2 and [line for line in lines if f"\n{line}\n" not in log] == []
+
+
 def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
     first = verify.collect(ROOT / ABLATIONS / "baseline")
     folders = {path.parent for path in (ROOT / ABLATIONS).glob("*/change.patch")}
