@@ -1,14 +1,70 @@
-"""Tests run on 8 simulated devices of a CPU."""
+"""Tests run on 8 simulated devices of a CPU, with programs that compile fast and are cached.
 
+`./run.sh test` leaves out the tests marked slow, `--all` runs them as well, `--quick` runs a
+selection of less than a minute.
+"""
+
+import gc
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "basics", "data", "dev", "evals", "records")]
 
+# Variables, not jax.config: processes that tests start inherit them.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM took most of the time
+if int(version("jax").split(".")[1]) < 11:  # later versions abort at the first flag
+    os.environ["XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
+# Both workers and all processes share compiled programs, and so does the next run of the suite.
+CACHE = ROOT / ".cache" / "tests"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_compilation_cache", False)  # its folder would be each test's own
+gc.set_threshold(50_000, 20, 100)  # tracing makes many objects and little garbage
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--quick", action="store_true", help="run a selection, in under a minute")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects what was not asked for. A test that is named by its id always runs."""
+    if config.option.all or any("::" in argument for argument in config.args):
+        return
+    mark = "quick" if config.option.quick else "slow"
+    chosen = []
+    left_out = []
+    for item in items:
+        marked = item.get_closest_marker(mark) is not None
+        if marked == config.option.quick:
+            chosen.append(item)
+        else:
+            left_out.append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says what did not run, and how to run it."""
+    if config.option.quick:
+        terminalreporter.write_line("This was a selection. The suite: ./run.sh test")
+    elif not config.option.all:
+        terminalreporter.write_line("Slow tests were left out. All tests: ./run.sh test --all")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clear_programs():
+    """Without this, each worker would grow to 5 GB of programs."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -18,7 +18,6 @@ from tests.tools import (
     make_mesh,
     schedule_row,
     sequences,
-    unoptimized,
     whole_loss,
     whole_weights,
 )
@@ -56,8 +55,7 @@ def activations(c: train_gpt.Config):
             patch.setattr(train_gpt, "head_loss", lambda x, *_: x)
             return whole_loss(weights, tokens, {1: 1.0}, c, 1)
 
-    with unoptimized():
-        program = jax.jit(final).lower(sequences(c, T)).compile()
+    program = jax.jit(final).lower(sequences(c, T)).compile()
     return lambda tokens: np.asarray(program(tokens)).reshape(8, T, c.D)
 
 
@@ -96,8 +94,7 @@ def test_every_weight_counts():
     """Of a bank every matrix, of other arrays each row that its layer uses."""
     tokens = jnp.asarray(sequences(SMALL, T))
     loss = lambda w: whole_loss(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
-    with unoptimized():
-        grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
+    grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
     used = {"vo_lambdas": [0, 2], "attn_lambdas": [0], "mlp_lambdas": [0, 1], "skip_lambdas": [1]}
     used |= {"value_gates": [0]}
     for name, param in train_gpt.param_table(SMALL).items():

@@ -12,7 +12,7 @@ import pytest
 from jax import P
 
 import train_gpt
-from tests.tools import MINI, MINI32, make_mesh, random_params, unoptimized
+from tests.tools import MINI, MINI32, make_mesh, random_params
 from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer
 
 RECORD, TINY = train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]
@@ -89,9 +89,8 @@ def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
     def update(state, grads):
         return train_gpt.update_parameters(state, dict(grads), row, MINI32, update_all)
 
-    with unoptimized():
-        run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
-        return table, state, grads, jax.jit(run)(state, grads)
+    run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
+    return table, state, grads, jax.jit(run)(state, grads)
 
 
 def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):

@@ -20,28 +20,11 @@ PAGES = (
     "data/README.md evals/README.md basics/README.md records/basics/README.md"
 ).split()
 ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
-TESTED = {  # how commands begin, and where each is run: a test file, and words in it
-    "./run.sh": ("test_run_sh.py", "machine.run()"),
-    "./run.sh basics/gpt2.py": ("test_run_sh.py", '"basics/gpt2.py"'),
-    "./run.sh check --small": ("test_run_sh.py", '"check", "--small"'),
-    "./run.sh my_idea.py tiny": ("test_launch.py", '"my_idea.py"'),
-    "./run.sh sample": ("test_run_sh.py", '"sample"'),
-    "./run.sh test": ("test_run_sh.py", '"test"'),
-    "./run.sh tiny": ("test_run_sh.py", '"tiny", "--seed", "1"'),
-    "python data/tokenize_text.py": ("test_own_text.py", "tokenize_text.main()"),
-    ".venv/bin/python records/run_ab.py": ("test_run_ab.py", "RUN_AB"),
-    ".venv/bin/python records/verify.py": ("test_records.py", "verify.main("),
-    ".venv/bin/python records/pack.py": ("test_pack.py", "pack.main("),
-}
 
 
 def section(title: str) -> str:
     """The README's text under a title."""
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
-
-
-def test_it_is_read_in_minutes():
-    assert len(re.findall(r"\S*\w\S*", README)) <= 1600  # bars of tables are no words
 
 
 def test_the_figure_of_tiny_is_that_of_its_logs():
@@ -69,20 +52,14 @@ def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
     )
 
 
-def test_every_command_begins_like_one_that_a_test_runs_or_is_marked_as_needing_a_gpu():
+def test_every_command_names_a_file_that_is_there():
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
-    found = [(line.partition(" #")[0].strip(), "") for line in blocks.splitlines()]
-    found += re.findall(r"`([^`\n]+)`(?:\*\*)? ?(\(GPU\))?", README)
-    runs = re.compile(r"\./run\.sh\b|(\S*/)?(python|pip|docker)\b")
-    commands = {code for code, gpu in found if runs.match(code) and not gpu}
-    used = set()
-    for code in commands:
-        starts = [start for start in TESTED if f"{code} ".startswith(f"{start} ")]
-        assert code in TESTED or any(" " in start for start in starts), code
-        used |= set(starts)
-    assert used == set(TESTED)
-    for file, words in TESTED.values():
-        assert words in (ROOT / "tests" / file).read_text(), (file, words)
+    commands = [line.partition(" #")[0].strip() for line in blocks.splitlines()]
+    commands += re.findall(r"`(\./run\.sh[^`\n]*)`", README)
+    scripts = [word for command in commands for word in command.split() if word.endswith(".py")]
+    assert len(commands) > 10 and scripts
+    for script in set(scripts) - {"my_idea.py"}:  # a copy that the reader makes
+        assert (ROOT / script).exists(), script
 
 
 def test_every_flag_is_one():

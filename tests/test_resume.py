@@ -18,11 +18,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train_gpt
 from tests.test_run import FLAGS, TRAIN, read, set_tiny, signal_handlers, write_script
-from tests.tools import make_mesh, text, unoptimized, write_shard
+from tests.tools import make_mesh, text, write_shard
 from train_gpt import LONG, Layer, Stage
 
 # Stages part after step 12, embedding and head after step 18; every tenth loss is logged.
@@ -35,23 +34,6 @@ FLAGS = [*FLAGS, *"--steps 30 --val_every 15 --cooldown_start 0.33 --cooldown_en
 FLAGS += "--untie 0.58 --seed 7 --data data".split()
 # No program depends on these: tests share programs.
 SAME = dict(data="", save=0, save_every=0, resume="", force=0, stall=0, val_every=1, seed=0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    """A folder of compiled programs, for processes as well."""
-    new = dict(
-        jax_enable_compilation_cache=True, jax_persistent_cache_min_compile_time_secs=0,
-        jax_compilation_cache_dir=str(tmp_path_factory.mktemp("cache")),
-    )  # fmt: skip
-    old = {name: getattr(jax.config, name) for name in new}
-    with unoptimized():
-        for values in new, old:
-            for name, value in values.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-            if values is new:
-                yield new["jax_compilation_cache_dir"]
 
 
 def make_folder(path: Path) -> Path:
@@ -151,7 +133,9 @@ def stopped(half, tmp_path) -> Path:
 
 
 # ---- Exactness -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("stops", [(11, 18), (1, 12, 17), (14, 29)])
+@pytest.mark.parametrize("stops", [
+    pytest.param((11, 18), marks=pytest.mark.quick), (1, 14, 29),
+])  # fmt: skip
 def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole, stops):
     """Stopped after first steps, whose gradients wait, and after second ones; where stages, and
     embedding and head, part, and elsewhere."""
@@ -243,13 +227,13 @@ def test_the_command_has_the_flags_of_the_run_and_one_resume(stopped, half):
     assert log.lines[-1].endswith(first.replace(LAST, "0000020.state"))
 
 
-def test_what_an_interrupted_run_prints_goes_on(folder, whole, cache):
+def test_what_an_interrupted_run_prints_goes_on(folder, whole):
     """In a process, as a user runs it."""
     script = write_script(folder / "train_gpt.py", STAGES, LAYERS)
     main = 'if __name__ == "__main__":\n'
     source = script.read_text()
     script.write_text(source.replace(main, SLOW_BATCHES + main))
-    env = environment(cache) | dict(JAX_NUM_CPU_DEVICES="2")
+    env = environment() | dict(JAX_NUM_CPU_DEVICES="2")
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     pipes = dict(cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = ["python", "train_gpt.py", *FLAGS]
@@ -464,23 +448,19 @@ train_batches = lambda *args: slow(fast_batches(*args))
 TEN = "step:10/30 train_loss"
 
 
-def environment(cache: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables of processes."""
-    return os.environ | dict(
-        PYTHONPATH=str(TRAIN.parent), JAX_COMPILATION_CACHE_DIR=cache, JAX_NUM_CPU_DEVICES="8",
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-        JAX_PLATFORMS="cpu",
-    )  # fmt: skip
+    return os.environ | dict(PYTHONPATH=str(TRAIN.parent), JAX_NUM_CPU_DEVICES="8")
 
 
 @pytest.fixture
-def start(cache, request):
+def start(request):
     """Starts a process; with `until`, waits for a line on its screen."""
 
     def start(folder: Path, code: str, *flags: str, until: str = "") -> subprocess.Popen:
         command = [sys.executable, "-c", code, *FLAGS, *flags]
         pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        process = subprocess.Popen(command, cwd=folder, env=environment(cache), **pipes)
+        process = subprocess.Popen(command, cwd=folder, env=environment(), **pipes)
         request.addfinalizer(process.kill)
         if until:
             next(line for line in process.stdout if until in line)

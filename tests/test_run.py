@@ -43,6 +43,7 @@ TWO = (
     Stage(4, 256, short=8, long=8, max_doc=50, lr=1.0, targets=(1.0, 0.5)),
     Stage(6, 512, short=8, long=16, max_doc=0, lr=1.0),
 )
+TWO_DEVICES = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
 VAL = r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 TRAINED = r"step:(\d+)/(\d+) train_loss:(\d+\.\d{4}) train_time:(\d+)ms"
 QUIET = SimpleNamespace(line=lambda _: None, facts=lambda _: None)
@@ -121,13 +122,17 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
     for name, script in ("git", git), ("nvidia-smi", "echo 580.65.06; echo 580.65.06"):
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    env = {
-        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NCCL_DEBUG": "WARN",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "HOME": str(folder), "TF_CPP_MINE": f"{folder}/mine",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "HF_TOKEN": "hidden-1",
-        "JAX_SECRET_KEY": "hidden-2", "XLA_PASSWORD": "hidden-3", "TPU_ACCESS_TOKEN": "hidden-4",
-    }  # fmt: skip
+    env = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "XLA_FLAGS": TWO_DEVICES,
+        "NCCL_DEBUG": "WARN",
+        "TF_CPP_MINE": f"{folder}/mine",
+        "HF_TOKEN": "hidden-1",
+        "JAX_SECRET_KEY": "hidden-2",
+        "XLA_PASSWORD": "hidden-3",
+        "TPU_ACCESS_TOKEN": "hidden-4",
+    }
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     flags = ["--data", str(data), "--seed", "7"]
     argv = [*FLAGS, *flags]
@@ -186,7 +191,7 @@ def test_what_steers_jax_is_in_the_log_and_secrets_are_not(real):
     assert "hidden" not in real.rest and str(real.folder) not in real.rest
     environment = real.facts["environment"]
     assert environment.items() >= dict(
-        XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu",
+        XLA_FLAGS=TWO_DEVICES, JAX_PLATFORMS="cpu",
         NCCL_DEBUG="WARN", TF_CPP_MINE="~/mine",
     ).items()  # fmt: skip
     assert not {"HF_TOKEN", "JAX_SECRET_KEY", "HOME", "PATH"} & set(environment)
@@ -289,13 +294,6 @@ compiled_val_step = functools.cache(REAL_VAL_STEP)
 def program_config(c: train_gpt.Config) -> train_gpt.Config:
     """Without what no program depends on, so that the tests here share four programs."""
     return dataclasses.replace(c, seed=0, target=0.0, data="", save=0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -599,8 +597,7 @@ def test_ctrl_c_in_training_ends_the_log_and_the_process(tmp_path, data):
     (tmp_path / "x_val_000000.bin").symlink_to(data / "x_val_000000.bin")
     script = write_script(tmp_path / "train_gpt.py", ONE)
     flags = f"--steps 5000 --val_every 5000 --data {tmp_path}".split()
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
     # A background job ignores Ctrl-C and its children inherit that, unless there is a handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(

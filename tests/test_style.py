@@ -14,97 +14,38 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from tests.test_tweaks import DIFFS, apply
 
 TRAIN = Path(train_gpt.__file__).resolve()
-LINES = train_gpt.SOURCE.splitlines()
 TREE = ast.parse(train_gpt.SOURCE)
 NODES = list(ast.walk(TREE))
 FIELDS = dataclasses.fields(train_gpt.Config)
 
-CEILING = 1300  # lines of code without TABLES; comments, docstrings and blank lines are free
-TABLES = {"RECORD_LAYERS", "RECORD_STAGES", "TINY_LAYERS", "TINY_STAGES", "PRESETS"}
-LAMBDAS = 15
 TUPLES = 2  # assignments of a tuple of expressions to a tuple of more than two names
-FMT = 6  # comments that change what the formatter does
-MEAN_COLUMNS = 55  # of a line of code, without indentation
-WIDE_SHARE = 0.14  # of the lines of code may have 90 columns or more
-FUNCTION_LINES = 66
-FUNCTION_NAMES = 28  # that a function assigns
-FREE = {"param_table", "Config"}  # tables
 
 
 # ---- Reading -------------------------------------------------------------------------------------
-def code_lines(source: str) -> dict[int, str]:
-    """Lines of code by number: no blank lines, comments or docstrings."""
-    ends = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    numbers = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in (tokenize.COMMENT, *ends):
-            numbers.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            numbers -= set(range(node.lineno, node.end_lineno + 1))
-    lines = source.splitlines()
-    return {n: lines[n - 1] for n in sorted(numbers) if lines[n - 1].strip()}
-
-
 def comments(source: str) -> dict[int, str]:
     """Comments by line number."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
 
 
-def functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    """All functions and methods, inner functions as well."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-
-def table_lines(tree: ast.Module) -> int:
-    """Lines of the presets."""
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    tables = [node for node in assigned if ast.unparse(node.targets[0]) in TABLES]
-    return sum(node.end_lineno - node.lineno + 1 for node in tables)
-
-
 def hard_to_read(source: str) -> list[str]:
-    """What goes beyond a limit, by line or by name."""
-    tree, code, complaints = ast.parse(source), code_lines(source), []
-    nodes = list(ast.walk(tree))
-
-    def limit(what, places, most):
-        if len(places) > most:
-            complaints.append(f"{len(places)} {what}, at most {most}: lines {sorted(places)}")
-
-    lambdas = [node for node in nodes if isinstance(node, ast.Lambda)]
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    assigned = [node for node in assigned if isinstance(node.value, ast.Tuple)]
-    targets = [(node.lineno, target) for node in assigned for target in node.targets]
-    tuples = [n for n, target in targets if isinstance(target, ast.Tuple) and len(target.elts) > 2]
-    fmt = [n for n, text in comments(source).items() if re.match(r"# ?fmt:", text)]
-    limit("walruses", [node.lineno for node in nodes if isinstance(node, ast.NamedExpr)], 0)
-    limit("lambdas", [node.lineno for node in lambdas], LAMBDAS)
-    over_lines = [node.lineno for node in lambdas if node.end_lineno > node.lineno]
-    limit("lambdas over several lines", over_lines, 0)
-    limit("tuples assigned to more than two names", tuples, TUPLES)
-    limit("`# fmt:` comments", fmt, FMT)
-
-    too_wide = [n for n, line in enumerate(source.splitlines(), 1) if len(line) > 100]
-    limit("lines of more than 100 columns", too_wide, 0)
-    wide = [n for n, line in code.items() if len(line) >= 90]
-    limit("lines of 90 columns or more", wide, int(WIDE_SHARE * len(code)))
-    mean = sum(len(line.strip()) for line in code.values()) / len(code)
-    if mean > MEAN_COLUMNS:
-        complaints.append(f"a line of code has {mean:.1f} columns on average")
-
-    for function in functions(tree):
-        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-        names = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        lines = function.end_lineno - function.lineno + 1
-        if function.name not in FREE and lines > FUNCTION_LINES:
-            complaints.append(f"{function.name} has {lines} lines")
-        if function.name not in FREE and len(names) > FUNCTION_NAMES:
-            complaints.append(f"{function.name} assigns {len(names)} names")
+    """Places that a reader would have to read twice."""
+    tree = ast.parse(source)
+    complaints = []
+    wide_tuples = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.NamedExpr):
+            complaints.append(f"line {node.lineno}: a walrus")
+        if isinstance(node, ast.Lambda) and node.end_lineno > node.lineno:
+            complaints.append(f"line {node.lineno}: a lambda over several lines")
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and len(target.elts) > 2:
+                    wide_tuples.append(node.lineno)
+    if len(wide_tuples) > TUPLES:
+        complaints.append(f"lines {wide_tuples}: tuples assigned to more than two names")
     return complaints
 
 
@@ -112,16 +53,13 @@ def test_it_is_easy_to_read():
     assert hard_to_read(train_gpt.SOURCE) == []
 
 
-@pytest.mark.parametrize("name", DIFFS)
-def test_a_change_of_ten_lines_passes(name):
-    assert hard_to_read(apply(DIFFS[name])) == []
-
-
-def test_the_file_has_a_ceiling():
-    """With room for a change of ten lines and more."""
-    tables = table_lines(TREE)
-    lines = len(code_lines(train_gpt.SOURCE)) - tables
-    assert lines <= CEILING, f"{lines} lines of code without {tables} of presets"
+@pytest.mark.parametrize("change, complaint", [
+    ("if (n := len([])):\n    pass", "a walrus"),
+    ("f = lambda x: (\n    x)", "a lambda over several lines"),
+    ("a, b, c = 1, 2, 3\n" * (TUPLES + 1), "[1, 2, 3]: tuples assigned"),
+])  # fmt: skip
+def test_what_is_hard_to_read_is_found(change, complaint):
+    assert complaint in "\n".join(hard_to_read(change))
 
 
 def test_every_function_and_class_has_a_docstring():
@@ -132,22 +70,6 @@ def test_every_function_and_class_has_a_docstring():
     bare = [node.name for node in nodes if not ast.get_docstring(node)]
     assert len(nodes) > 80
     assert [name for name in bare if not name.startswith("__")] == []
-
-
-@pytest.mark.parametrize("change, complaint", [
-    ("if (n := len([])):\n    pass", "1 walruses"),
-    ("f = lambda x: x\n" * (LAMBDAS + 1), "16 lambdas"),
-    ("f = lambda x: (\n    x)", "lambdas over several lines"),
-    ("a, b, c = 1, 2, 3\n" * (TUPLES + 1), "more than two names, at most 2: lines [1, 2, 3]"),
-    ("x = 1  # fmt: skip\n" * (FMT + 1), "`# fmt:`"),
-    ("x = [" + "1, " * 40 + "]", "100 columns, at most 0: lines [1]"),
-    ("f()\n" * 5 + "f(" + "1, " * 30 + ")", "90 columns or more, at most 0: lines [6]"),
-    ("f(" + "1, " * 20 + ")\n", "63.0 columns on average"),
-    ("def long():\n" + "    f()\n" * FUNCTION_LINES, "long has 67 lines"),
-    ("def full():\n" + "".join(f"    a{i} = 0\n" for i in range(29)), "full assigns 29 names"),
-])  # fmt: skip
-def test_the_limits_find_what_goes_beyond_them(change, complaint):
-    assert complaint in "\n".join(hard_to_read(change))
 
 
 def test_the_model_reads_from_the_top_down():

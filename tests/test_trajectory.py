@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import train_gpt
-from tests.tools import FLOAT32, make_mesh, make_random_state, unoptimized
+from tests.tools import FLOAT32, make_mesh, make_random_state
 from train_gpt import LONG, SHORT, Layer
 
 LOSSES = [5.8896, 5.4159, 4.4252, 4.519, 3.8879, 3.4513, 3.3032, 3.2105]
@@ -28,6 +29,7 @@ LAYERS = (
 MUDD_HEAD = (("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0))
 
 
+@pytest.mark.quick
 def test_eight_steps_of_tiny(tmp_path):
     script = Path(train_gpt.__file__).parent / "data" / "source_code.py"
     subprocess.run([sys.executable, script, "--out", tmp_path], check=True)
@@ -37,9 +39,8 @@ def test_eight_steps_of_tiny(tmp_path):
     )  # fmt: skip
     mesh, shards = make_mesh(1), train_gpt.find_data(c)
     programs = {}
-    with unoptimized():
-        for second in (False, True):
-            programs[second] = train_gpt.compile_train_step(0, second, c, mesh)
+    for second in (False, True):
+        programs[second] = train_gpt.compile_train_step(0, second, c, mesh)
     state, losses = make_random_state(c, mesh), []
     batches = train_gpt.train_batches(c, mesh, shards, start=0)
     for step, (tokens, row) in enumerate(batches):

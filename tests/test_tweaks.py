@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences, unoptimized
+from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences
 
 ROOT = Path(train_gpt.__file__).parent
 FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
@@ -25,6 +25,7 @@ IN_README = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 OTHERS = [diff for diff in IN_README if diff not in PAGE]
 ALL = DIFFS | {f"readme{i}": diff for i, diff in enumerate(OTHERS)}
 ONE_LAYER = "(Layer(SHORT),)"
+ON_ONE_DEVICE = "value_residual", "stages"  # these change nothing that devices share
 LAYERS = {"value_residual": '(Layer(SHORT), Layer(SHORT), Layer(LONG, mudd=("input",)))'}
 SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
 SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="xla")
@@ -116,7 +117,7 @@ def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[di
     """The losses of two steps, and the parameters before, between and after them."""
     mesh = make_mesh(devices)
     steps = [(c.stage_at(0), False), (c.stage_at(1), True)]
-    with unoptimized(), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         programs = list(pool.map(lambda step: module.compile_train_step(*step, c, mesh), steps))
         state = first_state(module, c, mesh)
     losses, params = [], [jax.tree.map(np.asarray, state.params)]
@@ -150,11 +151,13 @@ def test_a_diff_is_short_and_runs_alike_on_1_and_8_devices(name, load, plain):
     module = load(with_soap(apply(diff)) if "soap(" in diff else apply(diff))
     c = config(module, LAYERS.get(name, ONE_LAYER))
     losses, params = two_steps(module, c, 1)
-    losses8, params8 = two_steps(module, c, 8)
-    np.testing.assert_allclose(losses8, losses, rtol=1e-6)
+    if name not in ON_ONE_DEVICE:
+        losses8, params8 = two_steps(module, c, 8)
+        np.testing.assert_allclose(losses8, losses, rtol=1e-6)
     for step in (1, 2):
-        for key, before in params[step - 1].items():
-            close(f"{key}, step {step}", params8[step][key], params[step][key], before)
+        if name not in ON_ONE_DEVICE:
+            for key, before in params[step - 1].items():
+                close(f"{key}, step {step}", params8[step][key], params[step][key], before)
         # Every matrix of the MLP moves at every step; padding never does.
         moves = np.any(params[step]["mlp"] != params[step - 1]["mlp"], axis=(-2, -1)).ravel()
         matrices = len(module.param_table(c)["mlp"].layers)

@@ -110,12 +110,8 @@ def place_on(mesh: Mesh, tokens: np.ndarray) -> jax.Array:
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
-    """Programs that are compiled within compile in half the time and compute the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    """conftest.py does it for all tests: this goes when no test asks for it any more."""
+    yield
 
 
 def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -191,7 +187,7 @@ def basic(tmp_path: Path, name: str, *flags: str, plant: tuple[str, str] | None 
     (tmp_path / "basics").mkdir(exist_ok=True)
     (tmp_path / "data").exists() or (tmp_path / "data").symlink_to(ROOT / "data")
     (tmp_path / f"basics/{name}.py").write_text(source, encoding="utf-8")
-    hidden = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"
+    hidden = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
     env = {key: value for key, value in os.environ.items() if key not in hidden}
     return subprocess.run([sys.executable, f"basics/{name}.py", *flags], cwd=tmp_path, env=env,
                           capture_output=True, text=True, timeout=300)  # fmt: skip
