@@ -1,4 +1,4 @@
-"""What all files of basics/ have in common: they are short, stand alone, and are on the map."""
+"""What all files of basics/ have in common: they stand alone, and are on the map."""
 
 import ast
 import re
@@ -14,7 +14,6 @@ BASICS = Path(train_gpt.__file__).resolve().parent / "basics"
 README = (BASICS / "README.md").read_text(encoding="utf-8")
 ORDER = ("gpt2 attention data_parallel fsdp tensor_parallel pipeline_parallel context_parallel "
          "cluster muon fp8").split()  # fmt: skip
-LINES = dict(gpt2=250, pipeline_parallel=200)
 ALLOWED = {"jax", "numpy", "optax", "matplotlib", "huggingface_hub", "shards", "source_code"}
 
 
@@ -24,17 +23,14 @@ def test_the_map_has_every_file_in_reading_order():
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_a_file_is_short_and_needs_no_other(name):
+def test_a_file_needs_no_other(name):
     text = (BASICS / f"{name}.py").read_text(encoding="utf-8")
-    assert len(lines := text.splitlines()) <= LINES.get(name, 150) and max(map(len, lines)) <= 100
     nodes = [*ast.walk(ast.parse(text))]
     imported = {
         alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
     }
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names <= ALLOWED
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    assert max(node.end_lineno - node.lineno for node in functions) < 60
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -6,7 +6,6 @@ import attention
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.tools import basic
 
@@ -18,19 +17,11 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "attention.svg").stat().st_size < 80_000
 
 
-@pytest.mark.parametrize(
-    "old, new, where",
-    [
-        ("is_causal=causal", "is_causal=False", "causal "),
-        ("(window - 1, 0)", "(window, 0)", "window 8 "),
-        ("256 * np.stack", "np.stack", "three documents"),  # the scale is missing
-        ("(n > 0)", "(n >= 0)", "window 8 in bands"),  # band 0 sees the last one
-    ],
-)
-def test_faults_are_found(tmp_path, old, new, where):
-    run = basic(tmp_path, "attention", plant=(old, new))
+def test_a_fault_is_found(tmp_path):
+    """One of those in dev/faults/basics.toml."""
+    run = basic(tmp_path, "attention", plant=("(window - 1, 0)", "(window, 0)"))
     assert run.returncode == 1 and run.stderr == "", run.stderr
-    assert run.stdout.splitlines()[-1].startswith("WRONG " + where), run.stdout
+    assert run.stdout.splitlines()[-1].startswith("WRONG window 8 "), run.stdout
 
 
 def test_exercise_1_seven_layers_of_window_8_reach_the_first_of_48_tokens():

@@ -27,23 +27,10 @@ def test_it_runs(run):
     assert ran.stdout.count("ok   ") == 5 and "WRONG" not in ran.stdout
 
 
-FAULTS = {
-    "the same half twice": ('"own": jax.process_index()', '"own": 0', "every row"),
-    "the whole batch twice": (FEED, FEED.replace("for rows in parts", "for rows in data"), "every"),
-    "each has a mesh of its own": (
-        'jax.make_mesh((jax.device_count(),), ("data",),',
-        'jax.make_mesh((4,), ("data",), devices=jax.local_devices(),',
-        "losses, weights",
-    ),
-    "other weights in each": ("default_rng(0)", "default_rng(os.getpid())", "two processes"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_it_sees(run, fault):
-    *plant, word = FAULTS[fault]
-    ran = run(plant)
-    assert ran.returncode == 1 and f"WRONG {word}" in ran.stdout, ran.stdout + ran.stderr
+def test_a_fault_is_found(run):
+    """One of those in dev/faults/basics.toml."""
+    ran = run(('"own": jax.process_index()', '"own": 0'))
+    assert ran.returncode == 1 and "WRONG every row" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
@@ -53,6 +40,7 @@ def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
     assert "WRONG the same half twice" in ran.stdout  # this way it cannot happen
 
 
+@pytest.mark.slow
 def test_exercise_2_who_is_left_ends_too():
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -65,10 +53,8 @@ def test_exercise_2_who_is_left_ends_too():
     left, dies = start("0"), start("1", "", "dies")
     try:
         assert dies.wait(timeout=120) == -9
-        assert left.wait(timeout=60) not in (
-            0,
-            -9,
-        )  # 1: gloo has lost its peer; or 134, by heartbeat
+        # 1: gloo has lost its peer; or 134, by heartbeat
+        assert left.wait(timeout=60) not in (0, -9)
     finally:
         left.kill()
         dies.kill()

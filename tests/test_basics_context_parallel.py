@@ -8,18 +8,10 @@ import context_parallel as cp
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import P, lax
 from jax.sharding import AxisType
 
 from tests.tools import basic
-
-FAULTS = [
-    ("chunks[(me - r) % N]", "chunks[(me + r) % N]", "y and gradients off"),  # another's keys
-    ("y = rescale[..., None] * y + ", "y = y + ", "y and gradients off"),
-    ("jnp.arange(1, N))", "jnp.arange(1, N - 1))", "y and gradients off"),  # a round too few
-    ("lax.cond(behind >= 0,", "lax.cond(behind >= -C,", "pairs of chunks"),  # work for nothing
-]
 
 
 def test_it_runs(tmp_path):
@@ -28,11 +20,11 @@ def test_it_runs(tmp_path):
     assert ran.stdout.count("ok   ") == 6 and "WRONG" not in ran.stdout
 
 
-@pytest.mark.parametrize("old, new, words", FAULTS)
-def test_fault_is_seen(tmp_path, old, new, words):
-    ran = basic(tmp_path, "context_parallel", plant=(old, new))
-    assert (ran.returncode, ran.stderr) == (1, "")
-    assert words in ran.stdout.split("WRONG")[1]
+def test_a_fault_is_found(tmp_path):
+    """One of those in dev/faults/basics.toml."""
+    plant = "y = rescale[..., None] * y + ", "y = y + "
+    done = basic(tmp_path, "context_parallel", plant=plant)
+    assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
 
 
 def spread(attention):

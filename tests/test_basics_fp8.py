@@ -4,22 +4,8 @@ import fp8
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.tools import basic
-
-FAULTS = {
-    "the logits keep their scale": (
-        'matmul(x8, w8, 1, 1) / (scales["x"] * scales["w"])', "matmul(x8, w8, 1, 1)", "WRONG FP8",
-    ),
-    "dw is divided by another scale": (
-        '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])', "WRONG FP8",
-    ),
-    "dx sums over tokens": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 0, 0)", "WRONG float32"),
-    "w is not transposed in dx": ("matmul(g8, w8, 1, 0)", "matmul(g8, w8, 1, 1)", "WRONG float32"),
-    "nothing is clipped": ("if clip else", "if False else", "WRONG one x"),
-    "e5m2 where e4m3 belongs": ("FP8 = E4M3, E5M2", "FP8 = E5M2, E5M2", "WRONG FP8 "),
-}  # fmt: skip
 
 
 def test_it_runs(tmp_path):
@@ -28,10 +14,11 @@ def test_it_runs(tmp_path):
     assert done.stdout.count("ok   ") == 11 and "WRONG" not in done.stdout
 
 
-@pytest.mark.parametrize("old, new, said", FAULTS.values(), ids=FAULTS)
-def test_it_finds(old, new, said, tmp_path):
-    done = basic(tmp_path, "fp8", plant=(old, new))
-    assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
+def test_a_fault_is_found(tmp_path):
+    """One of those in dev/faults/basics.toml."""
+    plant = '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])'
+    done = basic(tmp_path, "fp8", plant=plant)
+    assert done.returncode == 1 and "WRONG FP8" in done.stdout, done.stdout + done.stderr
 
 
 def rows(seed: int = 0, size: int = fp8.SIZE):

@@ -10,13 +10,6 @@ import pytest
 
 from tests.tools import basic
 
-FAULTS = {
-    "quintics swapped": ("(b * A + c * A @ A) @ X", "(c * A + b * A @ A) @ X", "WRONG X is"),
-    "too large to begin with": ("X = X / (1.02 *", "X = X / (0.3 *", "WRONG X is"),
-    "all matrices share a norm": ("axis=(-2, -1), keep", "axis=None, keep", "WRONG by matrices"),
-    "each device has rows": ('matrices=P("fsdp")', 'matrices=P(None, "fsdp")', "WRONG by matrices"),
-}
-
 
 def test_it_runs(tmp_path):
     done = basic(tmp_path, "muon")
@@ -26,10 +19,11 @@ def test_it_runs(tmp_path):
     assert float(loss) < 2.19  # 2.144 here
 
 
-@pytest.mark.parametrize("old, new, said", FAULTS.values(), ids=FAULTS)
-def test_it_finds(old, new, said, tmp_path):
-    done = basic(tmp_path, "muon", plant=(old, new))
-    assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
+def test_a_fault_is_found(tmp_path):
+    """One of those in dev/faults/basics.toml."""
+    plant = 'matrices=P("fsdp")', 'matrices=P(None, "fsdp")'
+    done = basic(tmp_path, "muon", plant=plant)
+    assert done.returncode == 1 and "WRONG by matrices" in done.stdout, done.stdout + done.stderr
 
 
 def polar(G):

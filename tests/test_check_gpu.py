@@ -17,7 +17,7 @@ import pytest
 
 import train_gpt
 from dev import check_gpu
-from tests.tools import make_mesh, unoptimized
+from tests.tools import make_mesh
 from train_gpt import LONG, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +40,7 @@ esac
 
 def passes(part, *arguments) -> dict[str, bool]:
     """Which lines of a part pass, by name."""
-    with unoptimized():
-        return {name: bool(passed) for passed, name, *_ in part(*arguments)}
+    return {name: bool(passed) for passed, name, *_ in part(*arguments)}
 
 
 def failed(part, *arguments) -> list[str]:
@@ -50,8 +49,9 @@ def failed(part, *arguments) -> list[str]:
 
 
 # ---- All of it -----------------------------------------------------------------------------------
-def test_all_parts_pass_here_and_leave_a_line_of_json(tmp_path):
-    env = os.environ | dict(JAX_NUM_CPU_DEVICES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+@pytest.mark.slow  # each part is tested below
+def test_all_parts_pass_here_and_leave_a_line_of_json():
+    env = os.environ | dict(JAX_NUM_CPU_DEVICES="2")
     command = [sys.executable, "-m", "dev.check_gpu", "--small"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     *lines, end, facts = done.stdout.splitlines()
@@ -347,9 +347,8 @@ def test_the_faster_setting_is_named_and_options_stay_as_they_were(monkeypatch, 
 
 def test_a_stage_does_not_pass_with_weights_that_stay(monkeypatch):
     c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
-    with unoptimized():
-        pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
-        assert np.isnan(check_gpu.step_ms(pair, c, 0, make_mesh(1)))
+    pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
+    assert np.isnan(check_gpu.step_ms(pair, c, 0, make_mesh(1)))
 
 
 @pytest.mark.parametrize("option", ["command_buffer", "dynamic_slice_fusion"])

@@ -69,7 +69,7 @@ def start(tmp_path, request):
     def start(code: str, *flags: str, until: str = "", script="train_gpt.py") -> subprocess.Popen:
         source = train_gpt.SOURCE.replace(MAIN, f"{code}\n\n{MAIN}")
         (tmp_path / script).write_text(source)
-        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
         # A job in the background ignores Ctrl-C, and its children inherit that.
         process = subprocess.Popen(
             [sys.executable, launch.__file__, script, *FLAGS, *flags],

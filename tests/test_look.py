@@ -14,7 +14,7 @@ import weights
 
 import train_gpt
 from tests.test_export import save
-from tests.tools import text, unoptimized, write_shard
+from tests.tools import text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN, RNG = weights.ROOT / "train_gpt.py", np.random.default_rng(0)
@@ -57,8 +57,7 @@ def trained(tmp_path_factory):
             w.arrays["mudd_head.b2"][:] = 0
         w.arrays["mlp_lambdas"][-1] = (3, 0)
         w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
-        with unoptimized():
-            found.append((w, *look.listen(w, look.text(w, folder / "x"))))
+        found.append((w, *look.listen(w, look.text(w, folder / "x"))))
     return folder, *found
 
 
@@ -169,8 +168,7 @@ def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, ca
     of_weights = {name: label for name, label in labels.items() if name != "loss"}
     for path, names in (ours, of_weights), (LOG, ["loss"]):
         monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
-        with unoptimized():
-            look.main()
+        look.main()
         out = tmp_path / path.stem
         assert capsys.readouterr().out == f"pictures are in {out}\n"
         files = {f"{name}.{kind}" for name in names for kind in ("svg", "png")}

@@ -24,7 +24,6 @@ from tests.tools import (
     bank_matrices,
     bigram_rows,
     tiny_program,
-    unoptimized,
     write_shard,
 )
 from train_gpt import LONG, SHORT, Layer, Stage
@@ -48,7 +47,7 @@ def run(tmp_path_factory):
     )
     program = tiny_program(layers, (Stage(40, 256, short=8, long=16, max_doc=0, lr=1.0),))
     argv = [*SMALL, "--val_every", "40", "--data", str(folder), "--seed", "1"]
-    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     env["PYTHONPATH"] = str(ROOT)
     done = subprocess.run([sys.executable, "-c", program, "tiny", *argv], cwd=folder, env=env,
                           capture_output=True, text=True)  # fmt: skip
@@ -74,8 +73,7 @@ def call(run, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(path), *argv])
         monkeypatch.setattr(sample.signal, "signal", lambda *_: None)
         try:
-            with unoptimized():
-                sample.main()
+            sample.main()
             status = 0
         except SystemExit as error:
             status = error.code
@@ -127,15 +125,13 @@ def test_padding_and_neighbours_have_no_influence(model):
     for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
         tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last one is not read
         inputs = tokens[:, :-1]
-        with unoptimized():
-            forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
-            x = train_gpt.norm(forward(bigram_rows(whole, inputs, w.c), inputs, w.c, w.stage))
-            x = x[0, at]
+        forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
+        x = train_gpt.norm(forward(bigram_rows(whole, inputs, w.c), inputs, w.c, w.stage))
+        x = x[0, at]
         z = np.asarray(x, "f8") @ w.arrays["head"].T.astype("f8")
         assert np.abs(logits - 23 / (1 + np.exp(-(z + 5) / 7.5))).max() < 1e-4
         assert logits.shape == (384,)
-    with unoptimized():
-        np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
+    np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
 
 
 def test_the_stage_is_that_of_the_last_validation(run, tmp_path):

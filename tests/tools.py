@@ -1,13 +1,11 @@
 """What several tests need: a mesh of simulated devices, miniatures of `tiny`, weights, shards."""
 
-import contextlib
 import dataclasses
 import functools
 import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -106,12 +104,6 @@ def sequences(c, T: int, seed: int = 0, documents: int = 4, count: int = 8) -> n
 
 def place_on(mesh: Mesh, tokens: np.ndarray) -> jax.Array:
     return jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("fsdp")))
-
-
-@contextlib.contextmanager
-def unoptimized() -> Iterator[None]:
-    """conftest.py does it for all tests: this goes when no test asks for it any more."""
-    yield
 
 
 def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
