@@ -138,8 +138,9 @@ def main() -> None:
     path, curves = cli.parse_args().draw, lift()
     shard_a_stack()
     adamw = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(0.1))
-    # The best of 20 and of 16 pairs of rates, two seeds each: records/basics/muon_rates.txt. Over
-    # four seeds AdamW ends at 2.274 .. 2.284, Muon at 2.102 .. 2.144.
+    # The best of 20 and of 16 pairs of rates, two seeds each, in
+    # records/other/basics/muon_rates.txt. Over four seeds AdamW ends at 2.274 .. 2.284, Muon at
+    # 2.102 .. 2.144.
     a, b = train(adamw, 0.012, 0.08), train(muon(), 0.04, 0.08)
     check(f"loss {a:.3f} by AdamW, {b:.3f} by Muon: lower by {a - b:.3f}, above 0.05", a - b > 0.05)
     if path:

@@ -5,10 +5,10 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --lowered [--write]   seconds: are they the programs of the record?
 
 The first needs jax[cuda12] or jax[cuda13], but no GPU and no driver; --write renews
-records/h100_compile.md. The second needs nothing: it lowers some programs without compiling them,
-and compares a digest of their text. An edit that changes no text needs no new compilation. The text
-differs between versions of JAX; with --write, it adds the digest of the version that runs it, if
-train_gpt.py is as it was when it was compiled.
+records/gpu/h100_compile.md. The second needs nothing: it lowers some programs without compiling
+them, and compares a digest of their text. An edit that changes no text needs no new compilation.
+The text differs between versions of JAX; with --write, it adds the digest of the version that runs
+it, if train_gpt.py is as it was when it was compiled.
 
 What comes out: kernels, collectives and their order, memory, instructions. What does not: speed and
 results. Products are not tuned, and cuDNN builds its plans only on a real GPU. How it counts:
@@ -66,7 +66,7 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 import train_gpt  # noqa: E402
 
 KINDS = "first", "second", "val"  # of programs; a second step updates every parameter
-RECORD = ROOT / "records/h100_compile.md"
+RECORD = ROOT / "records/gpu/h100_compile.md"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
 # Assumed of an H100.
 FLOAT32 = 300e12  # operations a second of a product with operands in float32
@@ -80,7 +80,7 @@ MEMORY = 2.75e12  # bytes a second
 LINKS = 350e9  # bytes a second
 LAUNCH = 2.5e-6  # seconds from one kernel to the next
 STOLEN = 1e-12  # seconds that a byte sent takes from kernels, because collectives need SMs, too
-RECORD_21 = ROOT / "records/tiny-2k/2026-11-22_baseline/train_gpt.py"
+RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113
 UPSTREAM_MS = (31, 32), (57, 58), (82.6, 84), (83, 84)  # by stage; of their logs of these shapes
 PARTS = "gemm", "attention", "other", "launches", "exposed", "stolen"
@@ -137,12 +137,12 @@ def lowered_digest() -> str:
 
 
 def digest_line() -> str:
-    """What records/h100_compile.md states of the programs' text."""
+    """What records/gpu/h100_compile.md states of the programs' text."""
     return f"- sha256 of the programs as lowered by jax {jax.__version__}: {lowered_digest()}"
 
 
 def source_line() -> str:
-    """What records/h100_compile.md states of train_gpt.py when it was compiled."""
+    """What records/gpu/h100_compile.md states of train_gpt.py when it was compiled."""
     return f"- crc32 of train_gpt.py when it was compiled: {zlib.crc32(train_gpt.SOURCE.encode())}"
 
 
@@ -961,7 +961,7 @@ def assumptions(record_21: float) -> str:
 
 
 def report(results: list[Result], memory: str, record_21: float, timed: bool) -> str:
-    """The text of records/h100_compile.md."""
+    """The text of records/gpu/h100_compile.md."""
     main = [r for r in results if r.kind == "second" and r.wanted.devices == 8][-1]
     step = f"a second step on 8 devices, stage {main.stage}"
     busy = "" if timed else " Seconds are of a machine that did other work as well."

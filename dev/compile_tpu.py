@@ -1,6 +1,6 @@
 """Compiles the record for TPU v5e-8 and v6e-8 without a TPU, and checks what came out.
 
-    python dev/compile_tpu.py > records/tpu_compile.txt      with jax[tpu]; minutes
+    python dev/compile_tpu.py > records/gpu/tpu_compile.txt      with jax[tpu]; minutes
 
 Of a second step of the third stage and of validation (first steps and earlier stages do less):
 memory, collectives, the formats of the head's operands. It does not measure speed or results.

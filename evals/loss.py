@@ -65,7 +65,7 @@ def main() -> None:
     cli.add_argument("shards", type=Path, metavar="SHARDS", help="one, or a folder: its *_val_*")
     for name, what in dict(S="short windows", L="long ones", T="a sequence", tokens="all").items():
         cli.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=f"tokens of {what}")
-    cli.add_argument("--out", type=Path, metavar="NAME", help="of the pictures, .svg and .png")
+    cli.add_argument("--out", type=Path, metavar="NAME", help="of the picture, NAME.svg")
     args = cli.parse_args()
     w, given = weights.open_weights(args.weights, args.script), vars(args).get
     c, stage = w.c, w.c.stages[w.stage]
@@ -76,7 +76,7 @@ def main() -> None:
     if min(S, L, T - 2, (count := asked // max(T, 1)) - 1) < 0:
         weights.refuse(f"--S {S} --L {L} --T {T} --tokens {asked}: at least 0, 0, 2 and --T")
     if not out.name or not os.access(out.absolute().parent, os.W_OK):
-        weights.refuse(f"{out}.png cannot be written: choose another --out")
+        weights.refuse(f"{out}.svg cannot be written: choose another --out")
     shard = weights.val_shard(w, args.shards, T)
     if len(shard) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "

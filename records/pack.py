@@ -12,10 +12,12 @@ records/SHA256SUMS holds its hashes, a test compares them.
 import argparse
 import difflib
 import hashlib
+import io
 import json
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +55,12 @@ def read_notes(folder: Path) -> str:
 
 def copy_set(e: Evidence, to: Path, parent: Path | None, by_patch: bool) -> None:
     """Logs, plan, and the source: once instead of in each log, or only as a patch of a parent's."""
-    (to / "logs").mkdir(parents=True)
+    to.mkdir(parents=True)
+    logs = {}
     for run in e.runs:
         _, sha256, text = runs.split(run.path.read_bytes())
-        packed = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
-        (to / "logs" / run.name).write_bytes(packed)
+        logs[run.name] = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
+    write_archive(to / "logs.tar.xz", logs)
     if (e.folder / "unfinished").is_dir():
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
@@ -69,6 +72,15 @@ def copy_set(e: Evidence, to: Path, parent: Path | None, by_patch: bool) -> None
         (to / "change.patch").write_text(patch)
     if not (patch and by_patch):
         shutil.copy(source, to)
+
+
+def write_archive(path: Path, logs: dict[str, bytes]) -> None:
+    """Packs logs by name; the same bytes for the same logs."""
+    with tarfile.open(path, "w:xz", preset=9) as tar:
+        for name, content in sorted(logs.items()):
+            member = tarfile.TarInfo(f"logs/{name}")  # its time and owner are 0
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
 
 
 def check_news(this: Evidence, base: Evidence | None, metric: str, last: Path, best: dict) -> None:
@@ -115,8 +127,8 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
                   parent=parent, **describe(this, track.target))  # fmt: skip
     parents = dict.fromkeys(arms[1:], this.folder) if is_study else {"": last}
     sets |= {"baseline": base} if base else {}
-    to = HERE / where / f"{date}_{name}"
-    to.parent.mkdir(exist_ok=True)
+    to = HERE / "tracks" / where / f"{date}_{name}"
+    to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
         for arm, e in sets.items():
@@ -138,8 +150,9 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
 # ---- Tables and hashes ---------------------------------------------------------------------------
 def records_of(track: str) -> list[tuple[Path, dict[str, Any]]]:
     """The records of a track in their order, with result.json; the last is the one to beat."""
-    found = [(path.parent, json.loads(path.read_text())) for path in HERE.glob(f"{track}/*/*.json")]
-    records = [entry for entry in found if entry[1].get("kind") == "record"]
+    paths = HERE.glob(f"tracks/{track}/*/result.json")
+    found = [(path.parent, json.loads(path.read_text())) for path in paths]
+    records = [entry for entry in found if entry[1]["kind"] == "record"]
     return sorted(records, key=lambda entry: entry[1]["number"])
 
 
@@ -148,7 +161,7 @@ def history(track: str) -> str:
     metric, rows = TRACKS[track].metric, []
     for folder, r in records_of(track):
         score = f"{r['seconds']:.2f} s" if metric == "time" else f"{r['tokens']:,} tokens"
-        rows.append((r["date"], f"[{r['name']}]({track}/{folder.name}/)", score,
+        rows.append((r["date"], f"[{r['name']}](tracks/{track}/{folder.name}/)", score,
                      f"{r['mean']:.4f} ± {r['sd']:.4f}", r["n"], verify.p_value(r["p"]),
                      r["machine"]))  # fmt: skip
     title = "date", "record", metric, "final loss", "n", "p", "machine"
@@ -162,17 +175,25 @@ def fill(text: str) -> str:
 
 
 def sums(folder: Path) -> Iterator[str]:
-    """A line of sha256sum for each file of a record, as seen from records/."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder.parents[1]).as_posix()
-        yield f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
+    """A line of sha256sum for each file of a record, as seen from records/. Instead of logs.tar.xz
+    its logs are listed, as they are called when it is unpacked."""
+    files = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder.parents[2]).as_posix()
+        if path.name == "logs.tar.xz":
+            place = name.removesuffix(".tar.xz")
+            files |= {f"{place}/{log.name}": log.content for log in runs.log_files(path.parent)}
+        elif path.is_file():
+            files[name] = path.read_bytes()
+    for name, content in sorted(files.items()):
+        yield f"{hashlib.sha256(content).hexdigest()}  {name}\n"
 
 
 def renew() -> None:
     """What follows from the records: lines of SHA256SUMS that are missing, histories."""
     listed, readme = HERE / "SHA256SUMS", HERE / "README.md"
     known = listed.read_text() if listed.is_file() else ""
-    for file in sorted(HERE.glob("*/*/result.json")):
+    for file in sorted(HERE.glob("tracks/*/*/result.json")):
         if f"  {file.relative_to(HERE).as_posix()}\n" not in known:
             known += "".join(sums(file.parent))
     listed.write_text(known)

@@ -5,7 +5,7 @@
 
 Every folder is one curve: the mean of its runs, in a band of a standard deviation to each side.
 --upstream adds modded-nanogpt's record 21; --differences a panel of final losses against the first
-folder's, pair by pair of equal seeds. Writes OUT.svg and OUT.png.
+folder's, pair by pair of equal seeds. Writes OUT.svg.
 """
 
 import argparse
@@ -30,7 +30,7 @@ except ImportError:
     sys.exit(2)
 
 # Record 21's loss is the mean of nine runs of it and of its equals, its time that of one of them.
-UPSTREAM = Path(__file__).with_name("upstream_record21.csv")
+UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
 LABELS = dict(steps="steps", tokens="training tokens, millions", time="training time, seconds")
 STYLE = {
     "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
@@ -156,7 +156,7 @@ def plot(
     arms: list[tuple[str, verify.Evidence]], out: Path, units: list[str], target: float | None,
     title: str = "", with_upstream: bool = False, differences: bool = False,
 ) -> None:  # fmt: skip
-    """OUT.svg and OUT.png: a panel for each unit of the x axis."""
+    """Draws OUT.svg: a panel for each unit of the x axis."""
     curves = [curve(name, evidence) for name, evidence in arms] + [upstream()] * with_upstream
     panels = len(units) + differences
     with plt.rc_context(STYLE):
@@ -183,9 +183,8 @@ def plot_log(run: verify.Run, out: Path) -> None:
 
 
 def save(figure, out: Path) -> None:
-    """OUT.svg and OUT.png, the same bytes for the same picture."""
-    for kind, metadata in ("svg", {"Date": None}), ("png", {"Software": None}):
-        figure.savefig(out.with_name(f"{out.name}.{kind}"), metadata=metadata)
+    """Writes OUT.svg, the same bytes for the same picture."""
+    figure.savefig(out.with_name(f"{out.name}.svg"), metadata={"Date": None})
     plt.close(figure)
 
 

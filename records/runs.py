@@ -14,8 +14,10 @@ can.
 
 import hashlib
 import json
+import lzma
 import math
 import re
+import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,40 @@ class Unreadable(Exception):
     """No log, or a part of one; its text tells why."""
 
 
+class ArchivedLog(NamedTuple):
+    """A log in logs.tar.xz, which is read like a file."""
+
+    name: str
+    content: bytes
+
+    def read_bytes(self) -> bytes:
+        """The log as it was packed."""
+        return self.content
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The same as text."""
+        return self.content.decode(encoding)
+
+
+def log_files(folder: Path) -> list[Path | ArchivedLog]:
+    """The logs of a folder, by name: those in its logs.tar.xz, in its logs/, or beside each other
+    in the folder itself. Raises Unreadable for a damaged archive."""
+    archive = folder / "logs.tar.xz"
+    if not archive.is_file():
+        place = folder / "logs" if (folder / "logs").is_dir() else folder
+        return sorted(place.glob("*.txt"))
+    found = []
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                if member.isfile():
+                    content = tar.extractfile(member).read()
+                    found.append(ArchivedLog(Path(member.name).name, content))
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise Unreadable(f"{archive} is damaged: {error}") from error
+    return sorted(found)
+
+
 class Validation(NamedTuple):
     """A line with a loss."""
 
@@ -45,7 +81,7 @@ class Validation(NamedTuple):
 class Run(NamedTuple):
     """One log. Facts that it does not state are None."""
 
-    path: Path
+    path: Path | ArchivedLog
     sha256: str  # of all that follows the source
     source: str  # its sha256
     validations: list[Validation]
@@ -103,7 +139,7 @@ def losses(form: re.Pattern, text: str) -> list[Validation]:
     return found
 
 
-def read(path: Path) -> Run:
+def read(path: Path | ArchivedLog) -> Run:
     """The run that a log tells of; raises Unreadable."""
     content = path.read_bytes()
     try:

@@ -97,7 +97,7 @@ class Evidence(NamedTuple):
 def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
     """All runs of a folder, and what is wrong with the logs that cannot be read."""
     found, unreadable = [], []
-    for path in sorted(folder.glob("*.txt")):
+    for path in runs.log_files(folder):
         try:
             found.append(runs.read(path))
         except Unreadable as error:
@@ -107,10 +107,9 @@ def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
 
 def collect(folder: Path) -> Evidence:
     """Everything in a folder that tells of runs; raises Unreadable if there is no log."""
-    place = folder / "logs" if (folder / "logs").is_dir() else folder
-    found, unreadable = read_logs(place)
+    found, unreadable = read_logs(folder)
     if not found:
-        raise Unreadable("; ".join([f"{place} has no log that can be read", *unreadable]))
+        raise Unreadable("; ".join([f"{folder} has no log that can be read", *unreadable]))
     files = folder / "plan.json", folder.resolve().parent / "plan.json"
     texts = [file.read_text() for file in files if file.is_file()]
     plans = (dict(arm=folder.resolve().name) | json.loads(text) for text in texts)
@@ -443,7 +442,8 @@ def infer_track(this: Evidence) -> str | None:
 
 def is_plan(folder: Path) -> bool:
     """Whether it is that of a whole plan, and no arm's."""
-    return (folder / "plan.json").is_file() and not (folder / "logs").is_dir()
+    logs = folder / "logs", folder / "logs.tar.xz"
+    return (folder / "plan.json").is_file() and not any(path.exists() for path in logs)
 
 
 def main(argv: list[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from records.basics import compare
+from records.other.basics import compare
 
 BASICS = Path(train_gpt.__file__).resolve().parent / "basics"
 README = (BASICS / "README.md").read_text(encoding="utf-8")

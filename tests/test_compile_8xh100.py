@@ -29,7 +29,7 @@ def test_the_record_is_of_the_programs_of_this_train_gpt():
     record = h100.RECORD.read_text()
     version = f"as lowered by jax {jax.__version__}:"
     if version not in record:
-        pytest.skip(f"records/h100_compile.md has no digest {version}")
+        pytest.skip(f"records/gpu/h100_compile.md has no digest {version}")
     assert h100.digest_line() in record, "python dev/compile_8xh100.py --write renews it"
 
 

@@ -18,7 +18,7 @@ from tests.tools import text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN, RNG = weights.ROOT / "train_gpt.py", np.random.default_rng(0)
-LOG = max(weights.ROOT.glob("records/example/*.txt"))
+LOG = max(weights.ROOT.glob("records/other/example/*.txt"))
 SIZES = dict(D=32, H=4, F=64, bigrams=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8)
 STAGES = (Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),)
 MODELS = [
@@ -171,10 +171,9 @@ def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, ca
         look.main()
         out = tmp_path / path.stem
         assert capsys.readouterr().out == f"pictures are in {out}\n"
-        files = {f"{name}.{kind}" for name in names for kind in ("svg", "png")}
+        files = {f"{name}.svg" for name in names}
         assert {file.name for file in out.iterdir()} == files
         for name in names:
-            assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
             assert f"<!-- {labels[name]} -->" in (out / f"{name}.svg").read_text()
 
 

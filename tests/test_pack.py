@@ -1,12 +1,14 @@
 """Making records and comparisons: what goes in, what is refused, which tables follow."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pack
 import pytest
 import run_ab
+import runs
 import verify
 from fake_runs import LOSSES, SOURCE, data, ours, sha, write_ours, write_plan
 
@@ -39,11 +41,11 @@ def test_a_record_and_the_next(place, tmp_path):
     (first / "unfinished").mkdir()
     (first / "unfinished" / "x.txt").write_text(ours(100, 1.46).partition("step:500")[0])
     packed(first)
-    record = place / "tiny" / "2026-11-21_first"
-    names = "README.md curves.png curves.svg logs plan.json result.json train_gpt.py unfinished"
+    record = place / "tracks/tiny" / "2026-11-21_first"
+    names = "README.md curves.svg logs.tar.xz plan.json result.json train_gpt.py unfinished"
     assert sorted(path.name for path in record.iterdir()) == names.split()
     assert (record / "train_gpt.py").read_text() == SOURCE
-    logs = [path.read_text() for path in (record / "logs").iterdir()]
+    logs = [log.read_text() for log in runs.log_files(record)]
     assert len(logs) == 5 and not any(SOURCE in log for log in logs)
     assert verify.main([str(record)]) == 0
     text = (record / "README.md").read_text()
@@ -51,18 +53,28 @@ def test_a_record_and_the_next(place, tmp_path):
 
     new = write_ours(tmp_path / "second", steps=450, source=MORE, seed=300, hour=15)
     packed(new, "--baseline", write_ours(tmp_path / "old", seed=300, hour=16))
-    record, parent = place / "tiny" / "2026-11-21_second", record / "train_gpt.py"
+    record, parent = place / "tracks/tiny" / "2026-11-21_second", record / "train_gpt.py"
     assert json.loads((record / "result.json").read_text())["parent"] == "2026-11-21_first"
     assert verify.main([str(record), str(record / "baseline")]) == 0
     assert run_ab.patched(parent.read_bytes(), record / "change.patch") == MORE.encode()
 
     table = (place / "README.md").read_text()
-    assert "| [first](tiny/2026-11-21_first/) | 1,024,000 tokens | 1.4597 ± 0.0097 | 5 |" in table
-    assert "[second](tiny/2026-11-21_second/) | 921,600 tokens |" in table.partition("[first]")[2]
+    assert (
+        "| [first](tracks/tiny/2026-11-21_first/) | 1,024,000 tokens | 1.4597 ± 0.0097 | 5 |"
+        in table
+    )
+    assert (
+        "[second](tracks/tiny/2026-11-21_second/) | 921,600 tokens |"
+        in table.partition("[first]")[2]
+    )
     assert "No record yet." in table and table.endswith("end\n")
     sums = (place / "SHA256SUMS").read_text()
-    check = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=place)
-    assert check.returncode == 0 and sums.count("2026-11-21_first/") == 12
+    assert sums.count("2026-11-21_first/") == 11
+    unpacked = shutil.copytree(place, tmp_path / "unpacked")
+    for archive in unpacked.rglob("logs.tar.xz"):
+        subprocess.run(["tar", "-xf", archive.name], cwd=archive.parent, check=True)
+    check = subprocess.run(["sha256sum", "--strict", "--quiet", "-c", "SHA256SUMS"], cwd=unpacked)
+    assert check.returncode == 0
     (place / "SHA256SUMS").unlink()
     pack.main(["--tables"])
     assert (place / "SHA256SUMS").read_text() == sums
@@ -87,7 +99,7 @@ def test_what_does_not_hold_is_not_packed(place, tmp_path):
     assert "no fewer tokens than the baseline" in refused(folder, "--baseline", base)
     next((folder / "logs").iterdir()).write_text(ours(100, 1.4633, source="#\n"))
     assert "2 different sources" in refused(folder)
-    assert not list(place.glob("*/*")) and not (place / "SHA256SUMS").exists()
+    assert not list(place.glob("*/*/*")) and not (place / "SHA256SUMS").exists()
 
 
 def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
@@ -109,8 +121,10 @@ def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
     assert said in refused(new, "--baseline", runs_of("straw", 900_000, 2 * MORE, arms=arms))
     assert said in refused(new, "--baseline", runs_of("other_plan", 160_000))
     packed(new, "--baseline", runs_of("old", 160_000, arms=arms))
-    assert "| [new](8xh100/2026-11-21_new/) | 140.00 s |" in (place / "README.md").read_text()
-    record = place / "8xh100/2026-11-21_new"
+    assert (
+        "| [new](tracks/8xh100/2026-11-21_new/) | 140.00 s |" in (place / "README.md").read_text()
+    )
+    record = place / "tracks/8xh100/2026-11-21_new"
     assert verify.main([str(record), str(record / "baseline")]) == 0
     assert "were not interleaved" not in capsys.readouterr().out
 
@@ -125,7 +139,7 @@ def test_a_comparison(place, tmp_path, capsys):
     arms = {name: sha(source) for name, source in sources.items()}
     write_plan(tmp_path / "all", [100 + i for i in range(5)], arms=arms)
     packed(tmp_path / "all")
-    folder = place / "tiny" / "2026-11-21_all"
+    folder = place / "tracks/tiny" / "2026-11-21_all"
     assert not (folder / "worse" / "train_gpt.py").exists()
     patched = run_ab.patched(sources["base"].encode(), folder / "worse" / "change.patch")
     assert patched == sources["worse"].encode()

@@ -16,7 +16,6 @@ def drawn(tmp_path, monkeypatch):
         out = tmp_path / "out"
         monkeypatch.setattr("sys.argv", ["plot.py", *map(str, words), "--out", str(out)])
         plot.main()
-        assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return "\n".join(re.findall("<!-- (.*?) -->", out.with_suffix(".svg").read_text()))
 
     return draw

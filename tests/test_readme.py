@@ -17,9 +17,9 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = (
     "README.md records/README.md records/LOG.md dev/README.md dev/change_it.md dev/hosts.md "
-    "data/README.md evals/README.md basics/README.md records/basics/README.md"
+    "data/README.md evals/README.md basics/README.md records/other/basics/README.md"
 ).split()
-ABLATIONS = "records/tiny-2k/2026-11-22_ablations"
+ABLATIONS = "records/tracks/tiny-2k/2026-11-22_ablations"
 
 
 def section(title: str) -> str:
@@ -28,14 +28,17 @@ def section(title: str) -> str:
 
 
 def test_the_figure_of_tiny_is_that_of_its_logs():
-    losses = verify.collect(ROOT / "records/tiny-2k_rerun").losses
+    losses = verify.collect(ROOT / "records/tracks/tiny-2k/rerun").losses
     text = f"{fmean(losses):.4f} ± {stdev(losses):.4f} nats a byte"
-    assert f"{text} after 376,832 tokens ([n = {len(losses)}](records/tiny-2k_rerun/))" in README
+    assert (
+        f"{text} after 376,832 tokens ([n = {len(losses)}](records/tracks/tiny-2k/rerun/))"
+        in README
+    )
 
 
 def test_the_end_of_a_run_is_that_of_its_log():
     (name,) = re.findall(r"next: \./run\.sh sample logs/(\S+)\.npz", README)
-    log = (ROOT / f"records/example/{name}.txt").read_text()
+    log = (ROOT / f"records/other/example/{name}.txt").read_text()
     lines = re.findall(r"^step:\d+/368 val_loss:.*$", section("Run"), re.M)
     assert len(lines) == 2 and [line for line in lines if f"\n{line}\n" not in log] == []
 
