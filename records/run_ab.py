@@ -154,7 +154,8 @@ def interpreter() -> str:
     """This Python if it has jax, else that of run.sh."""
     if importlib.util.find_spec("jax"):
         return sys.executable
-    if not (python := ROOT / ".venv/bin/python").exists():
+    python = ROOT / ".venv/bin/python"
+    if not python.exists():
         refuse("this Python has no jax, and there is no .venv: run ./run.sh tiny once")
     return str(python)
 
@@ -241,8 +242,14 @@ def main() -> None:
     plan = json.loads((out / "plan.json").read_text())
     arms = [out / name for name in plan["arms"]]
     # With flags no arm can be a record; then the question is what differs.
-    attempt = len(arms) == 2 and len(plan["arguments"]) == 3
-    judged = arms[::-1] if attempt or len(arms) == 1 else [out]
+    _, *flags = plan["arguments"]
+    could_be_record = flags == ["--target", "0"]
+    if len(arms) == 1:
+        judged = arms
+    elif len(arms) == 2 and could_be_record:
+        judged = [arms[1], arms[0]]
+    else:
+        judged = [out]
     words = [sys.executable, str(ROOT / "records/verify.py"), *map(str, judged)]
     print(f"\n{' '.join(['verify.py', *words[2:]])}\n", flush=True)
     sys.exit(subprocess.run(words).returncode)

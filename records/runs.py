@@ -128,11 +128,16 @@ def split(content: bytes) -> tuple[bytes | None, str, str]:
 def losses(form: re.Pattern, text: str) -> list[Validation]:
     """All losses that count, in the order of their steps."""
     found = []
-    for part in text.split("\nresume "):  # it begins with the validation of its step
-        fact, _, _ = part.partition("\n")  # the first part has none; nor is there a loss before it
-        found = [v for v in found if v.step < json.loads(fact)["step"] + (form is TRAINING)]
-        found += [Validation(int(n), int(of), float(loss), float(time) * dict(ms=1, s=1000)[unit])
-                  for n, of, loss, time, unit in form.findall(part)]  # fmt: skip
+    milliseconds = {"ms": 1, "s": 1000}
+    for number, part in enumerate(text.split("\nresume ")):
+        if number > 0:  # the part begins with its fact, then with the validation of that step
+            first_step = json.loads(part.partition("\n")[0])["step"]
+            if form is TRAINING:  # the training loss of that step is from before
+                first_step += 1
+            found = [loss for loss in found if loss.step < first_step]
+        for step, steps, loss, time, unit in form.findall(part):
+            ms = float(time) * milliseconds[unit]
+            found.append(Validation(int(step), int(steps), float(loss), ms))
     for a, b in zip(found, found[1:], strict=False):  # of two runs in one file neither is judged
         if not (a.step < b.step and a.steps == b.steps and a.ms <= b.ms):
             raise Unreadable(f"its validations are out of order at step {b.step}")

@@ -106,7 +106,7 @@ def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
 
 
 def collect(folder: Path) -> Evidence:
-    """Everything in a folder that tells of runs; raises Unreadable if there is no log."""
+    """The logs of a folder and what stands beside them; raises Unreadable if there is no log."""
     found, unreadable = read_logs(folder)
     if not found:
         raise Unreadable("; ".join([f"{folder} has no log that can be read", *unreadable]))
@@ -120,61 +120,78 @@ def collect(folder: Path) -> Evidence:
 
 
 # ---- Checks of one set of runs: they yield what they find ----------------------------------------
-FAIL, NOTE = "**FAIL** ", "note: "
+class Finding(NamedTuple):
+    """What a check has found."""
+
+    fails: bool  # or it is only a note
+    text: str
+
+    def __str__(self) -> str:
+        return f"**FAIL** {self.text}" if self.fails else f"note: {self.text}"
 
 
-def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
+def fail(text: str) -> Finding:
+    """A finding by which the runs do not hold."""
+    return Finding(True, text)
+
+
+def note(text: str) -> Finding:
+    """A finding that a reader should know."""
+    return Finding(False, text)
+
+
+def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """Every run came to its end, in one process, and none with a final loss was thrown away."""
-    yield from (FAIL + f"no log: {text}" for text in e.unreadable)
-    yield from (FAIL + f"{run.name}: {run.ended}" for run in e.runs if not run.complete)
+    yield from (fail(f"no log: {text}") for text in e.unreadable)
+    yield from (fail(f"{run.name}: {run.ended}") for run in e.runs if not run.complete)
     text = "resumed, so that its clock is of several processes: run it again in one go"
-    yield from (FAIL + f"{run.name}: {text}" for run in e.ended if run.resumed)
+    yield from (fail(f"{run.name}: {text}") for run in e.ended if run.resumed)
     interrupted, broken = read_logs(e.folder / "unfinished")
     for run in interrupted:
         if run.validations and run.validations[-1].step == run.steps:
-            yield FAIL + f"{run.name}, in unfinished/, had its final loss: it counts"
+            yield fail(f"{run.name}, in unfinished/, had its final loss: it counts")
     n = len(interrupted) + len(broken)
     if n:
-        yield NOTE + f"{n} interrupted and run again; their logs are in unfinished/"
+        yield note(f"{n} interrupted and run again; their logs are in unfinished/")
 
 
-def check_length(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_length(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """A run that stops when it likes its loss has a loss that it likes."""
     for run in e.ended:
         target = run.config.get("target") if run.ours else 0
         if target != 0 or run.ended == "target reached":
-            yield FAIL + f"{run.name} could have stopped at {target}: no p-value; use --target 0"
+            yield fail(f"{run.name} could have stopped at {target}: no p-value; use --target 0")
     if len({tuple((v.step, v.steps) for v in run.validations) for run in e.ended}) > 1:
-        yield FAIL + "the runs validate at different steps, or differ in length"
+        yield fail("the runs validate at different steps, or differ in length")
     if len(e.tokens) > 1:
-        yield FAIL + f"the runs count different tokens: {e.tokens}"
+        yield fail(f"the runs count different tokens: {e.tokens}")
 
 
-def check_twice(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_twice(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """Repeats of one run look like many runs with hardly any deviation."""
     for a, b in itertools.combinations(e.runs, 2):
         traces = [[*(v.loss for v in run.validations), run.loss] for run in (a, b)]
         if a.sha256 == b.sha256:
-            yield FAIL + f"{b.name} is the same log as {a.name}"
+            yield fail(f"{b.name} is the same log as {a.name}")
         elif a.seed is not None and a.seed == b.seed:
-            yield FAIL + f"{b.name} has the seed of {a.name}"
+            yield fail(f"{b.name} has the seed of {a.name}")
         # Where a log has little else, two losses of four digits may be equal by chance.
         elif traces[0] == traces[1] and (a.ours or len(a.validations) > 3):
-            yield FAIL + f"{b.name} has, at every step, the losses of {a.name}"
+            yield fail(f"{b.name} has, at every step, the losses of {a.name}")
     if any(run.seed is None for run in e.runs):
-        yield NOTE + "seeds: the logs state none"
+        yield note("seeds: the logs state none")
 
 
-def check_source(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """All runs have the source that stands beside the logs."""
     sources = sorted({run.source for run in e.runs})
     if len(sources) > 1:
-        yield FAIL + f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}"
+        yield fail(f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}")
     if e.source and sources != [e.source]:
-        yield FAIL + "train_gpt.py is not the source that the logs state"
+        yield fail("train_gpt.py is not the source that the logs state")
 
 
-def differing(several: list[Run], names: str) -> Iterator[str]:
+def differing(several: list[Run], names: str) -> Iterator[Finding]:
     """Facts of these names that are not the same in all runs."""
     for name in names.split():
         values = [getattr(run, name) for run in several]
@@ -183,32 +200,32 @@ def differing(several: list[Run], names: str) -> Iterator[str]:
             keys = sorted(set().union(*values))
             found = ", ".join(k for k in keys if len({str(v.get(k)) for v in values}) > 1)
         if any(value != values[0] for value in values):
-            yield FAIL + f"different {name}: {found}"
+            yield fail(f"different {name}: {found}")
 
 
-def check_track(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_track(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """What a track fixes: the tokens, of training and of validation, and the devices."""
     run = e.runs[0]
     if not track:
         return
     kinds = "/".join(sorted({*run.devices}))
     if not run.devices:
-        yield NOTE + "devices: the logs state none"
+        yield note("devices: the logs state none")
     elif track.count not in (None, len(run.devices)) or not re.fullmatch(track.devices, kinds):
-        yield FAIL + f"not the track's devices: {len(run.devices)} x {kinds}"
+        yield fail(f"not the track's devices: {len(run.devices)} x {kinds}")
     if not run.ours:
         text = "data, flags and environment: the logs of modded-nanogpt do not state them"
-        yield (NOTE if track.preset == "record" else FAIL) + text
+        yield Finding(track.preset != "record", text)
         return
     n = run.config.get("val_tokens")
     if n != track.val_tokens:
-        yield FAIL + f"validated on {n} tokens, not {track.val_tokens:,}"
+        yield fail(f"validated on {n} tokens, not {track.val_tokens:,}")
     *stream, text = track.shards.split()
     *train, val = shards(run) or [None]
     if val != text:
-        yield FAIL + "validated on another text than the track's"
+        yield fail("validated on another text than the track's")
     if not train or train != stream[: len(train)]:
-        yield FAIL + "trained on another stream of tokens than the track's"
+        yield fail("trained on another stream of tokens than the track's")
 
 
 def shards(run: Run) -> list[str]:
@@ -216,38 +233,38 @@ def shards(run: Run) -> list[str]:
     return [shard.get("sha256", "")[:16] for shard in run.data or []]
 
 
-def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """That the file alone makes the record."""
     run = e.runs[0]
     if not track or not run.ours:
         return
     if run.argv != [track.preset, "--target", "0"]:
         text = f"run with {' '.join(run.argv)}; a record is what the file does"
-        yield FAIL + f"{text} with {track.preset} --target 0"
+        yield fail(f"{text} with {track.preset} --target 0")
     for name in run.environment:
         if not NEUTRAL.fullmatch(name):
-            yield FAIL + f"{name} is set, outside of the file"
+            yield fail(f"{name} is set, outside of the file")
 
 
-def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
+def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """How many runs is decided before the first one: otherwise one stops when luck is good."""
     plan, n = e.plan, len(e.runs) + len(e.unreadable)
     if not plan:
         text = "no plan: that n was fixed beforehand cannot be seen"
-        yield FAIL + f"{text}; use run_ab.py" if e.runs[0].ours else NOTE + text
+        yield fail(f"{text}; use run_ab.py") if e.runs[0].ours else note(text)
         return
     if not plan["n"] == len({*plan["seeds"]}) == n:
-        yield FAIL + f"planned {plan['n']} runs with {len({*plan['seeds']})} seeds, found {n}"
+        yield fail(f"planned {plan['n']} runs with {len({*plan['seeds']})} seeds, found {n}")
     strange = {run.seed for run in e.runs} - set(plan["seeds"])
     if strange:
-        yield FAIL + f"seeds that were not planned: {sorted(strange, key=str)}"
+        yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
     if {run.source for run in e.runs} != {plan["arms"][plan["arm"]]}:
-        yield FAIL + "another source than planned"
+        yield fail("another source than planned")
     if any(run.argv != plan["arguments"] for run in e.runs):
-        yield FAIL + "other flags than planned"
+        yield fail("other flags than planned")
     created = plan["created"].replace(":", "-")
     if any(run.began is None or run.began + "Z" < created for run in e.runs):
-        yield FAIL + "a run began before the plan was made, or its log's name does not say when"
+        yield fail("a run began before the plan was made, or its log's name does not say when")
 
 
 MACHINE = "devices driver versions environment"
@@ -265,24 +282,24 @@ CHECKS = {
 
 
 # ---- Checks of two sets --------------------------------------------------------------------------
-def check_baseline(this: Evidence, base: Evidence) -> Iterator[str]:
+def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
     """Whether two sets differ by their sources alone."""
     a, b = this.runs[0], base.runs[0]
     yield from differing([a, b], MACHINE + " argv")
     if {run.sha256 for run in this.runs} & {run.sha256 for run in base.runs}:
-        yield FAIL + "a log is in both"
+        yield fail("a log is in both")
     x, y = shards(a), shards(b)
     if x[-1:] != y[-1:] or any(m != n for m, n in zip(x[:-1], y[:-1], strict=False)):
-        yield FAIL + "different data"  # of the training shards one may need fewer
+        yield fail("different data")  # of the training shards one may need fewer
     if a.source == b.source:
-        yield NOTE + "the two have one source"
+        yield note("the two have one source")
     days = {run.began and run.began[:10] for run in this.runs + base.runs}
     if None in days:
-        yield NOTE + "when the runs began: the logs do not state it"
+        yield note("when the runs began: the logs do not state it")
     elif len(days) > 1:
-        yield NOTE + f"the runs are of {len(days)} days: {', '.join(sorted(days))}"
+        yield note(f"the runs are of {len(days)} days: {', '.join(sorted(days))}")
     if a.ours and not interleaved(this, base):
-        yield NOTE + "the two are from different plans: their runs were not interleaved"
+        yield note("the two are from different plans: their runs were not interleaved")
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
@@ -302,23 +319,23 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     n, p = len(this.losses), stats.below(this.losses, target).p
     if math.isnan(p):
         why = "the losses do not vary" if n > 1 else f"{n} complete runs"
-        yield FAIL + f"{why}: no p-value"
+        yield fail(f"{why}: no p-value")
     elif any(check_length(this, track)):
-        yield FAIL + "no p-value over runs whose length is not fixed"
+        yield fail("no p-value over runs whose length is not fixed")
     elif not p < ALPHA:
-        yield FAIL + f"p = {p_value(p)} for a mean below {target:g}; it takes p < {ALPHA}"
+        yield fail(f"p = {p_value(p)} for a mean below {target:g}; it takes p < {ALPHA}")
     elif track and target - fmean(this.losses) < track.margin:
-        yield NOTE + f"the margin is less than {track.margin:g}: on another machine it may fail"
+        yield note(f"the margin is less than {track.margin:g}: on another machine it may fail")
     if not base or not track:
         return
     if track.metric == "time":
         p = stats.welch(this.seconds, base.seconds).p
         if not p < ALPHA:
-            yield FAIL + f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}"
+            yield fail(f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}")
         return
     most, least = max(this.tokens, default=0), min(base.tokens, default=0)
     if most >= least:
-        yield FAIL + f"no fewer tokens than the baseline: {most:,} against {least:,}"
+        yield fail(f"no fewer tokens than the baseline: {most:,} against {least:,}")
 
 
 # ---- Report --------------------------------------------------------------------------------------
@@ -387,18 +404,21 @@ def report(this: Evidence, base: Evidence | None, track: Track | None, target: f
     """Whether it holds, and the Markdown that gives reasons."""
     found = {name: list(check(this, track)) for name, check in CHECKS.items()}
     if base:
-        for name, check in CHECKS.items():  # "note: ..." becomes "note: baseline: ..."
-            found[name] += [text.replace(" ", " baseline: ", 1) for text in check(base, track)]
+        for name, check in CHECKS.items():
+            found[name] += [f._replace(text=f"baseline: {f.text}") for f in check(base, track)]
         found["the baseline differs by its source alone"] = list(check_baseline(this, base))
     found["the result"] = list(check_result(this, base, track, target))
-    holds = FAIL not in str(found)
+    holds = not any(finding.fails for findings in found.values() for finding in findings)
     sets = {"this": this} | ({"baseline": base} if base else {})
     facts = [summary(e, track, target) for e in sets.values()]
     lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", ""]
     lines += table(("", *sets), [(key, *(f.get(key, "–") for f in facts)) for key in facts[0]])
     if base:
         lines += table(("this − baseline", "difference", "test"), comparison(this, base))
-    lines += table(("check", "found"), ((k, "<br>".join(v) or "ok") for k, v in found.items()))
+    lines += table(
+        ("check", "found"),
+        ((name, "<br>".join(map(str, findings)) or "ok") for name, findings in found.items()),
+    )
     rows = [(run.name, "–" if run.seed is None else run.seed, f"{run.loss:.5f}",
              f"{run.seconds:.2f}") for run in this.ended]  # fmt: skip
     return holds, "\n".join(lines + table(("run", "seed", "final loss", "time, s"), rows)[:-1])
@@ -410,11 +430,15 @@ def study(folder: Path) -> tuple[bool, str]:
     arms = {name: collect(folder / name) for name in plan["arms"]}
     first, *_ = arms.values()
     track = TRACKS.get(infer_track(first))
-    rows, seeds = [], []
+    rows = []
+    seeds = []
     remarks = []
+    holds = True
     for name, arm in arms.items():
-        found = [text for check in CHECKS.values() if check is not check_flags
-                 for text in check(arm, track)]  # fmt: skip
+        found = []
+        for check in CHECKS.values():
+            if check is not check_flags:
+                found += check(arm, track)
         cells = "", "", ""
         if arm is not first:
             found += check_baseline(arm, first)
@@ -424,10 +448,11 @@ def study(folder: Path) -> tuple[bool, str]:
                 cells = f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p
             seeds.append((name, " ".join(f"{change:+.3f}" for change in pairs)))
         rows.append((name, len(arm.ended), spread(arm.losses, 4), *cells))
-        remarks += [f"- {name}: {text}" for text in found]
+        holds = holds and not any(finding.fails for finding in found)
+        remarks += [f"- {name}: {finding}" for finding in found]
     title = "arm", "runs", "final loss", f"minus {next(iter(arms))}", "of one pair, sd", "paired p"
     lines = [*table(title, rows), *table(("arm", "difference of each seed"), seeds), *remarks]
-    return FAIL not in str(remarks), "\n".join(lines)
+    return holds, "\n".join(lines)
 
 
 def infer_track(this: Evidence) -> str | None:
