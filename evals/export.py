@@ -52,7 +52,8 @@ def describe(w: weights.Weights) -> dict:
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
     header, at = {"__metadata__": about}, 0
     for name, x in arrays.items():
-        header[name] = dict(dtype="F32", shape=x.shape, data_offsets=[at, at := at + x.nbytes])
+        header[name] = dict(dtype="F32", shape=x.shape, data_offsets=[at, at + x.nbytes])
+        at += x.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

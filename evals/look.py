@@ -1,14 +1,16 @@
-"""Pictures of a run: losses; how far back heads look (reach); scalars and gates; what is added up
-in the last layer and for the head (streams); singular values. A log alone has losses only.
-WEIGHTS may be a log, logs/<run>.txt, too."""
+"""Draws pictures of a run: losses; how far back heads look (reach); scalars and gates; what is
+added up in the last layer and for the head (streams); singular values. WEIGHTS may also be a log,
+logs/<run>.txt; of a log without weights there are losses only."""
 
-import functools
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_shard
 
 # isort: split
@@ -25,59 +27,120 @@ def text(w: Weights, place: Path) -> np.ndarray:
     return next(w.code.read_batches([shard], [(4, T, 0)], w.c))
 
 
-def listen(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
-    """What the model's functions are given and make: by layer q, k, window and scale; by name and
-    layer gates (B, T, n); of the sums in the last layer and for the head where it is, names of the
-    terms, and what each adds along the sum: together 1."""
-    calls, inside, sums, last = [], [""], [], len(w.c.layers) - 1
-
-    def call(name, function, *given, **options):
-        inside.append(name)
-        made = function(*given, **options)
-        inside.pop()
-        made = dict(made) if isinstance(made, dict) else made  # forward() adds to what it is given
-        calls.append((name, inside[-1], given, made))
-        return made
-
-    def read(*_):  # while the forward pass is traced: arrays are known by identity
-        saved = next(given[4] for name, _, given, _ in calls if name in BLOCKS)
-        known = [*saved.items()]
-        known += [(name, made) for name, _, _, made in calls if name in ("attention", "mlp")]
-        n, heads, gates, shares = 0, {}, {}, []  # n: the layer that runs
-        for name, where, given, made in calls:
-            if name == "attend":
-                heads[n] = *given[:2], jnp.array([given[3]]), jnp.array([given[4]])
-            elif name == "run_net":
-                gates |= {gate_place(given[0], output, last): x for output, x in made.items()}
-            elif name == "weighted_sum" and made.ndim == 3 and len(given) > 1:
-                if where == "attention" and w.c.layers[n].value_table is not None:
-                    if not w.c.layers[n].mudd:
-                        gates["value_gates", n] = given[1][0][..., :: w.c.D // w.c.H]
-                if n > last or n == last and where in ("attention", *BLOCKS):
-                    new = "v" if where == "attention" else "stream"
-                    names = [next((k for k, y in known if y is x), f"own {new}") for _, x in given]
-                    sums.append(("head" if n > last else f"layer {n}, {new}", names))
-                    total = made.astype("float32") / jnp.square(made.astype("float32")).sum()
-                    shares.append(jnp.stack([(a * x * total).sum() for a, x in given]))
-            n += name in BLOCKS
-        return heads, list(gates.values()), [x[None] for x in shares], list(gates)
-
-    places = []
-
-    def arrays(*given):
-        heads, gates, shares, names = read(*given)
-        places.extend(names)
-        return heads, gates, shares
-
-    names = "attend", "attention", "mlp", "run_net", "weighted_sum", *BLOCKS
-    hooks = {name: functools.partial(call, name, getattr(w.code, name)) for name in names}
-    with mock.patch.multiple(w.code, **hooks):
-        heads, gates, shares = jax.tree.map(np.asarray, runner(w, arrays, 1)(tokens))
-    gates = dict(zip(places, gates, strict=True))
-    return heads, gates, [(*names, x[0]) for names, x in zip(sums, shares, strict=True)]
-
-
 BLOCKS = "block", "mudd_block"
+RECORDED = "attend", "attention", "mlp", "run_net", "weighted_sum", *BLOCKS
+
+
+class Call(NamedTuple):
+    """A call of one of the RECORDED functions of train_gpt.py, while the model is traced."""
+
+    name: str
+    caller: str  # the recorded function that called it; "": forward() did
+    layer: int  # the layer that ran, or the next one; after the last layer their number
+    arguments: tuple
+    result: Any
+
+
+def record_calls(code: ModuleType, calls: list[Call]) -> Any:
+    """A context in which the RECORDED functions do as always, and add to calls. A function's call
+    is added when it ends, after those that it made."""
+    stack = [""]
+
+    def recorded(name):
+        function = getattr(code, name)
+
+        def run(*arguments, **options):
+            layer = sum(call.name in BLOCKS for call in calls)  # blocks that have ended
+            stack.append(name)
+            result = function(*arguments, **options)
+            stack.pop()
+            seen = dict(result) if isinstance(result, dict) else result  # forward() adds to gates
+            calls.append(Call(name, stack[-1], layer, arguments, seen))
+            return result
+
+        return run
+
+    return mock.patch.multiple(code, **{name: recorded(name) for name in RECORDED})
+
+
+def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
+    """Runs the model on tokens (B, T + 1), and returns what the pictures show:
+
+    heads   by layer: q and k, (B, n T, H / n, K), the window in positions, the scale of scores
+    gates   by name and layer: (B, T, n) outputs of nets, and gates of the value tables
+    sums    (place, names of the terms, share of each term); see term_shares()
+    """
+    labels = []  # what is Python and no array, written while the model is traced
+
+    def arrays(*_):
+        heads = {}
+        gates = {}
+        for call in calls:
+            if call.name == "attend":
+                q, k, _, window, scale, _ = call.arguments
+                heads[call.layer] = q, k, jnp.array([window]), jnp.array([scale])
+            if call.name == "run_net":
+                for output, x in call.result.items():
+                    gates[gate_place(call.arguments[0], output, len(w.c.layers) - 1)] = x
+        gates |= value_gates(w, calls)
+        sums = last_sums(w, calls)
+        labels.extend([list(gates), [(place, names) for place, names, _ in sums]])
+        return heads, list(gates.values()), [shares[None] for *_, shares in sums]
+
+    calls = []
+    with record_calls(w.code, calls):
+        found = runner(w, arrays, 1)(tokens)
+    heads, gates, shares = jax.tree.map(np.asarray, found)
+    gate_names, sum_names = labels
+    gates = dict(zip(gate_names, gates, strict=True))
+    sums = [(*names, x[0]) for names, x in zip(sum_names, shares, strict=True)]
+    return heads, gates, sums
+
+
+def sums_of(calls: list[Call]) -> list[Call]:
+    """The sums of residual streams and of v: those of several terms, each (B, T, D)."""
+    sums = [call for call in calls if call.name == "weighted_sum"]
+    return [call for call in sums if call.result.ndim == 3 and len(call.arguments) > 1]
+
+
+def value_gates(w: Weights, calls: list[Call]) -> dict[tuple[str, int], Array]:
+    """The gate of every head for its layer's value table, (B, T, H), by name and layer. It is the
+    weight of the second term of v. MUDD layers have none: there a net computes it."""
+    gates = {}
+    for call in sums_of(calls):
+        if call.caller == "attention":
+            layer = w.c.layers[call.layer]
+            if layer.value_table is not None and not layer.mudd:
+                _, (weight, _) = call.arguments
+                gates["value_gates", call.layer] = weight[..., :: w.c.D // w.c.H]
+    return gates
+
+
+def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array]]:
+    """Place, names of the terms and their shares, of the sums in the last layer and for the head.
+    A term is known by being the same array as a saved stream or an output; any other is x or v."""
+    saved = next(call.arguments[4] for call in calls if call.name in BLOCKS)
+    known = {id(x): name for name, x in saved.items()}
+    for call in calls:
+        if call.name in ("attention", "mlp"):
+            known[id(call.result)] = call.name
+    last = len(w.c.layers) - 1
+    found = []
+    for call in sums_of(calls):
+        in_last = call.layer == last and call.caller in ("attention", *BLOCKS)
+        if in_last or call.layer > last:
+            kind = "v" if call.caller == "attention" else "stream"
+            place = f"layer {last}, {kind}" if in_last else "head"
+            names = [known.get(id(x), f"own {kind}") for _, x in call.arguments]
+            found.append((place, names, term_shares(call)))
+    return found
+
+
+def term_shares(call: Call) -> Array:
+    """What each term of a sum adds along the sum: (term . sum) / (sum . sum), together 1."""
+    total = call.result.astype("float32")
+    direction = total / jnp.square(total).sum()
+    return jnp.stack([(weight * x * direction).sum() for weight, x in call.arguments])
 
 
 def gate_place(net: str, output: str, last: int) -> tuple[str, int]:
@@ -92,9 +155,11 @@ def gate_place(net: str, output: str, last: int) -> tuple[str, int]:
 
 
 def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
-    """(heads, T): of each head's attention the share that lies so many tokens back, of the queries
-    in far (B, T). q, k: (B, n T, heads / n, K), where n heads share keys; window in positions."""
-    (B, P, H, _), T = q.shape, far.shape[1]
+    """(heads, T): the share of each head's attention that lies t tokens back, averaged over the
+    queries that `far`, (B, T), marks. q and k are (B, n T, heads / n, K), where n heads share keys;
+    the window is in positions."""
+    B, P, H, _ = q.shape
+    T = far.shape[1]
     back = np.arange(P)[:, None] - np.arange(P)
     scores = scale * np.einsum("BPHK,BSHK->BHPS", np.float32(q), np.float32(k))
     mass = jax.nn.softmax(np.where((0 <= back) & (back <= window), scores, -np.inf))
@@ -113,9 +178,12 @@ def describe(layer: object) -> str:
 
 
 def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
-    t, words = np.arange(tokens.shape[1] - 1), [describe(layer) for layer in w.c.layers]
+    """Draws how far back the heads of every layer look, from queries with a long history."""
+    t = np.arange(tokens.shape[1] - 1)
+    words = [describe(layer) for layer in w.c.layers]
     history = t - np.maximum.accumulate(np.where(tokens[:, :-1] == w.c.eot, t, 0), axis=1)
-    least, rows = int(np.quantile(history, 0.75)), []  # where a document starts, nothing is far
+    least = int(np.quantile(history, 0.75))  # where a document starts, nothing is far
+    rows = []
     for n, (*qk, window, scale) in heads.items():
         p = attended(*qk, window, scale, history >= least)
         within = [(p.cumsum(axis=1) < part).sum(axis=1) for part in (0.5, 0.9)]
@@ -133,31 +201,36 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
     save(figure, out / "reach")
 
 
-def draw_gates(out: Path, w: Weights, said: dict) -> None:
+def draw_gates(out: Path, w: Weights, gates: dict) -> None:
     """A dot for each number: the mean of tokens; a line: from 10 to 90 % of them."""
     lambdas = [name for name in w.arrays if name.endswith("_lambdas")]
-    found = dict(said)
+    found = dict(gates)
     for name in lambdas:
         found |= {(name, n): np.ravel(x)[None] for n, x in enumerate(w.arrays[name])}
     found |= {(k, -1): w.arrays[k] for k in ("gate_scale", "smear_gate", "smear_lambda")}
-    names, layers = sorted({name for name, _ in found}), len(w.c.layers)
+    names = sorted({name for name, _ in found})
+    layers = len(w.c.layers)
     rows = -(-len(names) // 4)
     figure, axes = plt.subplots(rows, 4, figsize=(13, 2.2 * rows), layout="constrained")
     for (name, n), x in found.items():
-        x, ax = np.float32(x).reshape(-1, x.shape[-1]), axes.flat[names.index(name)]
+        x = np.float32(x).reshape(-1, x.shape[-1])
+        ax = axes.flat[names.index(name)]
         at = n - 0.4 + (np.arange(x.shape[1]) + 0.5) / x.shape[1] * 0.8
         ax.vlines(at, *np.quantile(x, (0.1, 0.9), axis=0), alpha=0.4, lw=3)
         ax.plot(at, x.mean(axis=0), ".", color="black")
         ax.set(title=name, xlim=(-1.5, layers + 0.5), xticks=range(-1, layers + 1))
         ax.axhline(0, color="black", lw=0.5)
-    _ = [ax.remove() for ax in axes.flat[len(names) :]]
+    for ax in axes.flat[len(names) :]:
+        ax.remove()
     figure.supxlabel("layer (-1: before them; the head's is last), its numbers from left to right")
     save(figure, out / "gates")
 
 
 def draw_streams(out: Path, sums: list[tuple]) -> None:
-    names = [f"{where}:  {name}" for where, names, _ in sums for name in names]
-    shares, at = np.concatenate([shares for *_, shares in sums]), -np.arange(len(names))
+    """Draws a bar for each term of the last sums."""
+    names = [f"{place}:  {name}" for place, names, _ in sums for name in names]
+    shares = np.concatenate([shares for *_, shares in sums])
+    at = -np.arange(len(names))
     figure, ax = plt.subplots(figsize=(8, 1 + 0.25 * len(names)), layout="constrained")
     colors = [f"C{i}" for i, (_, names, _) in enumerate(sums) for _ in names]  # one for each sum
     ax.bar_label(ax.barh(at, shares, color=colors), [f" {share:+.1%}" for share in shares])
@@ -167,16 +240,18 @@ def draw_streams(out: Path, sums: list[tuple]) -> None:
 
 
 def draw_singular(out: Path, w: Weights) -> None:
+    """Draws the singular values of every layer's matrices, divided by the largest."""
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
-    panels, L = dict(zip("q k v o fc proj".split(), axes.T.flat, strict=True)), len(w.c.layers)
+    panels = dict(zip("q k v o fc proj".split(), axes.T.flat, strict=True))
+    L = len(w.c.layers)
     table = w.code.param_table(w.c)
     for n in range(L):
-        own = {}
+        banks = {}
         for name in ("qk", "vo", "mlp"):
             pairs = zip(table[name].layers, w.arrays[name], strict=True)
-            own[name] = [matrix for owner, matrix in pairs if owner == n]
-        qk = np.split(np.concatenate(own["qk"]), 2) if own["qk"] else []
-        for names, matrices in ("qk", qk), ("vo", own["vo"]), (("fc", "proj"), own["mlp"]):
+            banks[name] = [matrix for layer, matrix in pairs if layer == n]
+        qk = np.split(np.concatenate(banks["qk"]), 2) if banks["qk"] else []
+        for names, matrices in ("qk", qk), ("vo", banks["vo"]), (("fc", "proj"), banks["mlp"]):
             for name, x in zip(names, matrices, strict=False):
                 values = np.linalg.svd(x, compute_uv=False)
                 panels[name].plot(values / values[0], color=plt.cm.viridis(n / L), label=n)
@@ -188,6 +263,7 @@ def draw_singular(out: Path, w: Weights) -> None:
 
 
 def main() -> None:
+    """Draws what the command line names."""
     cli = parser(__doc__)
     cli.add_argument("--out", type=Path, help="folder of the pictures; default: <run>_look")
     cli.add_argument("--data", type=Path, help="folder of the text; default: that of the run")
@@ -208,9 +284,9 @@ def main() -> None:
     if path.exists() or args.weights == path:
         w = open_weights(path, args.script)
         tokens = text(w, args.data or ROOT / w.config["data"])
-        heads, said, sums = listen(w, tokens)
+        heads, gates, sums = observe(w, tokens)
         draw_reach(out, w, tokens, heads)
-        draw_gates(out, w, said)
+        draw_gates(out, w, gates)
         draw_streams(out, sums)
         draw_singular(out, w)
     print(f"pictures are in {out}")

@@ -7,7 +7,6 @@ their nats count. At position n a token is predicted from n: those of its docume
 first, that its sequence holds.
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -23,19 +22,22 @@ from plot import STYLE, plt, save
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
-    """Of the shard's first sequences tokens (count, T + 1) and losses (count, T), nats.
+    """Tokens (count, T + 1) of the shard's first sequences, and their losses (count, T) in nats.
     Windows are those of a stage without steps, so that rotations stay as they were trained."""
     stages = w.c.stages[: w.stage + 1]
     windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
     c = dataclasses.replace(w.c, stages=(*stages, windows))
 
     def losses_of(x: Array, head: Array, tokens: Array) -> Array:
-        one = lambda pair: cross_entropy(weights.logits(w, pair[0], head), pair[1])
+        def one(pair):
+            return cross_entropy(weights.logits(w, pair[0], head), pair[1])
+
         pairs = x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1)
         return lax.map(one, pairs, batch_size=c.head_chunk).reshape(x.shape[:2])
 
     run = weights.runner(w._replace(c=c, stage=w.stage + 1), losses_of, devices)
-    tokens, B = next(w.code.read_batches([shard], [(count, T, 0)], c)), len(w.devices[:devices])
+    tokens = next(w.code.read_batches([shard], [(count, T, 0)], c))
+    B = len(w.devices[:devices])
     steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)  # one on each device
     return tokens, np.concatenate([*map(run, steps)])[:count]
 
@@ -45,12 +47,17 @@ def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
     at = np.arange(losses.shape[1])
     begun = np.maximum.accumulate(np.where(tokens[:, :-1] == eot, at, 0), axis=1)
     bits = np.frexp(at - begun)[1].ravel()  # of position - 1
-    nats, n, end = np.float64(losses.ravel()), np.bincount(bits), 2 ** np.arange(bits.max() + 1)
-    mean, square = np.bincount(bits, nats) / n, np.bincount(bits, nats**2) / n
-    return np.stack((end // 2 + 1, end, n, mean, (np.maximum(square - mean**2, 0) / n) ** 0.5), 1)
+    nats = np.float64(losses.ravel())
+    n = np.bincount(bits)
+    mean = np.bincount(bits, nats) / n
+    variance = np.maximum(np.bincount(bits, nats**2) / n - mean**2, 0)
+    last = 2 ** np.arange(bits.max() + 1)
+    first = last // 2 + 1
+    return np.stack((first, last, n, mean, (variance / n) ** 0.5), axis=1)
 
 
 def draw(rows: np.ndarray, title: str, out: Path) -> None:
+    """Draws the loss over the position, from the rows of by_position()."""
     first, last, _, mean, error = rows.T
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
@@ -61,20 +68,30 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
 
 
 def main() -> None:
+    """Prints the losses that the command line asks for, and draws them."""
     cli = weights.parser(__doc__)
     cli.add_argument("shards", type=Path, metavar="SHARDS", help="one, or a folder: its *_val_*")
-    for name, what in dict(S="short windows", L="long ones", T="a sequence", tokens="all").items():
-        cli.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=f"tokens of {what}")
+    cli.add_argument("--S", type=int, help="tokens of short windows; default: the run's")
+    cli.add_argument("--L", type=int, help="tokens of long windows; default: the run's")
+    cli.add_argument("--T", type=int, help="tokens of a sequence; default: the run's validation")
+    cli.add_argument("--tokens", type=int, help="tokens in all; default: the run's validation")
     cli.add_argument("--out", type=Path, metavar="NAME", help="of the picture, NAME.svg")
     args = cli.parse_args()
-    w, given = weights.open_weights(args.weights, args.script), vars(args).get
-    c, stage = w.c, w.c.stages[w.stage]
+    w = weights.open_weights(args.weights, args.script)
+    c = w.c
+    stage = c.stages[w.stage]
     out = args.out or Path(f"{args.weights.with_suffix('')}_loss")
-    S, L = given("S", stage.short), given("L", stage.long)
-    T, asked = given("T", c.val_T), given("tokens", c.val_tokens)
-    S, L = min(S, T), min(L, T)  # longer ones are the same
-    if min(S, L, T - 2, (count := asked // max(T, 1)) - 1) < 0:
-        weights.refuse(f"--S {S} --L {L} --T {T} --tokens {asked}: at least 0, 0, 2 and --T")
+    T = c.val_T if args.T is None else args.T
+    wanted = c.val_tokens if args.tokens is None else args.tokens
+    S = min(stage.short if args.S is None else args.S, T)  # a longer window is the same
+    L = min(stage.long if args.L is None else args.L, T)
+    if min(S, L) < 0:
+        weights.refuse(f"--S {S} --L {L}: a window has at least 0 tokens")
+    if T < 2:
+        weights.refuse(f"--T {T}: a sequence has at least 2 tokens")
+    count = wanted // T
+    if count < 1:
+        weights.refuse(f"--tokens {wanted} is less than --T {T}")
     if not out.name or not os.access(out.absolute().parent, os.W_OK):
         weights.refuse(f"{out}.svg cannot be written: choose another --out")
     shard = weights.val_shard(w, args.shards, T)
@@ -84,11 +101,16 @@ def main() -> None:
     piece = weights.tokenizer(c).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     tokens, losses = measure(w, shard, S, L, T, count)
-    targets, loss, rows = tokens[:, 1:], losses.mean(dtype="f8"), by_position(tokens, losses, c.eot)
-    size, ends = lengths[targets].sum(), np.count_nonzero(targets == c.eot)
-    print(f"{loss:.4f} nats per token, {loss * targets.size / np.log(2) / size:.4f} bits per byte\n"
-          f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes\n"
-          f"windows {S}, {L}; T {T}\nposition      to    tokens  nats/token")  # fmt: skip
+    targets = tokens[:, 1:]
+    loss = losses.mean(dtype="f8")
+    size = lengths[targets].sum()
+    bits = loss * targets.size / np.log(2) / size
+    ends = np.count_nonzero(targets == c.eot)
+    rows = by_position(tokens, losses, c.eot)
+    print(f"{loss:.4f} nats per token, {bits:.4f} bits per byte")
+    print(f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes")
+    print(f"windows {S}, {L}; T {T}")
+    print("position      to    tokens  nats/token")
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
     draw(rows, f"{args.weights.stem}: {loss:.4f} nats per token", out)
 

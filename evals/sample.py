@@ -34,7 +34,8 @@ def generate(run: Callable, tokens: list[int], how: argparse.Namespace, longest:
     """The next token of every sample, again and again."""
     rngs = [np.random.default_rng([how.seed, number, i]) for i in range(how.samples)]
     rows = np.array([tokens] * how.samples)
-    while (length := rows.shape[1]) < min(len(tokens) + how.tokens, longest):
+    while rows.shape[1] < min(len(tokens) + how.tokens, longest):
+        length = rows.shape[1]
         T = max(256, 1 << (length - 1).bit_length())  # so that few programs compile
         padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))  # what is later has no influence
         logits_BV = np.asarray(run(padded, np.full(how.samples, length - 1)))

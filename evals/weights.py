@@ -83,21 +83,25 @@ def open_weights(path: Path, script: Path) -> Weights:
     """Exits 2 where the file is not whole, or not of the script's model."""
     try:
         with np.load(path) as file:
-            if broken := file.zip.testzip():  # np.load checks only what it reads to the end
+            broken = file.zip.testzip()  # np.load checks only what it reads to the end
+            if broken:
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
-        about = (json.loads(arrays.pop(name).item()) for name in ("config", "result", "source"))
-        config, result, source = about
+        config = json.loads(arrays.pop("config").item())
+        result = json.loads(arrays.pop("result").item())
+        source = json.loads(arrays.pop("source").item())
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
         refuse(f"{path} is no whole file of weights, as train_gpt.py now leaves them: {why}")
-    code, hint = open_script(script), "name the script that trained it by --script"
+    code = open_script(script)
+    hint = "name the script that trained it by --script"
     differ = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
     if differ:
         refuse(f"{path} and {script}: only one of them has the field {min(differ)}; {hint}")
     try:
         c = make_config(code, config)
-        stage, table = c.stage_at(result["steps"]), code.param_table(c)
+        stage = c.stage_at(result["steps"])
+        table = code.param_table(c)
     except Exception as error:  # layers with fields that it does not know, or alike
         refuse(f"{path} is not of {script}'s form: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
@@ -109,7 +113,8 @@ def open_weights(path: Path, script: Path) -> Weights:
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has, {hint}",
               file=sys.stderr)  # fmt: skip
-    devices = jax.devices()[: 1 << min(8, jax.device_count()).bit_length() - 1]
+    count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
+    devices = jax.devices()[:count]
     gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
     has_cudnn = gpu and c.compute == "bfloat16"
     c = dataclasses.replace(c.for_validation(), attention=c.attention if has_cudnn else "xla")
@@ -132,12 +137,16 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     model reads; their rows, and those of `more` and of what comes back, are spread over devices."""
     cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
     jax.config.update("jax_compilation_cache_dir", cache)
-    mesh, c, stored, specs = w.code.make_mesh(w.devices[:devices]), w.c, {}, {}
+    mesh = w.code.make_mesh(w.devices[:devices])
+    c = w.c
+    stored = {}
+    specs = {}
     for name, param in w.code.param_table(c).items():
-        padded, specs[name] = np.zeros(param.shape, np.float32), param.sharding
+        padded = np.zeros(param.shape, np.float32)
         is_bank = param.sharding == w.code.BANK
         flat = padded.reshape(-1, *param.shape[2:]) if is_bank else padded
         flat[: len(w.arrays[name])] = w.arrays[name]
+        specs[name] = param.sharding
         stored[name] = jax.device_put(padded, NamedSharding(mesh, param.sharding))
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())

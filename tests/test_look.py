@@ -41,7 +41,7 @@ VARY = "gate_head", "value_gates"  # over tokens; of the other outputs only bias
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder; of two models random float32 weights, and what is heard."""
+    """A folder; of two models random float32 weights, and what is observed."""
     folder, found = tmp_path_factory.mktemp("look"), []
     for name, n in dict(x_train=6000, x_val=2000, y_val=256, z_val=300).items():
         (folder / name[0]).mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
             w.arrays["mudd_head.b2"][:] = 0
         w.arrays["mlp_lambdas"][-1] = (3, 0)
         w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
-        found.append((w, *look.listen(w, look.text(w, folder / "x"))))
+        found.append((w, *look.observe(w, look.text(w, folder / "x"))))
     return folder, *found
 
 
@@ -113,7 +113,7 @@ def dots_and_spans(ax, layer: int) -> tuple[np.ndarray, np.ndarray]:
     raise AssertionError(f"{ax.get_title()} has no layer {layer}")
 
 
-def test_gates_are_as_nets_say_them_and_lambdas_as_they_are(trained, drawn):
+def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
     for w, _, gates, _ in trained[1:]:
         panels = {ax.get_title(): ax for ax in drawn(look.draw_gates, w, gates).axes}
         for net, outputs in w.code.nets(w.c).items():

@@ -154,8 +154,8 @@ def test_from_the_shell(run):
 
 
 @pytest.mark.parametrize("told, argv", [
-    ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("0, 0, 2 and", "{run} --T 1"),
-    ("0, 0, 2 and", "{run} --L -1"), ("0, 0, 2 and --T", "{run} --tokens 63"),
+    ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("at least 2 tokens", "{run} --T 1"),
+    ("at least 0 tokens", "{run} --L -1"), ("--tokens 63 is less than --T 64", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
     ("not a complete shard", "{here}/cut.bin"),
     ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
