@@ -131,14 +131,16 @@ def ask(repo: str, names: list[str], revision: str) -> dict[str, dict]:
     """Size, sha256 and commit of every file, as the hub states them; exits if it does not."""
     api, timeout, stated = HfApi(), constants.HF_HUB_DOWNLOAD_TIMEOUT, {}
     try:
-        if not (token := get_token() or "").isascii() or not token.isprintable():
+        token = get_token() or ""
+        if not token.isascii() or not token.isprintable():
             refuse("HF_TOKEN holds characters that no token has: set it anew, or unset it")
         info = persistently(api.dataset_info, repo, revision=revision, timeout=timeout)
         about = dict(repo_type="dataset", revision=info.sha)
         for at in range(0, len(names), PATHS):
             get_session().timeout = timeout  # get_paths_info has no such parameter, waits forever
             for file in persistently(api.get_paths_info, repo, names[at : at + PATHS], **about):
-                if lfs := getattr(file, "lfs", None):  # a folder has no such attribute
+                lfs = getattr(file, "lfs", None)  # a folder has no such attribute
+                if lfs:
                     found = dict(size=file.size, sha256=lfs.sha256, revision=info.sha)
                     stated[file.path] = found
     except Exception as error:
@@ -176,7 +178,8 @@ def fetch_all(
     """Fetches several files at once and calls `keep` with each that is in its place, and what was
     found in it; returns what has gone wrong with others."""
     total, wrong = sum(entry["size"] for entry in stated.values()), {}
-    if (free := shutil.disk_usage(out).free) < total + MARGIN:
+    free = shutil.disk_usage(out).free
+    if free < total + MARGIN:
         has = f"needs {(total + MARGIN) / 1e9:.1f} GB, {out} has {free / 1e9:.1f} GB free"
         refuse(f"{has}: make room or pass another --out")
     print(f"fetching {len(stated)} files, {total / 1e9:.1f} GB, to {out} ...", flush=True)
@@ -226,13 +229,16 @@ def download(
         commits = {entry["revision"] for entry in files.values()}
         stated = ask(repo, names, revision or (commits.pop() if len(commits) == 1 else "main"))
         for name, entry in stated.items():
-            if (sha256 := pinned.get(name, entry["sha256"])) != entry["sha256"]:
+            sha256 = pinned.get(name, entry["sha256"])
+            if sha256 != entry["sha256"]:
                 other = f"{name} has sha256 {entry['sha256']} at the hub, not {sha256}"
                 refuse(f"{other}: these are not the bytes that records are run on")
-        if there := right(stated):
+        there = right(stated)
+        if there:
             keep(there)
         lacking = {name: entry for name, entry in stated.items() if name not in there}
-        if lacking and (wrong := fetch_all(repo, lacking, part, out, keep)):
+        wrong = fetch_all(repo, lacking, part, out, keep) if lacking else {}
+        if wrong:
             why = explain(next(iter(wrong.values())), repo, stated[names[0]]["revision"])
             refuse(f"could not fetch {', '.join(wrong)}: {why}; run this again to go on")
     return files, len(lacking)

@@ -26,7 +26,8 @@ def fetch() -> pathlib.Path:
         path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
     except Exception as error:
         raise shards.Fault(explain(error, REPO, COMMIT)) from None
-    if (found := hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()) != SHA256:
+    found = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    if found != SHA256:
         raise shards.Fault(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")
     return pathlib.Path(path)
 

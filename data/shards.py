@@ -63,10 +63,16 @@ def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
         if (magic, version) != (MAGIC, VERSION) or count <= 0:
             found = f"magic {magic}, version {version}, {count} tokens"
             raise Fault(f"is no token shard (llm.c's {MAGIC}, version 1): its header: {found}")
-        if status.st_size != (promised := HEADER + 2 * count):
+        promised = HEADER + 2 * count
+        if status.st_size != promised:
             raise Fault(f"has {status.st_size} bytes where its header promises {promised}")
-        digest, largest, documents = hashlib.sha256(header), 0, 0
-        while piece := file.read(2**23):
+        digest = hashlib.sha256(header)
+        largest = 0
+        documents = 0
+        while True:
+            piece = file.read(2**23)
+            if not piece:
+                break
             digest.update(piece)
             tokens = np.frombuffer(piece, "<u2")
             largest = max(largest, int(tokens.max()))
@@ -86,7 +92,8 @@ def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
 def stamp(folder: pathlib.Path, found: dict[str, dict]) -> None:
     """Notes what inspect has found, so that unchanged files need not be read again."""
     before = read_stamp(folder)
-    if before != (now := before | found):
+    now = before | found
+    if before != now:
         with contextlib.suppress(OSError):  # a read-only folder is read every time
             write(folder / STAMP, [json.dumps(now, indent=1).encode()])
 
@@ -169,7 +176,8 @@ def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
             raise Fault(f"has no {split} shard: data/README.md says how to make some")
         first = 0 if row[0].endswith("_000000.bin") else 1
         for number, name in enumerate(row, first):
-            if name != (expected := f"{sets[0]}_{split}_{number:06}.bin"):
+            expected = f"{sets[0]}_{split}_{number:06}.bin"
+            if name != expected:
                 raise Fault(f"lacks {expected}, in whose place stands {name}: get it again")
         ordered += row
     return about, ordered

@@ -98,28 +98,47 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
 
 def module(path: pathlib.Path) -> Any:
     """What reads zstd or parquet, else None."""
-    if name := {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower()):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            package = name.split(".")[0]
-            fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
+    name = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower())
+    if name is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
 
 
 # ---- Readers -------------------------------------------------------------------------------------
 def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    """The bytes, decompressed; raises EOFError where they are cut off."""
+    """Yields the decompressed bytes of a file, in chunks; raises EOFError if it is cut off."""
     suffix = path.suffix.lower()
-    if suffix != ".zst":
-        file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-        return (yield from iter(lambda: file.read(CHUNK), b""))
-    zstd, frame = module(path).ZstdDecompressor(), None
-    while data := raw.read(CHUNK // 128):  # little: it may become a thousand times as long
+    if suffix == ".zst":
+        yield from unpack_zstd(path, raw)
+        return
+    file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
+    while True:
+        data = file.read(CHUNK)
+        if not data:
+            return
+        yield data
+
+
+def unpack_zstd(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a zstd file, which may have several frames."""
+    zstd = module(path).ZstdDecompressor()
+    frame = None
+    while True:
+        data = raw.read(CHUNK // 128)  # little: it may become a thousand times as long
+        if not data:
+            break
         while data:
-            frame = frame or zstd.decompressobj()
+            if frame is None:
+                frame = zstd.decompressobj()
             yield frame.decompress(data)
-            data, frame = frame.unused_data, None if frame.eof else frame
-    if frame:
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
         raise EOFError("it ends within a frame")
 
 
@@ -182,7 +201,8 @@ def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None)
 # ---- Pieces --------------------------------------------------------------------------------------
 def boundary(text: str, start: int, stop: int) -> int | None:
     """The first place after `start` where GPT-2's tokens certainly end, if it is before `stop`."""
-    if match := BEFORE_SPACE.search(text, start, stop):
+    match = BEFORE_SPACE.search(text, start, stop)
+    if match:
         return match.end()
     for match in AFTER_WORD.finditer(text, start, stop):
         end = match.end()  # what this Python's Unicode does not know may be a letter for tiktoken
@@ -295,10 +315,13 @@ def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[n
 
 def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
     """A tenth of all tokens, but at most VAL_TOKENS; and the arrays again."""
-    ahead, tokens = collections.deque(), 0
-    while tokens < 10 * VAL_TOKENS and (array := next(arrays, None)) is not None:
+    ahead = collections.deque()
+    tokens = 0
+    for array in arrays:
         ahead.append(array)
         tokens += len(array)
+        if tokens >= 10 * VAL_TOKENS:
+            break
     again = (ahead.popleft() for _ in range(len(ahead)))  # none is kept that is used
     return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(again, arrays)
 

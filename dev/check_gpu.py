@@ -43,11 +43,10 @@ SMALL = dataclasses.replace(
     mudd_head=(), D=64, H=2, F=128, R=8, vocab=257, eot=256, bigrams=512, head_chunk=128,
     dc_window=12, val_T=1024, val_tokens=8192, prefixes="",
 )  # fmt: skip
-# What healthy GPUs of these kinds reach in a node with NVLink; operations a second by the data
-# sheet.
+# What healthy GPUs of these kinds reach in a node with NVLink.
 HOPPER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FLOORS = {"copy, TB/s": 2.5, "product, TFLOP/s": 500, "head, TFLOP/s": 600, "gather, TB/s": 0.25}
-PEAK = 989e12
+PEAK = 989e12  # operations a second of an H100 in bfloat16, by the data sheet
 
 
 # ---- The machine ---------------------------------------------------------------------------------
@@ -74,7 +73,8 @@ def check_machine() -> Lines:
 
 def check_speed(c: Config, mesh: Mesh, n: int) -> Lines:
     """Rates of every device, so that one slow card shows, and of its link to the next one."""
-    V, D = -(-c.vocab // 128) * 128, c.D
+    V = -(-c.vocab // 128) * 128
+    D = c.D
     tokens = c.head_chunk
     devices = list(mesh.devices.flat)
     head = functools.partial(
@@ -170,10 +170,12 @@ def check_attention(c: Config, T: int, trained: bool) -> Lines:
     documents = min(500, T // 8)  # before those
     starts = np.zeros(T, np.int32)
     starts[np.arange(documents) * (T - near) // documents] = 1
-    starts[[T - near, *range(T - tail // 2, T, tail // 16)]] = 1
+    starts[T - near] = 1  # the long document
+    starts[T - tail // 2 :: tail // 16] = 1  # and the short ones
     pos = train_gpt.positions(starts[None], c, stage)
 
-    document, j = np.cumsum(starts)[-near:], np.arange(near)
+    document = np.cumsum(starts)[-near:]
+    j = np.arange(near)
     i = j[-tail:, None]
     mask = (j <= i) & (i - j <= window) & (document[-tail:, None] == document)
 
@@ -198,7 +200,8 @@ def check_attention(c: Config, T: int, trained: bool) -> Lines:
     def total(q, k, v, window):
         return train_gpt.attend(q, k, v, window, 0.1, c).sum()
 
-    times, short = {}, c.stages[0].short
+    times = {}
+    short = c.stages[0].short
     for window in (short, c.stages[c.stage_at(c.total_steps - 1)].long, T // 2):
         gradients = jax.jit(jax.grad(functools.partial(total, window=window), (0, 1, 2)))
         times[window] = round(1e3 * seconds(gradients, *qkv), 3)
@@ -208,7 +211,8 @@ def check_attention(c: Config, T: int, trained: bool) -> Lines:
 
 def check_gradients(c: Config) -> Lines:
     """The head in its formats, and the other gradients that are written by hand."""
-    N, V = c.head_chunk // 4, -(-c.vocab // 128) * 128
+    N = c.head_chunk // 4
+    V = -(-c.vocab // 128) * 128
     weights = np.float32([1, 0.5])
     targets = jax.random.randint(jax.random.key(2), (N, 2), 0, c.vocab)
     two_chunks = dataclasses.replace(c, head_chunk=N // 2)
@@ -315,7 +319,8 @@ def check_record(c: Config, mesh: Mesh) -> Lines:
     steps = np.diff(c.stage_ends, prepend=0)
     total, planned = 0.0, 0
     for i in sorted({i for i, kind in programs if kind != "val"}):
-        stage, pair = c.stages[i], [programs[i, update_all] for update_all in (False, True)]
+        stage = c.stages[i]
+        pair = [programs[i, False], programs[i, True]]
         ms = step_ms(pair, c, i, mesh)
         total += ms * float(steps[i]) / 1e3
         rate = 1e3 * stage.tokens / ms
@@ -364,13 +369,16 @@ def main(argv: list[str]) -> int:
     """Runs the parts and returns the exit status."""
     began = timeit.default_timer()
     small = argv == ["--small"]
-    failed, facts = [], {}
+    failed = []
+    facts = {}
 
     def run_part(part, *arguments):
         try:
-            for passes, name, text, facts[name] in part(*arguments):
+            for passes, name, text, fact in part(*arguments):
+                facts[name] = fact
                 print("PASS" if passes else "FAIL", f"{name}: {text}", flush=True)
-                failed.extend([] if passes else [name])
+                if not passes:
+                    failed.append(name)
         except (Exception, SystemExit) as error:  # the next part may work
             text = f"{part.__name__}: {type(error).__name__}: {error}".splitlines()[0]
             failed.append(text)
