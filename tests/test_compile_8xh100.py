@@ -2,35 +2,40 @@
 
 import dataclasses
 
-import compile_8xh100 as h100
+import compile_8xh100
 import jax
 import pytest
+from h100 import checks, estimate, hlo, ptx, report
 
 import train_gpt
 from tests.tools import MINI
 
 
-def program(entry: str, *bodies: str, head: str = "", aliases: str = "") -> h100.Program:
+def program(entry: str, *bodies: str, head: str = "", aliases: str = "") -> hlo.Program:
     """HLO from `name: line; line; ...`, entry without a name; the last line is the root."""
     text = f"HloModule m{aliases}\n{head}\n"
-    for name, body in (part.split(":", 1) for part in (*bodies, f"ENTRY %main:{entry}")):
-        *most, last = (" ".join(line.split()) for line in body.split(";") if line.strip())
-        lines = "".join(f"  {line}\n" for line in (*most, f"ROOT {last}"))
-        text += f"{name} (p: f32[1]) -> f32[1] {{\n{lines}}}\n"
-    return h100.parse(text)
+    for computation in (*bodies, f"ENTRY %main:{entry}"):
+        name, body = computation.split(":", 1)
+        lines = [" ".join(line.split()) for line in body.split(";") if line.strip()]
+        lines[-1] = f"ROOT {lines[-1]}"
+        text += f"{name} (p: f32[1]) -> f32[1] {{\n"
+        text += "".join(f"  {line}\n" for line in lines)
+        text += "}\n"
+    return hlo.parse(text)
 
 
-def total(p: h100.Program) -> int:
-    return sum(n for n, *_ in h100.traffic_by_cause(p).values())
+def total(p: hlo.Program) -> int:
+    """Bytes of all kernels that XLA generates."""
+    return sum(cost.bytes for cost in estimate.cost_by_cause(p).values())
 
 
 # ---- Whether the record is of this train_gpt.py --------------------------------------------------
 def test_the_record_is_of_the_programs_of_this_train_gpt():
-    record = h100.RECORD.read_text()
+    record = compile_8xh100.RECORD.read_text()
     version = f"as lowered by jax {jax.__version__}:"
     if version not in record:
         pytest.skip(f"records/gpu/h100_compile.md has no digest {version}")
-    assert h100.digest_line() in record, "python dev/compile_8xh100.py --write renews it"
+    assert compile_8xh100.digest_line() in record, "python dev/compile_8xh100.py --write renews it"
 
 
 ONE_LAYER = dataclasses.replace(MINI, layers=MINI.layers[:1], mudd_head=())
@@ -39,18 +44,18 @@ ONE_LAYER = dataclasses.replace(MINI, layers=MINI.layers[:1], mudd_head=())
 @pytest.fixture
 def mini(monkeypatch):
     """Digests of a small model."""
-    monkeypatch.setattr(h100, "record_config", lambda attention: ONE_LAYER)
-    monkeypatch.setattr(h100, "LOWERED", (("first", 1),))
+    monkeypatch.setattr(compile_8xh100, "record_config", lambda attention: ONE_LAYER)
+    monkeypatch.setattr(compile_8xh100, "LOWERED", (("first", 1),))
 
 
 def digest_of(c, monkeypatch):
     """The digest, were c the record."""
-    monkeypatch.setattr(h100, "record_config", lambda attention: c)
-    return h100.lowered_digest()
+    monkeypatch.setattr(compile_8xh100, "record_config", lambda attention: c)
+    return compile_8xh100.lowered_digest()
 
 
 def test_a_digest_is_of_what_is_compiled(mini, monkeypatch):
-    digest = h100.lowered_digest()
+    digest = compile_8xh100.lowered_digest()
     others = dataclasses.replace(ONE_LAYER, adam_lr=0.1, steps=7, untie=0.1, target=1.0)
     assert digest_of(others, monkeypatch) == digest, "programs depend on none of these"
     longer = dataclasses.replace(MINI.stages[0], tokens=1024)
@@ -59,35 +64,37 @@ def test_a_digest_is_of_what_is_compiled(mini, monkeypatch):
     assert digest_of(ONE_LAYER, monkeypatch) == digest
     monkeypatch.setattr(train_gpt, "SOFTCAP", 24)
     jax.clear_caches()
-    changed = h100.lowered_digest()
+    changed = compile_8xh100.lowered_digest()
     assert changed != digest
     option = {"gpu": {"xla_allow_excess_precision": True}}
     monkeypatch.setattr(train_gpt, "OPTIONS", train_gpt.OPTIONS | option)
-    assert h100.lowered_digest() not in (digest, changed)
+    assert compile_8xh100.lowered_digest() not in (digest, changed)
     jax.clear_caches()  # of what was traced with another SOFTCAP
 
 
 def test_a_digest_is_added_only_while_the_source_is_that_which_was_compiled(monkeypatch, tmp_path):
     record = tmp_path / "record.md"
-    monkeypatch.setattr(h100, "ROOT", tmp_path)
-    monkeypatch.setattr(h100, "RECORD", record)
-    monkeypatch.setattr(h100, "lowered_digest", lambda: "abc")
+    monkeypatch.setattr(compile_8xh100, "ROOT", tmp_path)
+    monkeypatch.setattr(compile_8xh100, "RECORD", record)
+    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "abc")
     record.write_text("- crc32 of train_gpt.py when it was compiled: 1\n")
-    assert h100.check_lowered(write=True) == 1
-    record.write_text(f"# Title\n{h100.source_line()}\n- another line\n")
-    assert h100.check_lowered(write=False) == 1 and "abc" not in record.read_text()
-    assert h100.check_lowered(write=True) == 0
-    expected = f"# Title\n{h100.source_line()}\n{h100.digest_line()}\n- another line\n"
+    assert compile_8xh100.check_lowered(write=True) == 1
+    record.write_text(f"# Title\n{compile_8xh100.source_line()}\n- another line\n")
+    assert compile_8xh100.check_lowered(write=False) == 1 and "abc" not in record.read_text()
+    assert compile_8xh100.check_lowered(write=True) == 0
+    expected = (
+        f"# Title\n{compile_8xh100.source_line()}\n{compile_8xh100.digest_line()}\n- another line\n"
+    )
     assert record.read_text() == expected
-    assert h100.check_lowered(write=False) == 0
-    monkeypatch.setattr(h100, "lowered_digest", lambda: "def")
-    assert h100.check_lowered(write=True) == 0
+    assert compile_8xh100.check_lowered(write=False) == 0
+    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "def")
+    assert compile_8xh100.check_lowered(write=True) == 0
     assert record.read_text() == expected.replace("abc", "def")
 
 
 def test_without_a_plugin_the_script_names_it(monkeypatch, capsys):
-    monkeypatch.setattr(h100, "cudnn_version", lambda: None)
-    assert h100.main([]) == 2 and h100.MISSING in capsys.readouterr().err
+    monkeypatch.setattr(compile_8xh100, "cudnn_version", lambda: None)
+    assert compile_8xh100.main([]) == 2 and compile_8xh100.MISSING in capsys.readouterr().err
 
 
 # ---- Traffic and time ----------------------------------------------------------------------------
@@ -135,8 +142,8 @@ def test_traffic_has_a_pass_and_a_function():
     copy = '; %{} = f32[10] copy(%a), metadata={{op_name="jit(f)/{}/mul" stack_frame_id={}}}'
     passes = map(copy.format, "bcd", ("jvp()", "transpose(jvp())", "add"), (4, 3, 2))
     copies = "%a = f32[10] parameter(0); %e = f32[20] copy(%a)" + "".join(passes)
-    causes = h100.traffic_by_cause(program(copies, head=FRAMES)).items()
-    assert {cause: numbers[:2] for cause, numbers in causes} == {
+    causes = estimate.cost_by_cause(program(copies, head=FRAMES)).items()
+    assert {cause: (cost.bytes, cost.kernels) for cause, cost in causes} == {
         ("any", "not named"): (120, 1), ("forward", "norm"): (80, 1),
         ("backward", "loss_fn"): (80, 1), ("update", "train_step"): (80, 1),
     }  # fmt: skip
@@ -151,19 +158,23 @@ GEMM = 'custom_call_target="__cublas$lt$matmul{}", {{"lhs_contracting_dimensions
 
 def test_a_transfer_is_hidden_by_the_work_scheduled_beside_it():
     start, done = TABLE_OF_8 + START.format(1), DONE.format(1)
-    (bare,) = h100.communication(program(start + done), 8)
+    (bare,) = estimate.transfers(program(start + done))
     assert bare[:3] == ("all-gather embed", "bf16[1572,768]", 7 * 1572 * 768 * 2)
-    assert bare.exposed == bare.transfer == bare.bytes / h100.LINKS
+    assert bare.exposed == bare.seconds == bare.bytes / estimate.LINKS
     fused = "%g = bf16[8192,2048] fusion(%x, %y), kind=kCustom, calls=%f;"
     f = "f: %x = bf16[8192,4096] parameter(0); %y = bf16[4096,2048] parameter(1);"
     f += "%g = (bf16[8192,2048], s8[9]) custom-call(%x, %y), " + GEMM.format("")
-    (hidden,) = h100.communication(p := program(start + fused + done, f), 8)
-    assert hidden.hidden == pytest.approx(2 * 8192 * 4096 * 2048 / h100.BFLOAT16 + h100.LAUNCH)
+    p = program(start + fused + done, f)
+    (hidden,) = estimate.transfers(p)
+    assert hidden.hidden == pytest.approx(
+        2 * 8192 * 4096 * 2048 / estimate.BFLOAT16 + estimate.LAUNCH
+    )
     assert (hidden.exposed, hidden.bytes, total(p)) == (0, bare.bytes, 0)
-    assert h100.exposed([hidden]) == 0 and h100.exposed([bare, bare]) == 2e3 * bare.exposed
+    assert estimate.exposed_ms([hidden]) == 0
+    assert estimate.exposed_ms([bare, bare]) == 2e3 * bare.exposed
     twice = TABLE_OF_8 + START.format(1) + START.format(2) + DONE.format(2) + DONE.format(1)
-    second, first = h100.communication(program(twice), 8)  # they share the links
-    assert second.exposed == pytest.approx(2 * second.transfer) and first.exposed == 0
+    second, first = estimate.transfers(program(twice))  # they share the links
+    assert second.exposed == pytest.approx(2 * second.seconds) and first.exposed == 0
 
 
 SCATTERED = "%g = f32[80] parameter(0); %s = ((f32[80]), f32[10]) reduce-scatter-start(%g);"
@@ -181,22 +192,22 @@ STATE = """%m = f32[10] parameter(1), metadata={op_name="arg.opt_state[\\'head\\
 def test_a_gradient_is_named_after_the_state_that_it_meets_or_replaces(text, names):
     aliases = ", input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, may-alias) }"
     fused = "f: %x = f32[10] parameter(0); %n = f32[10] negate(%x)"
-    (transfer,) = h100.communication(program(SCATTERED + STATE + text, fused, aliases=aliases), 8)
-    assert (transfer.what, transfer.bytes) == (f"reduce-scatter {names}", 280)
+    (transfer,) = estimate.transfers(program(SCATTERED + STATE + text, fused, aliases=aliases))
+    assert (transfer.name, transfer.bytes) == (f"reduce-scatter {names}", 280)
 
 
 def test_lookups_are_gathered_by_second_steps_alone():
     c = train_gpt.PRESETS["record"]
-    first, second, val = (h100.wanted(kind, 2, c, 8) for kind in h100.KINDS)
+    first, second, val = (checks.expected_program(kind, 2, c, 8) for kind in checks.KINDS)
     bigrams = 393_216 * (768 + 1)  # every token sends which row it read, and a gradient
     bigram_table = 377_344 * 768
     assert second.gathered - bigrams == second.scattered + bigram_table == val.gathered
     assert first.scattered == second.scattered and val.scattered == val.reduced == 0
     assert second.gathered - first.gathered == 7 * 50304 * 768 + bigram_table
-    assert second.chunks == 3 and val.microbatches == 1 and second.attending == 10
+    assert second.chunks == 3 and val.microbatches == 1 and second.attention_layers == 10
 
 
-WANTED = h100.Wanted(True, 8, 1, 1, 64 * 6 * 16, (32, 384, 32), 2, 800, 800, 47, 1560)
+WANTED = checks.Expected(True, 8, 1, 1, 64 * 6 * 16, (32, 384, 32), 2, 800, 800, 47, 1560)
 VAL = WANTED._replace(train=False)
 WEIGHTS = """%a = bf16[100] parameter(0); %g = bf16[800] parameter(1);
     %p = bf16[400,100] parameter(2); %f = f32[48] parameter(3);
@@ -212,7 +223,7 @@ WEIGHTS = """%a = bf16[100] parameter(0); %g = bf16[800] parameter(1);
     ("all-reduce-start(%f)", "all-to-all-start(%f)", "s is all-to-all: nothing here needs one"),
 ])  # fmt: skip
 def test_collectives(text, other, fault):
-    found = h100.check_collectives(program(WEIGHTS.replace(text, other)), WANTED)
+    found = checks.check_collectives(program(WEIGHTS.replace(text, other)), WANTED)
     assert [f[: len(fault)] for f in found] == [fault] * bool(fault)
 
 
@@ -224,7 +235,7 @@ def test_all_gathers_but_one_are_asynchronous(kind, waits):
     halves = f"%w = ((bf16[50]), bf16[400]) {kind}; %v = ((bf16[50]), bf16[400]) {kind}"
     whole = "%w = ((bf16[100]), bf16[800])\n    all-gather-start(%a)"
     text = WEIGHTS.replace("%a = bf16[100]", "%a = bf16[50]").replace(whole, halves)
-    found = [*h100.check_collectives(program(text), WANTED)]
+    found = [*checks.check_collectives(program(text), WANTED)]
     assert found == ["w v are synchronous all-gathers"] * waits
 
 
@@ -247,7 +258,7 @@ COMPUTES = MOVES.replace("moves", "computes").replace("; ", "; %n = f32[9] negat
     (CLEAN + "; %c = bf16[9] copy(%y)", VAL, ""),
 ])  # fmt: skip
 def test_attention(text, wanted, fault):
-    found = h100.check_attention(program(text, MOVES, COMPUTES), wanted)
+    found = checks.check_attention(program(text, MOVES, COMPUTES), wanted)
     assert [f[: len(fault)] for f in found] == [fault] * bool(fault)
 
 
@@ -266,7 +277,7 @@ HEAD = (
 ])  # fmt: skip
 def test_the_head_is_three_gemms_in_fp8_and_in_validation_none(wanted, lines, times, fault):
     p = program(LOOP.format(times), "b: " + ";".join(lines))
-    assert len([*h100.check_head(p, wanted)]) == fault
+    assert len([*checks.check_head(p, wanted)]) == fault
 
 
 def test_products_take_their_time():
@@ -274,12 +285,14 @@ def test_products_take_their_time():
     mixed = large.replace("%z", "%y").replace("%w)", "%g)")  # of f8e5m2
     exact = large.replace("f8e4m3fn", "f32")
     texts = CLEAN, CLEAN.replace("max", "maxBackward"), ";".join(HEAD[:2]), large, mixed, exact
-    found = [h100.seconds(p, [*h100.kernels(p)][-1]) - h100.LAUNCH for p in map(program, texts)]
-    keys = 6144 * (7 + h100.MORE_KEYS) / h100.ATTENTION
+    found = [
+        estimate.seconds(p, [*hlo.kernels(p)][-1]) - estimate.LAUNCH for p in map(program, texts)
+    ]
+    keys = 6144 * (7 + estimate.MORE_KEYS) / estimate.ATTENTION
     moved = 32 * 32 + 384 * 32 + 2 * 32 * 384 + 9  # so few bytes take longer than the product
     flops = 2 * 32000 * 38400 * 32000
-    products = [flops / rate for rate in (h100.FP8, h100.FP8_MIXED, h100.FLOAT32)]
-    assert found == pytest.approx([4 * keys, 10 * keys, moved / h100.MEMORY, *products])
+    products = [flops / rate for rate in (estimate.FP8, estimate.FP8_MIXED, estimate.FLOAT32)]
+    assert found == pytest.approx([4 * keys, 10 * keys, moved / estimate.MEMORY, *products])
 
 
 # A thread of it: 2 before the loop, 3 in each of its rounds, 2 after it.
@@ -305,7 +318,7 @@ LOOPS = dict(  # rounds
 def test_instructions_of_a_loop_count_as_often_as_it_runs(loop, rounds):
     text = COUNTED(**dict(sign="", more="") | loop)
     inside = 3 + loop.get("more", "").count("\n")
-    assert h100.instructions(text.splitlines()) == 2 + rounds * inside + 2
+    assert ptx.count_instructions(text.splitlines()) == 2 + rounds * inside + 2
 
 
 def test_instructions_of_a_kernel_are_those_of_all_its_threads(tmp_path):
@@ -321,14 +334,15 @@ def test_instructions_of_a_kernel_are_those_of_all_its_threads(tmp_path):
     (tmp_path / "m.thunk_sequence.txt").write_text(order)
     a_thread = 2 + 12 * 3 + 2
     expected = {"fusion.1": 3 * 2 * 128 * a_thread, "fusion.clone": 2 * 128 * a_thread}
-    assert h100.dumped(tmp_path) == expected
+    assert ptx.read_dump(tmp_path) == expected
 
 
 def test_a_kernel_takes_the_time_of_its_bytes_or_of_its_instructions():
-    (kernel,) = h100.kernels(p := program("%a = f32[1000] parameter(0); %b = f32[1000] copy(%a)"))
-    assert h100.seconds(p, kernel) == pytest.approx(8000 / h100.MEMORY + h100.LAUNCH)
-    p = p._replace(instructions={"b": 1e9})
-    assert h100.seconds(p, kernel) == pytest.approx(1e9 / h100.ISSUE + h100.LAUNCH)
+    p = program("%a = f32[1000] parameter(0); %b = f32[1000] copy(%a)")
+    (kernel,) = hlo.kernels(p)
+    assert estimate.seconds(p, kernel) == pytest.approx(8000 / estimate.MEMORY + estimate.LAUNCH)
+    p = p._replace(issued={"b": 1e9})
+    assert estimate.seconds(p, kernel) == pytest.approx(1e9 / estimate.ISSUE + estimate.LAUNCH)
 
 
 def test_of_all_devices_updates_a_scatter_uses_its_own():
@@ -345,25 +359,56 @@ def test_of_all_devices_updates_a_scatter_uses_its_own():
     assert total(program(alone.format("%u"), fused)) == 320 + 3 * 80 * 64 * 4
 
 
+def result(p: hlo.Program, **changes) -> checks.Result:
+    """What a program turned out to be; nothing of it is above a limit."""
+    r = checks.Result(
+        kind="second",
+        stage=2,
+        expected=WANTED,
+        compile_s=1,
+        temporaries_GB=1,
+        arguments_GB=1,
+        program=p,
+        costs={},
+        transfers=[],
+        sent_ratio=1,
+        parts=dict.fromkeys(estimate.PARTS, 5.0),
+    )
+    return dataclasses.replace(r, **changes)
+
+
 def test_the_time_of_a_stage_is_the_mean_of_its_steps_beside_upstreams():
-    p, parts = program("%a = f32[1] parameter(0)"), dict.fromkeys(h100.PARTS, 5.0)
-    results = [
-        h100.Result(kind, stage, WANTED, 1, 1, 1, p, {}, 1, [], 1, parts | dict(gemm=gemm))
-        for stage in range(4) for kind, gemm in (("first", 5.0), ("second", 15.0))
-    ]  # fmt: skip
-    (line,) = (x for x in h100.time_table(results).splitlines() if "31 to 32" in x)
+    results = []
+    for stage in range(4):
+        for kind, gemm in (("first", 5.0), ("second", 15.0)):
+            r = result(program("%a = f32[1] parameter(0)"), kind=kind, stage=stage)
+            results.append(dataclasses.replace(r, parts=r.parts | dict(gemm=gemm)))
+    (line,) = [x for x in report.time_table(results).splitlines() if "31 to 32" in x]
     assert [x.strip() for x in line.split("|")][-5:-1] == ["", "35.0", "31 to 32", "1.11"]
 
 
 def test_limits():
-    p = program(WEIGHTS + ";" + LOOP.split(", backend")[0], "b: %p = f32[1] parameter(0)")
-    slow = [h100.Transfer("all-gather", "", 1, 1, 0, 0.005)]
-    r = h100.Result("second", 2, WANTED._replace(attending=0), 99, 98, 1, p, {}, 197, slow, 2, {})
-    found = " ".join(h100.faults(r))
-    for fault in ("loop is a", "GEMMs in", "99.00 s", "99.00 GB", "197.00 GB", "2.00 t", "5.00 ms"):
+    without_trips = LOOP.split(", backend")[0]
+    slow = estimate.Transfer("all-gather", "", 1, 1, 0, 0.005)
+    r = result(
+        program(WEIGHTS + ";" + without_trips, "b: %p = f32[1] parameter(0)"),
+        expected=WANTED._replace(attention_layers=0),
+        compile_s=99,
+        temporaries_GB=98,
+        costs={("update", "f"): estimate.Cost(bytes=197 * 10**9)},
+        transfers=[slow],
+        sent_ratio=2,
+    )
+    found = " ".join(checks.check(r))
+    for fault in ("loop is a", "GEMMs in", "99 s", "99.00 GB", "197.00 GB", "2.00 t", "5.00 ms"):
         assert fault in found
-    assert "99.00 s" not in " ".join(h100.faults(r, timed=False))
-    copies = program("%a = f32[25000000] parameter(0); %b = f32[25000000] copy(%a)")  # of 0.2 GB
-    told = (copies._replace(instructions=known) for known in ({"b": 1}, {}))
-    found = [" ".join(h100.faults(r._replace(program=p, traffic=9))) for p in told]
-    assert ["without PTX" in text for text in found] == [False, True]
+    assert "99 s" not in " ".join(checks.check(r, timed=False))
+
+
+def test_kernels_without_ptx_have_a_limit():
+    copies = program("%a = f32[25000000] parameter(0); %b = f32[25000000] copy(%a)")  # 0.2 GB
+    costs = {("update", "f"): estimate.Cost(bytes=9 * 10**9)}
+    unknown = result(copies, costs=costs)
+    known = result(copies._replace(issued={"b": 1}), costs=costs)
+    assert "without PTX" in " ".join(checks.check(unknown))
+    assert "without PTX" not in " ".join(checks.check(known))

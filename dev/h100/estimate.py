@@ -1,0 +1,428 @@
+"""Estimates what a compiled program costs on H100s: bytes, and milliseconds. No GPU has run it.
+
+Traffic: bytes that kernels other than GEMMs, attention and collectives read and write, without
+    caches. Of an operand only what the results need counts (a slice, the gathered rows); of an
+    update in place, only the update. Where the updates were gathered from n devices, one n-th
+    counts, because a device adds only those of its rows.
+Cause: XLA names one function of train_gpt.py for a whole kernel. The head computes its gradients in
+    its forward pass.
+Time: a kernel takes as long as its bytes or its instructions (ptx.py), whichever is longer; a
+    product or attention as long as its operations or its bytes (cuBLAS's workspace among them).
+    The rates were fixed before the first look at this program, on record 21's file as it stands in
+    its record: another calculation from rates gave 108 ms for that, PyTorch's took 102.
+Sent: by one of n devices, in a ring: (n - 1) / n of an array that is gathered or scattered.
+"""
+
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from h100.hlo import (
+    BYTES,
+    FUSIONS,
+    Computation,
+    Instruction,
+    Kernel,
+    Program,
+    inner,
+    kernels,
+    operands_of,
+    users_of,
+    walk,
+)
+
+# What an H100 is assumed to do.
+FLOAT32 = 300e12  # operations a second in products of float32 operands
+BFLOAT16 = 600e12
+FP8_MIXED = 800e12  # operands in two formats of FP8, as in the head's backward pass
+FP8 = 900e12  # operands in one format
+ATTENTION = 560e12
+MORE_KEYS = 400  # attention to a window takes as long as a window with so many more keys would
+ISSUE = 25e12  # instructions a second, of all threads
+MEMORY = 2.75e12  # bytes a second
+LINKS = 350e9  # bytes a second
+LAUNCH = 2.5e-6  # seconds from one kernel to the next
+STOLEN = 1e-12  # seconds that a byte sent takes from kernels, because collectives need SMs too
+
+# Where the time of a step goes. "Exposed" is communication with no work beside it.
+PARTS = "gemm", "attention", "other", "launches", "exposed", "stolen"
+
+# Functions of train_gpt.py, and of older files, that only build and compile programs.
+COMPILING = {"compile_train_step", "compile_val_step", "compile_program", "compile_stage"}
+FORWARD = {"loss_fn", "whole_weights", "val_step"}
+
+
+# ---- Bytes ---------------------------------------------------------------------------------------
+class Moved(NamedTuple):
+    """What a run of a kernel reads and writes."""
+
+    bytes: int
+    largest: int  # elements of the largest array
+
+
+class KernelBody(NamedTuple):
+    """The instructions of a kernel, as a computation with parameters."""
+
+    instructions: Computation
+    operand_of: dict[str, str]  # parameter -> the value outside that it stands for
+    outputs: list[str]
+
+
+def kernel_body(program: Program, kernel: Kernel) -> KernelBody:
+    """The computation of a fusion; of another instruction, a computation that has only this one."""
+    instruction = kernel.instruction
+    if instruction.kind in FUSIONS:
+        body = program.computations[instruction.called()]
+        operand_of = {}
+        for part in body.values():
+            if part.kind == "parameter":
+                number = int(part.attributes.split()[0])
+                operand_of[part.name] = instruction.operands[number]
+    else:
+        body = {}
+        for name in instruction.operands:
+            body[name] = kernel.computation[name]._replace(kind="parameter", operands=[])
+        operand_of = {name: name for name in body}
+        body[instruction.name] = instruction._replace(root=True)
+    root = next(part for part in body.values() if part.root)
+    outputs = root.operands if root.kind == "tuple" else [root.name]
+    return KernelBody(body, operand_of, outputs)
+
+
+def moved(program: Program, kernel: Kernel) -> Moved:
+    """What one run of a kernel reads and writes."""
+    body = kernel_body(program, kernel)
+    written = 0.0
+    largest = 0.0
+    in_place = set()
+    for output in body.outputs:
+        source = behind_bitcasts(output, body.instructions)
+        if updates_a_parameter(source, body.instructions):
+            in_place.add(source.name)
+            n = elements_updated(program, kernel, body, source)
+            # A scatter adds: it also reads what it writes.
+            times = 2 if source.kind == "scatter" else 1
+            written += times * n * BYTES[source.shapes[0][0]]
+            largest = max(largest, n)
+        elif source.kind != "parameter":
+            written += source.bytes()
+            largest = max(largest, source.elements())
+    read = 0.0
+    needed = elements_needed(program, kernel, body, in_place)
+    for part in body.instructions.values():
+        if part.kind == "parameter":
+            n = min(part.elements(), needed[part.name])
+            read += part.bytes() * n / max(1, part.elements())
+            largest = max(largest, n)
+    return Moved(round(read + written), round(largest))
+
+
+def elements_needed(
+    program: Program, kernel: Kernel, body: KernelBody, in_place: set[str]
+) -> dict[str, float]:
+    """How many elements of every value the outputs depend on, from the outputs backward."""
+    needed = dict.fromkeys(body.instructions, 0.0)
+    for output in body.outputs:
+        needed[output] += body.instructions[output].elements()
+    for part in reversed(body.instructions.values()):
+        if part.kind == "tuple":
+            continue
+        n = min(needed[part.name], part.elements())
+        for position, name in enumerate(part.operands):
+            operand = body.instructions[name]
+            read = elements_read(part, position, operand, n)
+            if position == 0 and part.name in in_place:
+                read = 0.0
+            if position == 2 and part.kind == "scatter":
+                read /= devices_that_share(program, kernel, body, part)
+            needed[name] += read
+    return needed
+
+
+def elements_read(part: Instruction, position: int, operand: Instruction, n: float) -> float:
+    """Elements of an operand that n elements of an instruction's result need."""
+    if position == 0 and part.kind in (
+        "slice",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "gather",
+        "scatter",
+    ):
+        return n
+    if part.kind in ("dynamic-slice", "dynamic-update-slice"):
+        return operand.elements()
+    return operand.elements() * n / max(1, part.elements())
+
+
+def behind_bitcasts(name: str, body: Computation) -> Instruction:
+    """The first instruction that is no bitcast, from a value backward."""
+    return next(part for part in walk(name, body, operands_of) if part.kind != "bitcast")
+
+
+def updates_a_parameter(part: Instruction, body: Computation) -> bool:
+    """Whether an instruction changes a part of a kernel's operand and leaves the rest in place."""
+    if part.kind not in ("dynamic-update-slice", "scatter"):
+        return False
+    return behind_bitcasts(part.operands[0], body).kind == "parameter"
+
+
+def elements_updated(
+    program: Program, kernel: Kernel, body: KernelBody, part: Instruction
+) -> float:
+    """Elements of a parameter that an update in place changes, on this device."""
+    if part.kind == "dynamic-update-slice":
+        return body.instructions[part.operands[1]].elements()
+    updates = body.instructions[part.operands[2]].elements()
+    return updates / devices_that_share(program, kernel, body, part)
+
+
+def devices_that_share(
+    program: Program, kernel: Kernel, body: KernelBody, scatter: Instruction
+) -> int:
+    """All devices if a scatter's updates were all-gathered, or 1: a device uses those of its rows,
+    which are one n-th of all."""
+    views = {"bitcast", "get-tuple-element", "all-gather-done"}
+    for part in walk(scatter.operands[2], body.instructions, operands_of):
+        if part.name not in body.operand_of:
+            continue
+        outside = body.operand_of[part.name]
+        for source in walk(outside, kernel.computation, operands_of, views):
+            if source.collective() == "all-gather":
+                return program.devices
+    return 1
+
+
+def traffic(program: Program, kernel: Kernel) -> int:
+    """Bytes that all runs of a kernel read and write."""
+    return kernel.runs * moved(program, kernel).bytes
+
+
+# ---- Causes --------------------------------------------------------------------------------------
+class Cost(NamedTuple):
+    """Sums over kernels, all their runs together."""
+
+    bytes: int = 0
+    kernels: int = 0
+    instructions: float = 0.0
+    seconds: float = 0.0
+
+    def plus(self, other: "Cost") -> "Cost":
+        """The sum of two."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def cause(program: Program, kernel: Kernel) -> tuple[str, str]:
+    """A kernel's pass (forward, backward or update) and its innermost function of train_gpt.py."""
+    parts = [part for part, _ in inner(program, kernel.instruction, kernel.computation)]
+    for part in (kernel.instruction, *reversed(parts)):
+        frame = re.search(r"stack_frame_id=(\d+)", part.attributes)
+        functions = program.frames.get(frame[1], []) if frame else []
+        if not set(functions) - COMPILING - {"<module>"}:
+            continue
+        name = "".join(re.findall(r'op_name="([^"]*)"', part.attributes))
+        if "transpose(" in name:
+            return "backward", functions[0]
+        if "jvp(" in name or FORWARD & set(functions):
+            return "forward", functions[0]
+        return "update", functions[0]
+    return "any", "not named"
+
+
+def cost_by_cause(program: Program) -> dict[tuple[str, str], Cost]:
+    """(pass, function) -> cost of the kernels that XLA generates; most bytes first."""
+    costs = defaultdict(Cost)
+    for kernel in kernels(program):
+        if kernel.kind == "other":
+            cost = Cost(
+                bytes=traffic(program, kernel),
+                kernels=kernel.runs,
+                instructions=issued(program, kernel),
+                seconds=seconds(program, kernel),
+            )
+            key = cause(program, kernel)
+            costs[key] = costs[key].plus(cost)
+    return dict(sorted(costs.items(), key=lambda item: -item[1].bytes))
+
+
+# ---- Seconds -------------------------------------------------------------------------------------
+def issued(program: Program, kernel: Kernel) -> float:
+    """Instructions that the threads of all runs of a kernel issue."""
+    return kernel.runs * program.issued.get(kernel.instruction.name, 0)
+
+
+def seconds(program: Program, kernel: Kernel) -> float:
+    """Estimate for all runs of a kernel that is no collective, from the end of the one before."""
+    if kernel.kind == "other":
+        work = max(traffic(program, kernel) / MEMORY, issued(program, kernel) / ISSUE)
+        return work + kernel.runs * LAUNCH
+    a_run = LAUNCH
+    for part, computation in inner(program, kernel.instruction, kernel.computation):
+        if part.product() == "attention":
+            a_run += attention_seconds(part, computation)
+        elif part.product() == "gemm":
+            a_run += gemm_seconds(part, computation)
+    return kernel.runs * a_run
+
+
+def attention_seconds(call: Instruction, computation: Computation) -> float:
+    """Of one call of cuDNN's attention: two products forward, five backward, of every query with
+    the keys in its window."""
+    queries = computation[call.operands[0]].shapes[0][1]  # (sequences, T, heads, head_dim)
+    T = queries[1]
+    window = int(re.search(r'"sliding_window_length": ?(\d+)', call.attributes)[1])
+    keys = min(window, T) if window else T
+    operations = 10 if "Backward" in call.attributes else 4
+    flops = operations * math.prod(queries) * keys
+    return flops * (1 + MORE_KEYS / keys) / ATTENTION
+
+
+def gemm_seconds(product: Instruction, computation: Computation) -> float:
+    """Of one matrix product."""
+    operands = [computation[name] for name in product.operands]
+    left = operands[0].shapes[0][1]
+    written = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)'
+    axes = re.findall(r"\d+", re.search(written, product.attributes)[1])
+    contracted = math.prod(left[int(axis)] for axis in axes)
+    flops = 2 * math.prod(product.shapes[0][1]) * contracted
+    bytes_moved = product.bytes() + sum(operand.bytes() for operand in operands)
+    return max(flops / gemm_rate(operands), bytes_moved / MEMORY)
+
+
+def gemm_rate(operands: list[Instruction]) -> float:
+    """Operations a second, by the formats of both operands."""
+    formats = {operand.shapes[0][0] for operand in operands[:2]}
+    if "f8e4m3fn" in formats:
+        return FP8 if len(formats) == 1 else FP8_MIXED
+    return FLOAT32 if "f32" in formats else BFLOAT16
+
+
+# ---- Communication -------------------------------------------------------------------------------
+class Transfer(NamedTuple):
+    """A collective, on the estimate's clock."""
+
+    name: str  # the collective, and the parameters it is for
+    arrays: str
+    bytes: int  # that a device sends
+    seconds: float
+    hidden: float  # seconds of work scheduled between its start and its end
+    exposed: float  # seconds in which nothing else is done
+
+
+def transfers(program: Program) -> list[Transfer]:
+    """Follows the schedule: kernels take one clock further, collectives another, one at a time."""
+    now = 0.0  # when the last kernel ends
+    links_free = 0.0  # when the last collective ends
+    running = {}  # name -> collective, bytes, its start and its end
+    done = []
+    for kernel in kernels(program):
+        instruction = kernel.instruction
+        if kernel.kind == "collective":
+            n = bytes_sent(kernel, program.devices)
+            links_free = max(now, links_free) + n / LINKS
+            running[instruction.name] = (kernel, n, now, links_free)
+        elif kernel.kind != "done":
+            now += seconds(program, kernel)
+        if instruction.kind.endswith("-start"):
+            continue
+        ended = instruction.operands[0] if kernel.kind == "done" else instruction.name
+        if ended in running:
+            collective, n, start, end = running.pop(ended)
+            name = collective_name(program, collective)
+            arrays = collective_arrays(collective)
+            exposed = max(0.0, end - now)
+            done.append(Transfer(name, arrays, n, n / LINKS, now - start, exposed))
+            now = max(now, end)
+    return done
+
+
+def bytes_sent(kernel: Kernel, devices: int) -> int:
+    """Bytes that a device sends in all runs of a collective. The operand of an all-gather is a
+    share, and an all-reduce passes everything twice."""
+    passes = {"all-gather": devices, "all-reduce": 2}.get(kernel.instruction.collective(), 1)
+    operand = sum(kernel.computation[name].bytes() for name in kernel.instruction.operands)
+    return kernel.runs * operand * passes * (devices - 1) // devices
+
+
+def exposed_ms(program_transfers: Iterable[Transfer]) -> float:
+    """Milliseconds of communication in which nothing else is done."""
+    return 1e3 * sum(transfer.exposed for transfer in program_transfers)
+
+
+def collective_name(program: Program, kernel: Kernel) -> str:
+    """A collective and the parameters it is for. An all-reduce is for too many to name them."""
+    kind = kernel.instruction.collective()
+    names = []
+    if kind == "all-gather":
+        operands = kernel.instruction.operands
+        names = sorted(parameters_behind(program, name, kernel.computation) for name in operands)
+    elif kind != "all-reduce":
+        names = [parameters_updated_by(program, kernel.instruction.name, kernel.computation)]
+    return f"{kind} {once_each(names, ' ')}".strip()
+
+
+def collective_arrays(kernel: Kernel) -> str:
+    """The operands of a collective, as text."""
+    arrays = []
+    for name in kernel.instruction.operands:
+        dtype, dims = kernel.computation[name].shapes[0]
+        arrays.append(f"{dtype}[{','.join(map(str, dims))}]")
+    return once_each(arrays, " x ")
+
+
+def once_each(texts: Iterable[str], times: str) -> str:
+    """Equal texts once, with their number before them."""
+    counts = Counter(texts).items()
+    return " ".join(text if n == 1 else f"{n}{times}{text}" for text, n in counts)
+
+
+def parameters_behind(program: Program, name: str, computation: Computation) -> str:
+    """The parameters that a value is made of, the nearest ones."""
+    for part in walk(name, computation, operands_of):
+        names = parameter_names([part.name, *part.operands], computation)
+        if names:
+            return names
+    return "?"
+
+
+def parameters_updated_by(program: Program, name: str, computation: Computation) -> str:
+    """The parameters whose state meets a gradient first, or whose memory the result takes. One
+    kernel updates embedding and head, so they are named together."""
+    passed = set()
+    for part in walk(name, computation, users_of):
+        near = [part.name, *part.operands]
+        if part.kind == "tuple":  # a result of the program
+            results = [i for i, operand in enumerate(part.operands) if operand in passed]
+            near = [program.overwritten[i] for i in results if i in program.overwritten]
+        names = parameter_names(near, computation)
+        if names:
+            return names
+        passed.add(part.name)
+    return "?"
+
+
+def parameter_names(names: list[str], computation: Computation) -> str:
+    """The names in train_gpt.py's table of the parameters among some instructions, from their
+    op_name="state.params[\\'embed\\']" and the like; "" if there are none."""
+    found = []
+    for name in names:
+        part = computation[name]
+        if part.kind == "parameter":
+            found.append(re.findall(r"\[\\?'([\w.]+)\\?'\]", part.attributes)[-1:])
+    return "/".join(sorted(set(itertools.chain(*found))))
+
+
+# ---- A step --------------------------------------------------------------------------------------
+def step_ms(program: Program, program_transfers: list[Transfer]) -> dict[str, float]:
+    """Estimated milliseconds of a step, by PARTS."""
+    parts = Counter()
+    for kernel in kernels(program):
+        if kernel.kind not in ("collective", "done"):
+            launches = kernel.runs * LAUNCH
+            parts[kernel.kind] += seconds(program, kernel) - launches
+            parts["launches"] += launches
+    parts["exposed"] = sum(transfer.exposed for transfer in program_transfers)
+    parts["stolen"] = STOLEN * sum(transfer.bytes for transfer in program_transfers)
+    return {name: 1e3 * parts[name] for name in PARTS}
