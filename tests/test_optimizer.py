@@ -77,6 +77,7 @@ def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
     monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
     params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
     random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
+    params["embed"] = random("embed", 3)  # other than the head, so that a tie shows
     waiting = {name: random(name, 1) for name in params if table[name].every == 2}
     lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
     state = train_gpt.State(
