@@ -1,16 +1,18 @@
 """Causal attention: who sees whom, read off the Jacobian, and what a window saves.
 
 Run     ./run.sh basics/attention.py [--draw FILE.svg]
-Look    at `attend` and `apart`, which say what a token may read, and at `sees`, what it does read
+Look    at `attend` and `apart`, which say what a token may read, and at `jacobian`, what it reads
 Source  Vaswani et al. 2017, arXiv:1706.03762; windows: arXiv:2004.05150; documents: 2107.02027
 In train_gpt.py  `attend` counts otherwise: a token sees itself and a window more. `positions` makes
         the documents' code, for four channels of q and k. `dc_attention` cuts positions into bands
 """
 
+import math
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,96 +20,201 @@ import numpy as np
 import optax
 from jax import Array
 
-T, D, H, W, SCALE = 48, 32, 2, 8, 0.1  # tokens, width, heads, window, scale of the scores
-INPUT, W_QKV = (np.random.default_rng(n).normal(size=(n, D)).astype("f4") for n in (T, 3 * D))
-DOCUMENT = np.repeat([15, 16, 17], [20, 13, 15])  # of each token, the document that it is from
+T = 48  # tokens
+D = 32  # width
+H = 2  # heads
+W = 8  # window
+SCALE = 0.1  # of the scores
+INPUT = np.random.default_rng(T).normal(size=(T, D)).astype(np.float32)
+W_QKV = np.random.default_rng(3 * D).normal(size=(3 * D, D)).astype(np.float32)
+DOCUMENT = np.repeat([15, 16, 17], [20, 13, 15])  # the document of each token
 
 
+# ---- Attention, in four ways ---------------------------------------------------------------------
 def plain(q: Array, k: Array, v: Array, mask: np.ndarray) -> Array:
     scores = SCALE * jnp.einsum("IHK,JHK->HIJ", q, k)  # I and J tokens, H heads, K channels
     return jnp.einsum("HIJ,JHK->IHK", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
 def attend(q: Array, k: Array, v: Array, window: int | None = None, causal: bool = True) -> Array:
-    """A query sees `window` keys, its own among them: window - 1 to its left, 0 to its right."""
-    options = dict(is_causal=causal, local_window_size=window and (window - 1, 0))
-    return jax.nn.dot_product_attention(q, k, v, scale=SCALE, **options)
+    """A query sees `window` keys, the one at its place among them: window - 1 to its left, 0 to its
+    right."""
+    local = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=SCALE, is_causal=causal, local_window_size=local
+    )
 
 
 def apart(q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-    """Documents kept apart without a T x T mask: by four more channels of q and k, whose product is
+    """Separates documents without a T x T mask: by four more channels of q and k, whose product is
     256 * (document of k - document of q). An earlier one's scores fall by 25.6 or more, and e^-25.6
     is 8e-12; a later one's rise, so is_causal must hide it. Exact in bfloat16, as high and low."""
-    high, low, one = DOCUMENT // 16, DOCUMENT % 16, np.ones_like(DOCUMENT)
+    high = DOCUMENT // 16
+    low = DOCUMENT % 16
+    one = np.ones_like(DOCUMENT)
     code_q = 256 * np.stack((-16 * high, -low, 16 * one, one), axis=-1)
     code_k = np.stack((one, one, high, low), axis=-1)
-    wide = lambda x, code: jnp.concatenate((x, np.stack(H * [code], axis=1)), axis=-1)
-    return attend(wide(q, code_q), wide(k, code_k), wide(v, code_k), causal=causal)[..., :-4]
+
+    def with_code(x, code):
+        return jnp.concatenate((x, np.stack(H * [code], axis=1)), axis=-1)
+
+    y = attend(with_code(q, code_q), with_code(k, code_k), with_code(v, code_k), causal=causal)
+    return y[..., :-4]
 
 
 def banded(q: Array, k: Array, v: Array, window: int) -> Array:
     """Queries in bands of `window` tokens: what a band sees is in itself and the one before it."""
-    band = lambda x: x.reshape(-1, window, *x.shape[1:])
-    two = lambda x: jnp.concatenate((jnp.roll(band(x), 1, axis=0), band(x)), axis=1)
+
+    def band(x):
+        return x.reshape(-1, window, *x.shape[1:])
+
+    def two_bands(x):
+        return jnp.concatenate((jnp.roll(band(x), 1, axis=0), band(x)), axis=1)
+
     n, i, j = np.ogrid[: len(q) // window, :window, : 2 * window]  # band, query, key
-    seen = (i < j) & (j <= i + window) & ((n > 0) | (j >= window))  # nothing is before band 0
-    return jax.vmap(plain)(band(q), two(k), two(v), seen).reshape(v.shape)
+    mask = (i < j) & (j <= i + window) & ((n > 0) | (j >= window))  # nothing is before band 0
+    return jax.vmap(plain)(band(q), two_bands(k), two_bands(v), mask).reshape(v.shape)
 
 
+# ---- Who sees whom -------------------------------------------------------------------------------
 def layers(x: Array, attention: Callable, depth: int) -> Array:
+    """(T, D) -> (T, D): layers of attention, each added to what it reads."""
     for _ in range(depth):
-        x = x + attention(*jnp.split((x @ W_QKV.T / 6).reshape(T, H, -1), 3, axis=-1)).reshape(T, D)
+        q, k, v = jnp.split((x @ W_QKV.T / 6).reshape(T, H, -1), 3, axis=-1)
+        x = x + attention(q, k, v).reshape(T, D)
     return x
 
 
-def sees(attention: Callable, depth: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def jacobian(attention: Callable, depth: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """|d out_i / d in_j|, (T, T): how much output i moves with input j; and the outputs, (T, D)."""
-    both = jax.jacfwd(lambda x: 2 * (layers(x, attention, depth),), has_aux=True)
-    slopes, out = jax.jit(both)(INPUT)
+
+    def twice(x):
+        out = layers(x, attention, depth)
+        return out, out
+
+    slopes, out = jax.jit(jax.jacfwd(twice, has_aux=True))(INPUT)
     return np.abs(slopes).max(axis=(1, 3)), out
 
 
+class Case(NamedTuple):
+    """Attention, and the pairs (i, j) of which it may let i see j in one layer."""
+
+    attention: Callable
+    mask: np.ndarray
+    depth: int = 1
+
+
+def cases() -> dict[str, Case]:
+    i, j = np.indices((T, T))
+    causal = j <= i
+    near = causal & (i - j < W)
+    same_document = DOCUMENT[i] == DOCUMENT[j]
+    left = partial(attend, window=W, causal=False)
+    both_sides = partial(jax.nn.dot_product_attention, scale=SCALE, local_window_size=W - 1)
+    return {
+        "causal": Case(attend, causal),
+        "window 8": Case(partial(attend, window=W), near),
+        "two layers of it": Case(partial(attend, window=W), near, depth=2),
+        "three documents": Case(apart, causal & same_document),
+        "window 8 in bands": Case(partial(banded, window=W), near),
+        "not is_causal: (7, 0), by XLA": Case(left, near),
+        "not is_causal: 7, both sides": Case(both_sides, abs(i - j) < W),
+        "not is_causal: last document": Case(partial(apart, causal=False), DOCUMENT[j] == 17),
+    }
+
+
 def who_sees_whom() -> dict[str, np.ndarray]:
-    (i, j), sizes, loose = np.indices((T, T)), {}, partial(attend, causal=False)
-    exact = jax.jit(lambda mask, n: layers(INPUT, partial(plain, mask=mask), n), static_argnums=1)
-    near, both = (j <= i) & (i - j < W), partial(jax.nn.dot_product_attention, scale=SCALE)
-    for name, attention, mask, depth in (
-        ("causal", attend, j <= i, 1),
-        ("window 8", partial(attend, window=W), near, 1),
-        ("two layers of it", partial(attend, window=W), near, 2),  # reach what near ones reach
-        ("three documents", apart, (j <= i) & (DOCUMENT[i] == DOCUMENT[j]), 1),
-        ("window 8 in bands", partial(banded, window=W), near, 1),
-        ("not is_causal: (7, 0), by XLA", partial(loose, window=W), near, 1),
-        ("not is_causal: 7, both sides", partial(both, local_window_size=7), abs(i - j) < W, 1),
-        ("not is_causal: last document", partial(apart, causal=False), DOCUMENT[j] == 17, 1),
-    ):
-        sizes[name], out = sees(attention, depth)
-        off = np.abs(out - exact(mask, depth)).max()
-        other = sizes[name][~(reach := np.linalg.matrix_power(mask | (i == j), depth))].max()
-        most, close = (1e-9, 5e-4) if "document" in name else (0, 1e-5)  # codes cost digits
-        text = f"{name:<29}{reach.sum():>5}, others {other:.0e} <= {most}; off {off:.0e} < {close}"
-        check(text, ((sizes[name] > 1e-6) == reach).all() and other <= most and off < close)
+    """Compares the Jacobian of each case with its mask; returns the Jacobians."""
+    print(f"Pairs of {T} tokens by the Jacobian, derivative by others, off a masked softmax by")
+    sizes = {}
+    for name, case in cases().items():
+        sizes[name], out = jacobian(case.attention, case.depth)
+        expected = layers(INPUT, partial(plain, mask=case.mask), case.depth)
+        error = np.abs(out - expected).max()
+        # A token sees itself, because a layer adds to what it reads, and what others have seen.
+        visible = np.linalg.matrix_power(case.mask | np.eye(T, dtype=bool), case.depth)
+        leak = sizes[name][~visible].max()
+        most_leak, most_error = (1e-9, 5e-4) if "document" in name else (0, 1e-5)  # codes round
+        right = ((sizes[name] > 1e-6) == visible).all()
+        right = right and leak <= most_leak and error < most_error
+        text = f"{name:<29}{visible.sum():>5}, others {leak:.0e} <= {most_leak}"
+        check(f"{text}; off {error:.0e} < {most_error}", right)
     return sizes
+
+
+# ---- What it saves, and what a leak costs --------------------------------------------------------
+def count_work() -> None:
+    """XLA's window only masks, so it saves nothing; bands do."""
+    tokens = 1024
+    for window in 64, 128, 256:
+        whole = megaflops(partial(attend, window=window), tokens)
+        bands = megaflops(partial(banded, window=window), tokens)
+        all_scores = tokens * tokens
+        band_scores = 2 * tokens * window
+        saved = bands / whole * all_scores / band_scores
+        check(
+            f"window {window}: {all_scores:,} scores, {whole:.0f} MFLOP; "
+            f"bands {band_scores:,}, {bands:.0f}",
+            whole > 4e-6 * all_scores * D and 0.9 < saved < 1.1,
+        )
+
+
+def megaflops(attention: Callable, tokens: int) -> float:
+    x = jnp.ones((tokens, 1, D))
+    return jax.jit(attention).lower(x, x, x).compile().cost_analysis()["flops"] / 1e6
 
 
 def learn(causal: bool, steps: int = 120) -> np.ndarray:
     """Losses (steps, positions) in training. The last position's next token is not in the input."""
-    rng, adam = np.random.default_rng(0), optax.adam(0.03)
+    rng = np.random.default_rng(0)
     texts = np.cumsum(rng.integers(1, 5, (steps, 32, T + 1)), axis=-1) % 16  # ln 4 a token
-    start = [rng.normal(0, 0.5, size) for size in ((16, 3, H, 16), (T, 3, H, 16), (D, 16))]
+    weights = dict(
+        token=rng.normal(0, 0.5, (16, 3, H, 16)),  # q, k and v of each token
+        position=rng.normal(0, 0.5, (T, 3, H, 16)),
+        head=rng.normal(0, 0.5, (D, 16)),
+    )
+    adam = optax.adam(0.03)
 
-    def losses(weights, text):  # weights: q, k and v of each token and of each position; head
-        q, k, v = jnp.moveaxis(weights[0][text[:, :-1]] + weights[1], 2, 0)
-        logits = attend(q, k, v, causal=causal).reshape(-1, T, D) @ weights[2]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean(axis=0)
+    def mean_loss(weights, text):
+        """The mean, and the mean of each position."""
+        q, k, v = jnp.moveaxis(weights["token"][text[:, :-1]] + weights["position"], 2, 0)
+        logits = attend(q, k, v, causal=causal).reshape(-1, T, D) @ weights["head"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
+        return losses.mean(), losses.mean(axis=0)
 
     def step(carry, text):
-        updates, state = adam.update(jax.grad(lambda w: losses(w, text).mean())(carry[0]), carry[1])
-        return (optax.apply_updates(carry[0], updates), state), losses(carry[0], text)
+        weights, state = carry
+        grads, losses = jax.grad(mean_loss, has_aux=True)(weights, text)
+        updates, state = adam.update(grads, state)
+        return (optax.apply_updates(weights, updates), state), losses
 
-    return np.asarray(jax.jit(lambda w: jax.lax.scan(step, (w, adam.init(w)), texts)[1])(start))
+    @jax.jit
+    def train(weights):
+        _, losses = jax.lax.scan(step, (weights, adam.init(weights)), texts)
+        return losses
+
+    return np.asarray(train(weights))
 
 
+def what_a_leak_costs() -> None:
+    """Without a causal mask, training copies the next token; the last position has none to copy."""
+    causal = learn(causal=True)[-9:]
+    leaking = learn(causal=False)[-9:]
+    train = causal[:, :-1].mean()
+    sample = causal[:, -1].mean()
+    leaking_train = leaking[:, :-1].mean()
+    leaking_sample = leaking[:, -1].mean()
+    check(
+        f"causal {train:.2f} nats, in sampling {sample:.2f}, not below ln 4; "
+        f"not causal {leaking_train:.3f}, {leaking_sample:.2f}",
+        leaking_train < 0.05
+        and leaking_sample > sample + 0.2
+        and abs(train - sample) < 0.1
+        and train > math.log(4) - 0.04,
+    )
+
+
+# ---- Plumbing ------------------------------------------------------------------------------------
 def draw(path: str, sizes: dict[str, np.ndarray]) -> None:
     import matplotlib.pyplot as plt
 
@@ -131,19 +238,12 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    file = cli.parse_args().draw
-    print(f"Pairs of {T} tokens by the Jacobian, derivative by others, off a masked softmax by")
-    sizes, N, x = who_sees_whom(), 1024, jnp.ones((1024, 1, D))
-    work = lambda f: jax.jit(f).lower(x, x, x).compile().cost_analysis()["flops"] / 1e6
-    for w in 64, 128, 256:
-        whole, bands = work(partial(attend, window=w)), work(partial(banded, window=w))
-        text = f"window {w}: {N * N:,} scores, {whole:.0f} MFLOP; bands {2 * N * w:,}, {bands:.0f}"
-        check(text, whole > 4e-6 * N * N * D and 0.9 < bands / whole * N / w / 2 < 1.1)
-    (a, b), (c, d) = ((x[-9:, :-1].mean(), x[-9:, -1].mean()) for x in map(learn, (True, False)))
-    text = f"causal {a:.2f} nats, in sampling {b:.2f}, not below ln 4; not causal {c:.3f}, {d:.2f}"
-    check(text, c < 0.05 and d > b + 0.2 and abs(a - b) < 0.1 and a > 1.35)
-    if file:
-        draw(file, sizes)
+    flags = cli.parse_args()
+    sizes = who_sees_whom()
+    count_work()
+    what_a_leak_costs()
+    if flags.draw:
+        draw(flags.draw, sizes)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, P, lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-VOCAB, WIDTH, ROWS, LENGTH, STEPS, RATE = 32, 32, 32, 32, 60, 1.0
+VOCAB = 32
+WIDTH = 32
+ROWS = 32
+LENGTH = 32  # tokens to predict in the longest row
+STEPS = 60
+RATE = 1.0
 SPECS = P(), P("data")  # every device has all parameters, and its rows of the batch
 
 
+# ---- The idea, twice -----------------------------------------------------------------------------
 def loss_sum(params: dict, tokens: Array) -> tuple[Array, Array]:
     """Next-token losses, added up, and how many tokens were counted: padding (-1) is not."""
-    inputs, targets, counted = tokens[:, :-1], tokens[:, 1:], tokens[:, 1:] >= 0
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    counted = targets >= 0
     logits = jax.nn.relu(params["embed"][inputs] @ params["hidden"]) @ params["head"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     return losses.sum(where=counted), counted.sum()
@@ -36,26 +44,32 @@ def loss_sum(params: dict, tokens: Array) -> tuple[Array, Array]:
 def whole(params: dict, tokens: Array) -> tuple[Array, dict]:
     """Mean loss and its gradients. Nothing here knows of devices: where jit is given a batch that
     lies on 8 of them, the compiler sees that sums run over all of it, and adds an all-reduce."""
-    return jax.value_and_grad(lambda params: jnp.divide(*loss_sum(params, tokens)))(params)
+
+    def mean_loss(params):
+        total, count = loss_sum(params, tokens)
+        return total / count
+
+    return jax.value_and_grad(mean_loss)(params)
 
 
 def by_hand(params: dict, tokens: Array) -> tuple[Array, dict]:
     """The same inside of shard_map, where tokens are this device's rows."""
-    # "varying": each device differentiates by its own copy. By parameters that are known to be the
+    # "varying": each device differentiates by its copy. By parameters that are known to be the
     # same everywhere, gradients would come out added up already, and the psum would add them again.
-    own = lax.pcast(params, "data", to="varying")
-    (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(own, tokens)
+    copy = lax.pcast(params, "data", to="varying")
+    (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(copy, tokens)
     total, count, grads = lax.psum((total, count, grads), "data")
     return total / count, jax.tree.map(lambda g: g / count, grads)
 
 
+# ---- Two mistakes --------------------------------------------------------------------------------
 def mean_of_means(params: dict, tokens: Array) -> tuple[Array, dict]:
     """Mistake 1: a device's mean weighs the same, whether it has counted 40 tokens or 120."""
     return lax.pmean(whole(lax.pcast(params, "data", to="varying"), tokens), "data")
 
 
 def forgotten_psum(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """Mistake 2: each device keeps the gradient of its own rows. It varies over "data", and so
+    """Mistake 2: each device keeps the gradient of its rows. It varies over "data", and so
     check_vma=True refuses to return it as P(), the same everywhere; check_vma=False believes it."""
     return whole(lax.pcast(params, "data", to="varying"), tokens)
 
@@ -68,21 +82,97 @@ def train(gradients: Callable, params: dict, tokens: Array) -> tuple[Array, dict
         loss, grads = gradients(params, tokens)
         params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
         copies = np.stack([shard.data for shard in params["hidden"].addressable_shards])
-        away = np.linalg.norm(copies - copies[0], axis=(1, 2)).max()
-        drift.append(away / np.linalg.norm(copies[0]))
+        farthest = np.linalg.norm(copies - copies[0], axis=(1, 2)).max()
+        drift.append(farthest / np.linalg.norm(copies[0]))
     return loss, jax.tree.map(np.asarray, params), drift
+
+
+# ---- On eight devices ----------------------------------------------------------------------------
+def spread(data: tuple, mesh: Mesh) -> tuple:
+    """Puts parameters on every device, and an eighth of the batch on each."""
+    return jax.device_put(data, tuple(NamedSharding(mesh, spec) for spec in SPECS))
+
+
+def on_each(function: Callable, mesh: Mesh, vma: bool = True) -> Callable:
+    """The function, run by each device on its rows."""
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=SPECS, out_specs=P(), check_vma=vma)
+    return jax.jit(sharded)
+
+
+def check_both(mesh: Mesh) -> None:
+    """jit and shard_map give one device's loss and gradients, by all-reduces alone."""
+    data = make(shortest=8)
+    one_device = jax.jit(whole)
+    expected = one_device(*data)
+    for name, program in {"jit": one_device, "by hand": on_each(by_hand, mesh)}.items():
+        sharded = spread(data, mesh)
+        error = largest_error(program(*sharded), expected)
+        text = program.lower(*sharded).compile().as_text()
+        sent = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(", text)
+        right = error < 3e-6 and set(sent) == {"all-reduce"}
+        check(f"{name}: {error:.0e} from one device, below 3e-6, by {' and '.join(sent)}", right)
+
+
+def try_mean_of_means(mesh: Mesh) -> dict[int, float]:
+    """The error of a gradient, by the tokens in the shortest row."""
+    print("mean of means: tokens in the shortest row, error of a gradient")
+    program = on_each(mean_of_means, mesh)
+    errors = {}
+    for shortest in (2, 8, 14, 20, 26, 32):
+        data = make(shortest)
+        errors[shortest] = largest_error(program(*spread(data, mesh)), jax.jit(whole)(*data))
+        print(f"{shortest:9} of {LENGTH} {errors[shortest]:8.1%}")
+    check("right only where all count equally many", errors[32] < 3e-6 < 0.05 < errors[8])
+    return errors
+
+
+def try_forgotten_psum(mesh: Mesh) -> dict[str, list[float]]:
+    """How far the devices' weights move apart, with and without the psum."""
+    data = make(shortest=LENGTH)
+    print(f"forgotten psum, {STEPS} steps: loss that is reported, and of device 0's weights")
+    programs = {
+        "with psum": on_each(by_hand, mesh),
+        "without": on_each(forgotten_psum, mesh, vma=False),
+    }
+    drifts = {}
+    for name, program in programs.items():
+        reported, params, drifts[name] = train(program, *spread(data, mesh))
+        real, _ = jax.jit(whole)(params, data[1])
+        print(f"{name:9} {reported:8.2f} {real:8.2f}")
+    apart = drifts["without"][-1]
+    together = not any(drifts["with psum"])
+    right = apart > 0.3 and together and reported < real - 0.5
+    check(f"without, devices end {apart:.0%} apart; with, not a bit", right)
+    refused = False
+    try:
+        on_each(forgotten_psum, mesh).lower(*spread(data, mesh))
+    except ValueError as error:
+        refused = "replicated across mesh axis 'data'" in str(error)
+    check("check_vma=True refuses it", refused)
+    return drifts
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
 def make(shortest: int) -> tuple[dict, np.ndarray]:
-    """Parameters, and rows of a text in which mostly x + 5 comes after x, ever longer, up to LENGTH
-    tokens to predict; -1 fills them up."""
-    rng, shape = np.random.default_rng(0), (ROWS, LENGTH + 1)
+    """Parameters, and rows of a text in which mostly x + 5 comes after x. The rows grow from
+    `shortest` to LENGTH tokens to predict; -1 fills them up."""
+    rng = np.random.default_rng(0)
     matrices = WIDTH**-0.5 * rng.normal(size=(3, WIDTH, WIDTH)).astype(np.float32)
     params = dict(zip(("embed", "hidden", "head"), matrices, strict=True))
+    shape = (ROWS, LENGTH + 1)
     steps = np.where(rng.random(shape) < 0.8, 5, rng.integers(VOCAB, size=shape))
+    tokens = steps.cumsum(axis=1) % VOCAB
     lengths = np.linspace(shortest, LENGTH, ROWS).round()[:, None]
-    return params, np.where(np.arange(LENGTH + 1) > lengths, -1, steps.cumsum(axis=1) % VOCAB)
+    return params, np.where(np.arange(LENGTH + 1) > lengths, -1, tokens)
+
+
+def largest_error(result: tuple, expected: tuple) -> float:
+    """The distance of the farthest array, as a share of its size."""
+
+    def distance(a, b):
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    return max(jax.tree.leaves(jax.tree.map(distance, result, expected)))
 
 
 def draw(path: str, errors: dict[int, float], drifts: dict[str, list[float]]) -> None:
@@ -110,40 +200,13 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    path = cli.parse_args().draw
+    flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    spread = lambda data: jax.device_put(data, tuple(NamedSharding(mesh, s) for s in SPECS))
-    on_each = lambda function, vma=True: jax.jit(jax.shard_map(
-        function, mesh=mesh, in_specs=SPECS, out_specs=P(), check_vma=vma))  # fmt: skip
-    away = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
-    farthest = lambda result, right: max(jax.tree.leaves(jax.tree.map(away, result, right)))
-    one, ours, data = jax.jit(whole), on_each(by_hand), make(shortest=8)
-    for name, program in {"jit": one, "by hand": ours}.items():
-        error = farthest(program(*spread(data)), one(*data))
-        text = program.lower(*spread(data)).compile().as_text()
-        sent = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(", text)
-        check(f"{name}: {error:.0e} from one device, below 3e-6, by {' and '.join(sent)}",
-              error < 3e-6 and {*sent} == {"all-reduce"})  # fmt: skip
-    print("mean of means: tokens in the shortest row, error of a gradient")
-    errors, drifts, means = {}, {}, on_each(mean_of_means)
-    for shortest in (2, 8, 14, 20, 26, 32):
-        errors[shortest] = farthest(means(*spread(data := make(shortest))), one(*data))
-        print(f"{shortest:9} of {LENGTH} {errors[shortest]:8.1%}")
-    check("right only where all count equally many", errors[32] < 3e-6 < 0.05 < errors[8])
-    print(f"forgotten psum, {STEPS} steps: loss that is reported, and of device 0's weights")
-    for name, program in {"with psum": ours, "without": on_each(forgotten_psum, False)}.items():
-        told, params, drifts[name] = train(program, *spread(data))
-        print(f"{name:9} {told:8.2f} {(real := one(params, data[1])[0]):8.2f}")
-    apart, same = drifts["without"][-1], not any(drifts["with psum"])
-    right = apart > 0.3 and same and told < real - 0.5
-    check(f"without, devices end {apart:.0%} apart; with, not a bit", right)
-    try:
-        refused = on_each(forgotten_psum).lower(*spread(data)) is None
-    except ValueError as error:
-        refused = "replicated across mesh axis 'data'" in str(error)
-    check("check_vma=True refuses it", refused)
-    if path:
-        draw(path, errors, drifts)
+    check_both(mesh)
+    errors = try_mean_of_means(mesh)
+    drifts = try_forgotten_psum(mesh)
+    if flags.draw:
+        draw(flags.draw, errors, drifts)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ In train_gpt.py  `quantize` and `softcap` are these, `scaled_matmul` rounds logi
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,39 @@ import numpy as np
 import optax
 from jax import Array
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-FP8 = E4M3, E5M2, True  # how to compute: format of operands, of the gradient; whether to clip
+E4M3 = "float8_e4m3fn"
+E5M2 = "float8_e5m2"
 SIZE = 128  # tokens, channels, vocabulary: a wrong axis fits, and only the numbers can tell
 TOKENS = 2**17  # of a batch, over which the loss is a mean: these are SIZE of them
 SCALES = dict(x=4.0, w=256.0, g=512.0 * TOKENS)  # powers of two: they round nothing themselves
-SWEEP = 2.0 ** np.arange(-10, 15)
-softcap = lambda z: 23 * jax.nn.sigmoid((z + 5) / 7.5)
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-loss_fn = lambda z_NV, targets_N: cross_entropy(softcap(z_NV), targets_N).sum() / TOKENS
-error = lambda a, b: np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b)
+SWEEP = 2.0 ** np.arange(-10, 15)  # other scales to try
+
+
+class Formats(NamedTuple):
+    """How to compute."""
+
+    operands: str = E4M3
+    gradient: str = E5M2
+    clip: bool = True
+
+
+FP8 = Formats()
+
+
+# ---- A head in FP8 -------------------------------------------------------------------------------
+def softcap(z: Array) -> Array:
+    return 23 * jax.nn.sigmoid((z + 5) / 7.5)
+
+
+def loss_fn(z_NV: Array, targets_N: Array) -> Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(softcap(z_NV), targets_N)
+    return losses.sum() / TOKENS
 
 
 def quantize(x: Array, scale: float, dtype: str, clip: bool) -> Array:
     """Small numbers are scaled out of the subnormals; large ones become the largest, not NaN."""
-    scaled, limit = x.astype(jnp.float32) * scale, float(jnp.finfo(dtype).max)
+    scaled = x.astype(jnp.float32) * scale
+    limit = float(jnp.finfo(dtype).max)
     return (jnp.clip(scaled, -limit, limit) if clip else scaled).astype(dtype)
 
 
@@ -39,75 +58,150 @@ def matmul(a: Array, b: Array, i: int, j: int) -> Array:
     return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def forward(x_ND: Array, w_VD: Array, targets_N: Array, scales: dict, how: tuple) -> tuple:
-    x8, w8 = (quantize(a, scales[k], how[0], how[2]) for a, k in ((x_ND, "x"), (w_VD, "w")))
+def forward(x_ND: Array, w_VD: Array, targets_N: Array, scales: dict, how: Formats) -> tuple:
+    """(loss, logits), and the residuals for the backward pass."""
+    x8 = quantize(x_ND, scales["x"], how.operands, how.clip)
+    w8 = quantize(w_VD, scales["w"], how.operands, how.clip)
     z_NV = matmul(x8, w8, 1, 1) / (scales["x"] * scales["w"])
     return (loss_fn(z_NV, targets_N), z_NV), (x8, w8, z_NV, targets_N, scales)
 
 
-def backward(how: tuple, kept: tuple, gradients: tuple) -> tuple:
-    x8, w8, z_NV, targets_N, scales = kept
-    s, hit = softcap(z_NV), jax.nn.one_hot(targets_N, SIZE)
-    dz_NV = (jax.nn.softmax(s) - hit) * s * (23 - s) / (23 * 7.5) / TOKENS  # softcap's ds/dz
-    g8 = quantize(gradients[0] * dz_NV, scales["g"], *how[1:])
+def backward(how: Formats, residuals: tuple, gradients: tuple) -> tuple:
+    """Gradients of x and w, by the same FP8 operands."""
+    x8, w8, z_NV, targets_N, scales = residuals
+    s = softcap(z_NV)
+    ds_NV = (jax.nn.softmax(s) - jax.nn.one_hot(targets_N, SIZE)) / TOKENS
+    dz_NV = ds_NV * s * (23 - s) / (23 * 7.5)  # the derivative of the softcap
+    g8 = quantize(gradients[0] * dz_NV, scales["g"], how.gradient, how.clip)
     dx_ND = matmul(g8, w8, 1, 0) / (scales["g"] * scales["w"])  # sums over the vocabulary
     dw_VD = matmul(g8, x8, 0, 0) / (scales["g"] * scales["x"])  # sums over tokens
     return dx_ND, dw_VD, None, None
 
 
-head = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=(4,))
+def head_loss(x_ND: Array, w_VD: Array, targets_N: Array, scales: dict, how: Formats) -> tuple:
+    """(loss, logits), differentiated by `backward`."""
+    result, _ = forward(x_ND, w_VD, targets_N, scales, how)
+    return result
+
+
+head = jax.custom_vjp(head_loss, nondiff_argnums=(4,))
 head.defvjp(forward, backward)
+# ((loss, logits), (dx, dw))
 run = jax.jit(jax.value_and_grad(head, (0, 1), has_aux=True), static_argnums=4)
 
 
-def formats() -> dict[str, np.ndarray]:
+def error(a: Array, b: Array) -> float:
+    return np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b)
+
+
+# ---- What eight bits hold ------------------------------------------------------------------------
+def decode(dtype: str) -> np.ndarray:
     """The numbers of all 256 patterns of bits: sign, exponent, fraction."""
-    found, bits = {}, np.arange(256)
+    bits = np.arange(256)
+    fraction_bits, bias = (3, 7) if dtype == E4M3 else (2, 15)
+    exponent = bits % 128 >> fraction_bits
+    fraction = bits % 2**fraction_bits / 2**fraction_bits
+    # A 1 before the point, except where the exponent is 0: those are the subnormals.
+    size = (fraction + (exponent > 0)) * 2.0 ** (np.maximum(exponent, 1) - bias)
+    # Of its last exponent e5m2 makes inf and NaN; e4m3fn has numbers there, and only one NaN.
+    special = exponent == 31 if dtype == E5M2 else bits % 128 == 127
+    size = np.where(special, np.where(fraction == 0, np.inf, np.nan), size)
+    return np.where(bits < 128, size, -size)
+
+
+def show_formats() -> dict[str, np.ndarray]:
+    """Prints and checks both formats; returns their numbers."""
+    numbers = {}
     print("of 256 patterns  largest    normal subnormal  step at 1      inf      NaN")
-    for dtype, F, bias, given in (E4M3, 3, 7, (464, 465, 1e6)), (E5M2, 2, 15, (61439, 61440, 1e6)):
-        exponent, fraction, info = bits % 128 >> F, bits % 2**F / 2**F, jnp.finfo(dtype)
-        size = (fraction + (exponent > 0)) * 2.0 ** (np.maximum(exponent, 1) - bias)
-        # Of its last exponent e5m2 makes inf and NaN; e4m3fn has numbers there, and only one NaN.
-        special = exponent == 31 if dtype == E5M2 else bits % 128 == 127
-        size = np.where(special, np.where(fraction == 0, np.inf, np.nan), size)
-        v = found[dtype] = np.where(bits < 128, size, -size)
-        row = v[np.isfinite(v)].max(), v[2**F], v[1], v[[*v].index(1) + 1] - 1
-        print(f"{dtype:14}", *(f"{x:9.4g}" for x in (*row, np.isinf(v).sum(), np.isnan(v).sum())))
-        told = [float(x) for x in (info.max, info.tiny, info.smallest_subnormal, info.eps)]
-        same = np.array_equal(v, np.uint8(bits).view(info.dtype).astype(float), equal_nan=True)
-        check("patterns as in ml_dtypes, ends as in finfo", same and [*row] == told)
-        cast = np.asarray(jnp.float32(given).astype(dtype), float)
-        check(f"a cast of {given} makes {cast}", [*np.isfinite(cast)] == [True, False, False])
-    return found
+    for dtype, fraction_bits, casts in (
+        (E4M3, 3, (464, 465, 1e6)),
+        (E5M2, 2, (61439, 61440, 1e6)),
+    ):
+        values = decode(dtype)
+        numbers[dtype] = values
+        after_one = values[list(values).index(1) + 1]
+        ends = [values[np.isfinite(values)].max(), values[2**fraction_bits], values[1]]
+        ends.append(after_one - 1)
+        counts = np.isinf(values).sum(), np.isnan(values).sum()
+        print(f"{dtype:14}", *(f"{x:9.4g}" for x in (*ends, *counts)))
+        info = jnp.finfo(dtype)
+        finfo = [float(x) for x in (info.max, info.tiny, info.smallest_subnormal, info.eps)]
+        library = np.uint8(np.arange(256)).view(info.dtype).astype(float)
+        same = np.array_equal(values, library, equal_nan=True)
+        check("patterns as in ml_dtypes, ends as in finfo", same and ends == finfo)
+        cast = np.asarray(jnp.float32(casts).astype(dtype), float)
+        check(f"a cast of {casts} makes {cast}", [*np.isfinite(cast)] == [True, False, False])
+    return numbers
 
 
-def sweep(given: tuple, true: list[Array]) -> dict[str, np.ndarray]:
+# ---- What a scale does ---------------------------------------------------------------------------
+def compare_formats(arguments: tuple, exact: list[Array]) -> Array:
+    """Errors of loss, logits, dx and dw in four formats; returns the logits in FP8."""
+    ones = dict(x=1.0, w=1.0, g=1.0)
+    print("error of                  loss   logits       dx       dw   against float64")
+    for name, scales, how, limits in (
+        ("float32", ones, Formats("float32", "float32"), 1e-6),
+        ("bfloat16", ones, Formats("bfloat16", "bfloat16"), 5e-3),
+        ("FP8, no scales", ones, FP8, 1.1),
+        ("FP8", SCALES, FP8, (3e-3, 0.045, 0.1, 0.1)),
+    ):
+        result = jax.tree.leaves(run(*arguments, scales, how))
+        errors = [error(a, b) for a, b in zip(result, exact, strict=True)]
+        lost = errors[2] > 0.9  # dx
+        right = np.less(errors, limits).all() and lost == (name == "FP8, no scales")
+        check(f"{name:15}" + " ".join(f"{e:8.1e}" for e in errors), right)
+    return result[1]
+
+
+def sweep(arguments: tuple, exact: list[Array]) -> dict[str, np.ndarray]:
     """Errors of logits by the scale of x, in three ways, and of dw by that of the gradient."""
-    rows, found = {"logits": ("x", 1, FP8), "not clipped": ("x", 1, (E4M3, E5M2, False)),
-                   "e5m2": ("x", 1, (E5M2, *FP8[1:])), "dloss/dw": ("g", 3, FP8)}, {}  # fmt: skip
     print("scale        ", *(f"  2^{n:<3}" for n in range(-10, 15, 2)))
-    for name, (of, i, how) in rows.items():
-        runs = (run(*given, SCALES | {of: scale}, how) for scale in SWEEP)
-        found[name] = np.array([error(jax.tree.leaves(got)[i], true[i]) for got in runs])
-        print(f"{name:13}", *(f"{x:7.3f}" for x in found[name][::2]))
-    beyond, nan = np.abs(given[0]).max() * SWEEP > 464, np.isnan(found["not clipped"])
-    check("not clipped: NaN where x reaches beyond 464, and only there", (nan == beyond).all())
-    check(f"logits: flat at {found['logits'][12]:.4f}", np.ptp(found["logits"][6:17]) < 1e-3)
-    return found
+    errors = {}
+    for name, scaled, output, how in (
+        ("logits", "x", 1, FP8),
+        ("not clipped", "x", 1, FP8._replace(clip=False)),
+        ("e5m2", "x", 1, FP8._replace(operands=E5M2)),
+        ("dloss/dw", "g", 3, FP8),
+    ):
+        row = []
+        for scale in SWEEP:
+            result = jax.tree.leaves(run(*arguments, SCALES | {scaled: scale}, how))
+            row.append(error(result[output], exact[output]))
+        errors[name] = np.array(row)
+        print(f"{name:13}", *(f"{x:7.3f}" for x in errors[name][::2]))
+    beyond = np.abs(arguments[0]).max() * SWEEP > 464
+    right = (np.isnan(errors["not clipped"]) == beyond).all()
+    check("not clipped: NaN where x reaches beyond 464, and only there", right)
+    flat = errors["logits"][6:17]  # 2^-4 to 2^6
+    check(f"logits: flat at {errors['logits'][12]:.4f}", np.ptp(flat) < 1e-3)
+    return errors
 
 
-def draw(path: str, values: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+def one_large_number(arguments: tuple, logits: Array) -> None:
+    """An outlier: cast, it makes NaN of the loss; clipped, it costs its token alone."""
+    x, w, targets = arguments
+    x = x.copy()
+    x[0, 0] = 1000
+    (cast, _), _ = run(x, w, targets, SCALES, FP8._replace(clip=False))
+    (clipped, z), _ = run(x, w, targets, SCALES, FP8)
+    right = np.isnan(cast) and np.isfinite(clipped) and np.array_equal(z[1:], logits[1:])
+    check(f"one x of 1000: loss {cast}; clipped {clipped:.5f}, other logits the same", right)
+
+
+# ---- Plumbing ------------------------------------------------------------------------------------
+def draw(path: str, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.5), layout="constrained")
-    for dtype, v in values.items():
-        up = v[np.isfinite(v) & (v > 0)]
-        left.loglog(up[:-1], np.diff(up) / up[:-1], label=dtype)
-    right.loglog(SWEEP, np.transpose([*found.values()]), label=[*found])
+    for dtype, values in numbers.items():
+        positive = values[np.isfinite(values) & (values > 0)]
+        left.loglog(positive[:-1], np.diff(positive) / positive[:-1], label=dtype)
+    right.loglog(SWEEP, np.transpose([*errors.values()]), label=[*errors])
     left.set(xlabel="number", ylabel="step to the next number, of its size", ylim=(0.05, 2))
     right.set(xlabel="scale of x; of the logits' gradient", ylabel="error", ylim=(0.03, 12))
-    left.legend(), right.legend(loc="upper left")
+    left.legend()
+    right.legend(loc="upper left")
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -122,28 +216,26 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    path, values, rng = cli.parse_args().draw, formats(), np.random.default_rng(0)
-    x, w = rng.normal(size=(2, SIZE, SIZE)).astype("f4")
-    given, ones = (x, 0.02 * w, rng.integers(SIZE, size=SIZE)), dict(x=1.0, w=1.0, g=1.0)
-    plain = lambda x, w: (loss_fn(x @ w.T, given[2]), x @ w.T)  # no cast, JAX's own gradients
+    flags = cli.parse_args()
+    numbers = show_formats()
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, SIZE, SIZE)).astype(np.float32)
+    arguments = x, 0.02 * w, rng.integers(SIZE, size=SIZE)
+
+    def plain(x, w):
+        """No cast, and JAX's gradients."""
+        z = x @ w.T
+        return loss_fn(z, arguments[2]), z
+
     with jax.enable_x64(True):
-        exact = jax.value_and_grad(plain, (0, 1), has_aux=True)(*map(np.float64, given[:2]))
-        true = jax.tree.leaves(jax.device_get(exact))
-    print("error of                  loss   logits       dx       dw   against float64")
-    for name, scales, how, most in (
-        ("float32", ones, ("float32", "float32", True), 1e-6),
-        ("bfloat16", ones, ("bfloat16", "bfloat16", True), 5e-3),
-        ("FP8, no scales", ones, FP8, 1.1), ("FP8", SCALES, FP8, (3e-3, 0.045, 0.1, 0.1)),
-    ):  # fmt: skip
-        row = [*map(error, jax.tree.leaves(got := run(*given, scales, how)), true)]
-        right = np.less(row, most).all() and (row[2] > 0.9) == (name == "FP8, no scales")
-        check(f"{name:15}" + " ".join(f"{e:8.1e}" for e in row), right)
-    found, x[0, 0] = sweep(given, true), 1000
-    (cast, _), (clipped, z) = (run(*given, SCALES, (*FP8[:2], clip))[0] for clip in (False, True))
-    right = np.isnan(cast) and np.isfinite(clipped) and np.array_equal(z[1:], got[0][1][1:])
-    check(f"one x of 1000: loss {cast}; clipped {clipped:.5f}, other logits the same", right)
-    if path:
-        draw(path, values, found)
+        plain_and_grad = jax.value_and_grad(plain, (0, 1), has_aux=True)
+        result = plain_and_grad(np.float64(arguments[0]), np.float64(arguments[1]))
+        exact = jax.tree.leaves(jax.device_get(result))
+    logits = compare_formats(arguments, exact)
+    errors = sweep(arguments, exact)
+    one_large_number(arguments, logits)
+    if flags.draw:
+        draw(flags.draw, numbers, errors)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,17 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 # ---- Model ---------------------------------------------------------------------------------------
 def table(c: Config) -> dict[str, tuple]:
-    """Of each parameter its shape, its split over the mesh, and mean and deviation of its first
-    values. Names are the hub's; those of all layers, h.*, are one array. What writes to the stream
-    begins smaller, for 2 L such outputs are added up there."""
-    L, D, F, V, wide, write = c.L, c.D, 4 * c.D, c.V, 0.02, 0.02 / math.sqrt(2 * c.L)
+    """Each parameter's shape, its split over the mesh, and mean and deviation of its first values.
+    Names are the hub's; those of all layers, h.*, are one array. What writes to the stream begins
+    smaller, for 2 L such outputs are added up there."""
+    L = c.L
+    D = c.D
+    F = 4 * c.D
+    wide = 0.02
+    write = wide / math.sqrt(2 * c.L)
     # fmt: off
     return {
-        "wte.weight":           ((V, D),       P(),                          0, wide),
+        "wte.weight":           ((c.V, D),     P(),                          0, wide),
         "wpe.weight":           ((c.T, D),     P(),                          0, wide / 2),
         "h.ln_1.weight":        ((L, D),       P(),                          1, 0),
         "h.ln_1.bias":          ((L, D),       P(),                          0, 0),
@@ -76,18 +80,27 @@ def forward(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
     """Logits of the token after each, (B, T, V), float32."""
     x = params["wte.weight"][tokens_BT] + params["wpe.weight"][: tokens_BT.shape[1]]
     layers = {name[2:]: p for name, p in params.items() if name.startswith("h.")}
-    x, _ = lax.scan(lambda x, w: (block(x, w, c), None), x.astype(c.compute), layers)
+
+    def layer(x, w):
+        return block(x, w, c), None
+
+    x, _ = lax.scan(layer, x.astype(c.compute), layers)
     x = layer_norm(x, params, "ln_f")
     head = params["wte.weight"].astype(x.dtype)  # tied: one table is read at both ends
     return jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
 
 
 def block(x: Array, w: dict[str, Array], c: Config) -> Array:
-    """One layer: attention, then the MLP, each of what is normalized, each added to the stream."""
-    linear = lambda x, name: jnp.tensordot(x, w[f"{name}.weight"], 1) + w[f"{name}.bias"]
-    (B, T, D), w = x.shape, {name: p.astype(x.dtype) for name, p in w.items()}
+    """One layer: attention, then the MLP. Both read the normalized stream and are added to it."""
+    B, T, D = x.shape
+    w = {name: p.astype(x.dtype) for name, p in w.items()}
+
+    def linear(x, name):
+        return jnp.tensordot(x, w[f"{name}.weight"], 1) + w[f"{name}.bias"]
+
     qkv = linear(layer_norm(x, w, "ln_1"), "attn.c_attn").reshape(B, T, 3, c.H, D // c.H)
-    y = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+    q, k, v = jnp.moveaxis(qkv, 2, 0)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + linear(y.reshape(B, T, D), "attn.c_proj")
     y = jax.nn.gelu(linear(layer_norm(x, w, "ln_2"), "mlp.c_fc"), approximate=True)
     return x + linear(y, "mlp.c_proj")
@@ -108,22 +121,27 @@ def loss_fn(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
 def optimizer(lr: float, steps: int, accumulate: int) -> optax.GradientTransformation:
     """MultiSteps waits for the gradients of `accumulate` microbatches; AdamW takes their mean."""
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, steps, lr / 10)
-    mask = lambda params: {k: k.endswith("weight") and "ln" not in k for k in params}
-    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+
+    def is_matrix(params):
+        return {name: name.endswith("weight") and "ln" not in name for name in params}
+
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix)
     return optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), adamw), accumulate)
 
 
 def initial(c: Config, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    normal = lambda shape, mean, std: mean + np.float32(std) * rng.standard_normal(shape, "f4")
-    return {name: normal(shape, *rest) for name, (shape, _, *rest) in table(c).items()}
+    params = {}
+    for name, (shape, _, mean, std) in table(c).items():
+        params[name] = mean + np.float32(std) * rng.standard_normal(shape, np.float32)
+    return params
 
 
 def batches(tokens: np.ndarray, B: int, T: int) -> Iterator[np.ndarray]:
     """(B, T + 1), one after the other, without end: after the last token comes the first again."""
     for start in itertools.count(0, B * T):
-        at = (start + np.arange(B)[:, None] * T + np.arange(T + 1)) % len(tokens)
-        yield tokens[at].astype(np.int32)
+        positions = (start + np.arange(B)[:, None] * T + np.arange(T + 1)) % len(tokens)
+        yield tokens[positions].astype(np.int32)
 
 
 def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) -> dict[str, Array]:
@@ -135,45 +153,63 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    val_step = jax.jit(lambda params, tokens_BT: loss_fn(params, tokens_BT, c))
-    split = lambda batch: jax.device_put(batch, NamedSharding(mesh, P("data")))
-    state, losses, start = tx.init(params), [], time.perf_counter()
-    stream, microbatch = batches(texts[0], args.batch, c.T), args.batch * c.T
+    def split(batch):
+        return jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+    val_step = jax.jit(functools.partial(loss_fn, c=c))
+    microbatch_tokens = args.batch * c.T
+    val_batches = max(1, args.val_tokens // microbatch_tokens)
+
+    def validate(params):
+        part = itertools.islice(batches(texts[1], args.batch, c.T), val_batches)
+        return np.mean([val_step(params, split(batch)) for batch in part])
+
+    train_batches = batches(texts[0], args.batch, c.T)
+    state = tx.init(params)
+    losses = []
+    start = time.perf_counter()
     for step in range(args.steps + 1):
         if step % args.val_every == 0 or step == args.steps:
-            unseen = batches(texts[1], args.batch, c.T)
-            part = itertools.islice(unseen, max(1, args.val_tokens // microbatch))
-            losses.append(np.mean([val_step(params, split(batch)) for batch in part]))
-            print(f"step:{step}/{args.steps} tokens:{step * args.accumulate * microbatch}",
-                  f"val_loss:{losses[-1]:.4f} time:{time.perf_counter() - start:.1f}s",
-                  flush=True)  # fmt: skip
-        for _ in range(args.accumulate if step < args.steps else 0):
-            params, state, _ = train_step(params, state, split(next(stream)))
+            losses.append(validate(params))
+            tokens = step * args.accumulate * microbatch_tokens
+            seconds = time.perf_counter() - start
+            loss = f"val_loss:{losses[-1]:.4f} time:{seconds:.1f}s"
+            print(f"step:{step}/{args.steps} tokens:{tokens} {loss}", flush=True)
+        if step < args.steps:
+            for _ in range(args.accumulate):
+                params, state, _ = train_step(params, state, split(next(train_batches)))
     right = abs(losses[0] - math.log(c.V)) < 0.2 and losses[-1] < losses[0]
     check(f"the loss falls from about log {c.V} by {losses[0] - losses[-1]:.2f}", right)
     return params
 
 
 def read_openai(c: Config) -> dict[str, np.ndarray]:
-    """A file of safetensors: 8 bytes tell the size of a JSON header, behind which the data is."""
+    """A file of safetensors: 8 bytes with the size of a JSON header, the header, the data."""
     from huggingface_hub import hf_hub_download
 
-    data = np.memmap(hf_hub_download("openai-community/gpt2", "model.safetensors"), "u1", "r")
-    size = int(data[:8].view("<u8")[0])
-    header, data = json.loads(bytes(data[8 : 8 + size])), data[8 + size :]
+    path = hf_hub_download("openai-community/gpt2", "model.safetensors")
+    content = np.memmap(path, np.uint8, "r")
+    size = int(content[:8].view("<u8")[0])
+    header = json.loads(bytes(content[8 : 8 + size]))
+    data = content[8 + size :]
 
     def read(name: str) -> np.ndarray:
         start, end = header[name]["data_offsets"]
         return data[start:end].view("<f4").reshape(header[name]["shape"])
 
-    stack = lambda name: np.stack([read(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
-    return {name: (stack if name.startswith("h.") else read)(name).reshape(shape)
-            for name, (shape, *_) in table(c).items()}  # fmt: skip
+    params = {}
+    for name, (shape, *_) in table(c).items():
+        if name.startswith("h."):
+            array = np.stack([read(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
+        else:
+            array = read(name)
+        params[name] = array.reshape(shape)
+    return params
 
 
 def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
-    """The prompt without the token that begins a text, and what follows, up to `count` tokens. One
-    program, of all positions, does for every token: none sees what stands behind it."""
+    """The prompt without the token that begins a text, and up to `count` tokens more. One program,
+    of all positions, serves every token, because none sees what comes after it."""
 
     @jax.jit
     def next_token(params, tokens_T, last, key):
@@ -197,8 +233,10 @@ def check(what: str, right: bool) -> None:
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    add = (cli := argparse.ArgumentParser(description=__doc__, formatter_class=form)).add_argument
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = cli.add_argument
     add("--size", choices=SIZES, default="small", help="openai: its 124M, 0.5 GB, not trained on")
     add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
     add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
@@ -220,26 +258,29 @@ def main() -> None:
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
     print("gpt2.py", vars(args) | dict(data=args.data.name, jax=jax.__version__))
-    c, about = SIZES[args.size], shards.GPT2
+    c = SIZES[args.size]
+    about = shards.GPT2
+    trains = args.size != "openai"
     try:
         if args.data == DATA / "source_code":
             source_code.make(args.data)
-        if train_it := args.size != "openai":
+        if trains:
             texts = [shards.tokens(args.data, split) for split in ("train", "val")]
             about = shards.read_manifest(args.data) or about
             c = c._replace(V=about["vocab"])
         coder = shards.coder(about["vocab"], about["eot"])
-        weights = initial(c, args.seed) if train_it else read_openai(c)
+        weights = initial(c, args.seed) if trains else read_openai(c)
     except (shards.Fault, OSError) as fault:
         sys.exit(f"gpt2.py: {args.data}: {fault}")
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
-    two = np.stack([np.arange(16), np.where(np.arange(16) == 8, 99, np.arange(16))])
+    two = np.stack([np.arange(16), np.arange(16)])
+    two[1, 8] = 99
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
-    change = np.abs(np.subtract(*logits)).max(axis=-1)
+    change = np.abs(logits[0] - logits[1]).max(axis=-1)
     right = not change[:8].any() and change[8:].all()
-    check("a token changes what is said at its place and later, nothing before", right)
-    if train_it:
+    check("a token changes logits at its place and later, nothing before", right)
+    if trains:
         params = train(params, c, mesh, texts, args)
     prompt = [about["eot"], *coder.encode(args.prompt)[-c.T // 2 :]]
     tokens = sample(params, prompt, 100, c, args.seed)

@@ -19,17 +19,27 @@ import optax
 from jax import Array, P
 from jax.sharding import AxisType, NamedSharding
 
-D, STEPS, JORDAN = 64, 200, ((3.4445, -4.7750, 2.0315),) * 5
+# Coefficients a, b, c of a x + b x^3 + c x^5, for five iterations.
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
 POLAR = (  # Polar Express, rounded: each quintic is the best for what the one before it leaves
-    (8.15655, -22.48329, 15.87877), (4.04293, -2.80892, 0.50002), (3.89167, -2.77248, 0.50606),
-    (3.28575, -2.36813, 0.46449), (2.34654, -1.70978, 0.42324))  # fmt: skip
+    (8.15655, -22.48329, 15.87877),
+    (4.04293, -2.80892, 0.50002),
+    (3.89167, -2.77248, 0.50606),
+    (3.28575, -2.36813, 0.46449),
+    (2.34654, -1.70978, 0.42324),
+)
+WIDTH = 64  # of the model that is trained
+STEPS = 200
+CONTEXT = 8  # bytes that the model reads to predict the next one
 
 
+# ---- Muon ----------------------------------------------------------------------------------------
 def orthogonalize(G_NRC: Array, quintics: tuple = POLAR) -> Array:
     """About U V^T of each G = U S V^T, by products alone. An odd polynomial in X acts on its
     singular values: a X + b (X X^T) X + c (X X^T)^2 X = U (a S + b S^3 + c S^5) V^T."""
-    X = G_NRC.mT if (tall := G_NRC.shape[-2] > G_NRC.shape[-1]) else G_NRC  # small X X^T
-    # No singular value is above this norm: they begin in [0, 1), where the quintics lift them.
+    tall = G_NRC.shape[-2] > G_NRC.shape[-1]
+    X = G_NRC.mT if tall else G_NRC  # so that X X^T is the smaller product
+    # No singular value exceeds this norm: they all start in [0, 1), where the quintics lift them.
     X = X / (1.02 * jnp.linalg.norm(X, axis=(-2, -1), keepdims=True) + 1e-6)
     for a, b, c in quintics:
         A = X @ X.mT
@@ -40,78 +50,130 @@ def orthogonalize(G_NRC: Array, quintics: tuple = POLAR) -> Array:
 def muon(beta: float = 0.95) -> optax.GradientTransformation:
     """Nesterov momentum, then orthogonalization of each matrix in a tree of (..., R, C)."""
 
+    def average(momentum, grad):
+        return beta * momentum + (1 - beta) * grad
+
+    def step(momentum, grad):
+        rows, columns = grad.shape[-2:]
+        scale = max(1, rows / columns) ** 0.5  # so that a tall matrix moves its outputs as far
+        return scale * orthogonalize(average(momentum, grad))
+
     def update(grads, momentum, params=None):
-        average = lambda m, g: beta * m + (1 - beta) * g
         momentum = jax.tree.map(average, momentum, grads)
-        gain = lambda g: max(1, g.shape[-2] / g.shape[-1]) ** 0.5  # so outputs move alike in all
-        step = lambda m, g: gain(g) * orthogonalize(average(m, g))
         return jax.tree.map(step, momentum, grads), momentum
 
     return optax.GradientTransformation(optax.tree.zeros_like, update)
 
 
-def lift() -> dict[str, list[np.ndarray]]:
-    """Singular values of a 96 x 48 matrix, uneven as a gradient's are, after 0 .. 5 quintics."""
-    U, _, Vt = np.linalg.svd(np.random.default_rng(0).normal(size=(96, 48)), full_matrices=False)
-    S, curves = np.geomspace(1, 1e-3, 48), {}
-    for name, quintics, low in ("Jordan", JORDAN, 0.2), ("Polar Express", POLAR, 0.4):
+# ---- What the quintics do ------------------------------------------------------------------------
+def lift_singular_values() -> dict[str, list[np.ndarray]]:
+    """Singular values of a 96 x 48 matrix, as uneven as a gradient's, after 0 to 5 quintics."""
+    rng = np.random.default_rng(0)
+    U, _, Vt = np.linalg.svd(rng.normal(size=(96, 48)), full_matrices=False)
+    S = np.geomspace(1, 1e-3, 48)
+    G = (U * S @ Vt).astype(np.float32)
+    curves = {}
+    for name, quintics, least in ("Jordan", JORDAN, 0.2), ("Polar Express", POLAR, 0.4):
         p = S / (1.02 * np.linalg.norm(S))
-        curves[name] = [p, *(p := a * p + b * p**3 + c * p**5 for a, b, c in quintics)]
+        curve = [p]
+        for a, b, c in quintics:
+            p = a * p + b * p**3 + c * p**5
+            curve.append(p)
         print(f"{name}: after n quintics singular values, distance from U V^T of its size")
-        X = jax.jit(orthogonalize, static_argnums=1)((U * S @ Vt).astype("f4"), quintics)
-        for i, q in enumerate(curves[name]):
-            print(f"{i} {q.min():10.4f} .. {q.max():.3f} {np.mean((q - 1) ** 2) ** 0.5:12.3f}")
-        error, right = np.abs(X - U * p @ Vt).max(), low < p.min() < p.max() < 1.25
-        check(f"X is U p(S) V^T to {error:.1e}; {low} < p(S) < 1.25", error < 3e-5 and right)
+        for n, p in enumerate(curve):
+            distance = np.mean((p - 1) ** 2) ** 0.5
+            print(f"{n} {p.min():10.4f} .. {p.max():.3f} {distance:12.3f}")
+        X = jax.jit(orthogonalize, static_argnums=1)(G, quintics)
+        error = np.abs(X - U * p @ Vt).max()
+        lifted = least < p.min() and p.max() < 1.25
+        check(f"X is U p(S) V^T to {error:.1e}; {least} < p(S) < 1.25", error < 3e-5 and lifted)
+        curves[name] = curve
     return curves
 
 
+# ---- Muon on several devices ---------------------------------------------------------------------
 def shard_a_stack() -> None:
-    """The update of 16 matrices on 8 devices, each with two of them, or with 8 rows of all."""
+    """The update of 16 matrices on 8 devices: each owns two matrices, or 8 rows of every matrix."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    given = jax.random.normal(jax.random.key(1), (2, 16, 64, 128))  # gradients, momentum
-    one, _ = jax.jit(muon().update)(*given)
+    grads, momentum = jax.random.normal(jax.random.key(1), (2, 16, 64, 128))
+    on_one_device, _ = jax.jit(muon().update)(grads, momentum)
     for name, spec in dict(matrices=P("fsdp"), rows=P(None, "fsdp")).items():
-        mine = jax.device_put([*given], NamedSharding(mesh, spec))
-        program = jax.jit(muon().update, out_shardings=mine[0].sharding).lower(*mine).compile()
-        error = np.abs(np.asarray(program(*mine)[0]) - one).max()
-        n = len(re.findall(r" (all-|reduce-scatter|collective-).*\(", program.as_text()))
-        right = error < 2e-5 and (n > 0) == (name == "rows")
+        sharding = NamedSharding(mesh, spec)
+        arguments = jax.device_put((grads, momentum), sharding)
+        update = jax.jit(muon().update, out_shardings=sharding)
+        program = update.lower(*arguments).compile()
+        updates, _ = program(*arguments)
+        error = np.abs(np.asarray(updates) - on_one_device).max()
+        collectives = re.findall(r" (all-|reduce-scatter|collective-).*\(", program.as_text())
+        n = len(collectives)
+        expected = n > 0 if name == "rows" else n == 0
+        right = error < 2e-5 and expected
         check(f"by {name}: {n} collectives, one device's update to {error:.1e}", right)
 
 
-def loss_fn(params: dict[str, Array], rows: Array) -> Array:  # of each row's last byte
-    norm = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
-    x = params["embed"][rows[:, :-1]].reshape(len(rows), D)
+# ---- Muon against AdamW --------------------------------------------------------------------------
+def rms_norm(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
+
+
+def loss_fn(params: dict[str, Array], rows: Array) -> Array:
+    """Mean loss in nats of the last byte of each row, predicted by an MLP from the others."""
+    x = params["embed"][rows[:, :-1]].reshape(len(rows), WIDTH)
     for up, down in zip(params["up"], params["down"], strict=True):
-        x = x + jnp.square(jax.nn.relu(norm(x) @ up.T)) @ down.T
-    logits = norm(x) @ params["head"].T
+        x = x + jnp.square(jax.nn.relu(rms_norm(x) @ up.T)) @ down.T
+    logits = rms_norm(x) @ params["head"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, -1]).mean()
 
 
-def train(rule: optax.GradientTransformation, rate: float, rest: float, seed: int = 0) -> float:
-    """Loss on bytes held out, nats: the matrices trained by the rule, the two tables by Adam."""
+def initial_params(rng: np.random.Generator) -> dict[str, Array]:
+    params = dict(
+        embed=rng.normal(size=(257, WIDTH // CONTEXT)),
+        up=rng.normal(size=(2, 4 * WIDTH, WIDTH)) / WIDTH**0.5,
+        down=np.zeros((2, WIDTH, 4 * WIDTH)),
+        head=np.zeros((257, WIDTH)),
+    )
+    return jax.tree.map(jnp.float32, params)
+
+
+def read_rows(split: str) -> np.ndarray:
+    """All runs of 9 consecutive bytes in the training or validation text."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
     import shards
-    import source_code as source
+    import source_code
 
-    source.make(source.FOLDER)
-    tokens = (shards.tokens(source.FOLDER, split).astype("i4") for split in ("train", "val"))
-    rows, held_out = (np.lib.stride_tricks.sliding_window_view(t, 9) for t in tokens)
-    rng, rates = np.random.default_rng(seed), optax.schedules.warmup_cosine_decay_schedule
-    rule = optax.chain(rule, optax.scale_by_learning_rate(rates(0, rate, 20, STEPS)))
-    rules = dict(rule=rule, adam=optax.adam(rates(0, rest, 20, STEPS), 0.9, 0.99))
+    source_code.make(source_code.FOLDER)
+    tokens = shards.tokens(source_code.FOLDER, split).astype(np.int32)
+    return np.lib.stride_tricks.sliding_window_view(tokens, CONTEXT + 1)
+
+
+def train(
+    rule: optax.GradientTransformation, rate: float, table_rate: float, seed: int = 0
+) -> float:
+    """Validation loss in nats, after the matrices were trained by the rule, the tables by Adam."""
+    rows = read_rows("train")
+    schedule = optax.schedules.warmup_cosine_decay_schedule
+    rules = dict(
+        rule=optax.chain(rule, optax.scale_by_learning_rate(schedule(0, rate, 20, STEPS))),
+        adam=optax.adam(schedule(0, table_rate, 20, STEPS), 0.9, 0.99),
+    )
     optimizer = optax.partition(rules, dict(embed="adam", up="rule", down="rule", head="adam"))
-    embed, up = rng.normal(size=(257, 8)), rng.normal(size=(2, 4 * D, D)) / D**0.5
-    params = dict(embed=embed, up=up, down=np.zeros((2, D, 4 * D)), head=np.zeros((257, D)))
-    state = optimizer.init(params := jax.tree.map(jnp.float32, params))
-    update = jax.jit(lambda p, state, x: optimizer.update(jax.grad(loss_fn)(p, x), state, p))
+    rng = np.random.default_rng(seed)
+    params = initial_params(rng)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     for _ in range(STEPS):
-        updates, state = update(params, state, rows[rng.integers(len(rows), size=512)])
-        params = optax.apply_updates(params, updates)
-    return float(jax.jit(loss_fn)(params, held_out[::20]))
+        batch = rows[rng.integers(len(rows), size=512)]
+        params, state = step(params, state, batch)
+    return float(jax.jit(loss_fn)(params, read_rows("val")[::20]))
 
 
+# ---- Plumbing ------------------------------------------------------------------------------------
 def draw(path: str, curves: dict[str, list[np.ndarray]]) -> None:
     import matplotlib.pyplot as plt
 
@@ -135,16 +197,20 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    path, curves = cli.parse_args().draw, lift()
+    flags = cli.parse_args()
+    curves = lift_singular_values()
     shard_a_stack()
-    adamw = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(0.1))
     # The best of 20 and of 16 pairs of rates, two seeds each, in
     # records/other/basics/muon_rates.txt. Over four seeds AdamW ends at 2.274 .. 2.284, Muon at
     # 2.102 .. 2.144.
-    a, b = train(adamw, 0.012, 0.08), train(muon(), 0.04, 0.08)
-    check(f"loss {a:.3f} by AdamW, {b:.3f} by Muon: lower by {a - b:.3f}, above 0.05", a - b > 0.05)
-    if path:
-        draw(path, curves)
+    adamw = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(0.1))
+    by_adamw = train(adamw, 0.012, 0.08)
+    by_muon = train(muon(), 0.04, 0.08)
+    gain = by_adamw - by_muon
+    text = f"loss {by_adamw:.3f} by AdamW, {by_muon:.3f} by Muon: lower by {gain:.3f}, above 0.05"
+    check(text, gain > 0.05)
+    if flags.draw:
+        draw(flags.draw, curves)
 
 
 if __name__ == "__main__":

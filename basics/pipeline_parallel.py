@@ -22,7 +22,11 @@ import numpy as np
 from jax import Array, P, lax
 from jax.sharding import AxisType, Mesh
 
-S, L, D, F, B = 4, 2, 32, 64, 64  # stages, layers of each, width, hidden width, rows at a time
+S = 4  # stages
+L = 2  # layers of each
+D = 32  # width
+F = 64  # hidden width
+B = 64  # rows of a microbatch
 COUNTS = 4, 8, 16  # of microbatches, to be tried
 IDLE, FORWARD, BACKWARD = range(3)
 
@@ -48,13 +52,15 @@ def one_f_one_b(M: int) -> np.ndarray:
 
 
 def in_flight(table: np.ndarray) -> np.ndarray:
-    """Of each tick and stage: microbatches that have gone forward and not yet back."""
-    return np.cumsum((table[..., 0] == FORWARD) * 1 - (table[..., 0] == BACKWARD), axis=0)
+    """Microbatches that have gone forward and not yet back, by tick and stage."""
+    forward = np.cumsum(table[..., 0] == FORWARD, axis=0)
+    backward = np.cumsum(table[..., 0] == BACKWARD, axis=0)
+    return forward - backward
 
 
 def depth(table: np.ndarray) -> int:
-    """Inputs that a stage must hold at once: from their arrival, when the stage before is done with
-    them, to their backward pass. The most of all stages, for all run one program."""
+    """Inputs that a stage must store at a time: from their arrival, when the stage before is done
+    with them, to their backward pass. The most of all stages, because all run one program."""
     arrived = np.cumsum(table[:, :-1, 0] == FORWARD, axis=0)
     left = np.cumsum(table[:, 1:, 0] == BACKWARD, axis=0)
     return int((arrived - left).max())
@@ -69,31 +75,39 @@ def layers(weights: tuple, x: Array) -> Array:
 def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
     """Loss and gradients of weights (S, L, ..), of which each device has one stage, and of inputs
     and targets (M, B, D), which all have, but which only the first and the last stage read."""
-    M, slots = table[..., 1].max() + 1, depth(table)
+    M = table[..., 1].max() + 1
+    slots = depth(table)
 
     def run(weights, inputs, targets):
-        s, weights = lax.axis_index("stage"), jax.tree.map(lambda w: w[0], weights)
+        s = lax.axis_index("stage")
+        last = s == S - 1
+        weights = jax.tree.map(lambda w: w[0], weights)
         zero = lax.pcast(jnp.zeros((B, D)), "stage", to="varying")
 
         def tick(carry, row):
             stash, left, grads, loss = carry
-            (what, m), last = row[s], s == S - 1
+            what, m = row[s]
             x = jnp.where(s == 0, inputs[m], stash[m % slots])
 
             def both(weights, x):
                 y = layers(weights, x)
                 return y, jnp.square(y - targets[m]).mean()
 
-            def backward():  # forward again, as only the input was kept; then back
+            def backward():
+                # Forward a second time, because only the input was stored; then back.
                 (_, error), pull = jax.vjp(both, weights, x)
-                # The gradient comes from the right, in the tick before; but the last stage's from
-                # the loss, which is a mean over microbatches.
+                # The gradient came from the next stage, in the tick before. The last stage's comes
+                # from the loss, which is a mean over microbatches.
                 share = jnp.where(last, 1 / M, 0.0)
                 dw, dx = pull((jnp.where(last, 0, left), share))
                 return zero, dx, jax.tree.map(jnp.add, grads, dw), loss + share * error
 
-            idle = lambda: (zero, zero, grads, loss)
-            forward = lambda: (layers(weights, x), zero, grads, loss)
+            def idle():
+                return zero, zero, grads, loss
+
+            def forward():
+                return layers(weights, x), zero, grads, loss
+
             right, left, grads, loss = lax.switch(what, (idle, forward, backward))
             # All devices take part in each exchange, whatever they did.
             right = lax.ppermute(right, "stage", [(i, i + 1) for i in range(S - 1)])
@@ -102,19 +116,26 @@ def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
             stash = stash.at[m % slots].set(jnp.where(sent == FORWARD, right, stash[m % slots]))
             return (stash, left, grads, loss), None
 
-        none = jnp.stack(slots * [zero]), zero, jax.tree.map(jnp.zeros_like, weights), zero[0, 0]
-        (_, _, grads, loss), _ = lax.scan(tick, none, jnp.asarray(table))
+        stash = jnp.stack(slots * [zero])
+        grads = jax.tree.map(jnp.zeros_like, weights)
+        start = stash, zero, grads, zero[0, 0]
+        (_, _, grads, loss), _ = lax.scan(tick, start, jnp.asarray(table))
         return lax.psum(loss, "stage"), jax.tree.map(lambda g: g[None], grads)
 
-    specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
-    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+    in_specs = P("stage"), P(), P()
+    out_specs = P(), P("stage")
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def example(M: int) -> tuple:
+    """Weights, inputs and targets."""
     rng = np.random.default_rng(0)
-    draw = lambda scale, *shape: np.float32(scale * rng.normal(size=shape))
-    weights = draw(D**-0.5, S, L, D, F), draw(F**-0.5, S, L, F, D)
-    return weights, draw(1, M, B, D), draw(1, M, B, D)
+
+    def normal(scale, *shape):
+        return np.float32(scale * rng.normal(size=shape))
+
+    weights = normal(D**-0.5, S, L, D, F), normal(F**-0.5, S, L, F, D)
+    return weights, normal(1, M, B, D), normal(1, M, B, D)
 
 
 @jax.jit
@@ -131,13 +152,19 @@ def one_device(weights: tuple, inputs: Array, targets: Array) -> tuple[Array, tu
 NAMES = {gpipe: "GPipe", one_f_one_b: "1F1B"}
 
 
+def largest_error(a: Array, b: Array) -> float:
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
 def measure(make: Callable, M: int, mesh: Mesh) -> int:
     """Bytes of temporary memory on a device, in the program of a table that has been checked."""
-    table, arrays = make(M), example(M)
-    idle, most = (table[..., 0] == IDLE).mean(), in_flight(table).max(axis=0).tolist()
+    table = make(M)
+    arrays = example(M)
+    idle = (table[..., 0] == IDLE).mean()
+    most = in_flight(table).max(axis=0).tolist()
     program = pipeline(table, mesh).lower(*arrays).compile()
-    pairs = zip(*map(jax.tree.leaves, (program(*arrays), one_device(*arrays))), strict=True)
-    error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+    errors = jax.tree.map(largest_error, program(*arrays), one_device(*arrays))
+    error = max(jax.tree.leaves(errors))
     memory = program.memory_analysis().temp_size_in_bytes
     print(f"{NAMES[make]:<13}{M:>12}{len(table):>8}{idle:>8.1%}{memory / 1e3:>8.0f} kB   {most}")
     check(f"loss and gradients are one device's but for {error:.1e}, below 1e-5", error < 1e-5)
@@ -154,10 +181,12 @@ def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
     figure = plt.figure(figsize=(7.5, 3.4), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(3, 1))
-    graph, center = figure.add_subplot(grid[:, 1]), dict(ha="center", va="center", fontsize=8)
+    graph = figure.add_subplot(grid[:, 1])
+    center = dict(ha="center", va="center", fontsize=8)
     colors = np.array([[255, 255, 255], [158, 202, 225], [253, 174, 107]], np.uint8)
     for row, (make, name) in enumerate(NAMES.items()):
-        plot, table = figure.add_subplot(grid[row, 0]), make(M)
+        plot = figure.add_subplot(grid[row, 0])
+        table = make(M)
         plot.imshow(colors[table[..., 0].T], aspect="auto", interpolation="none")
         for t, s in np.argwhere(table[..., 0]):
             plot.text(t, s, " FB"[table[t, s, 0]] + str(table[t, s, 1]), **center)
@@ -180,18 +209,21 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    file = cli.parse_args().draw
+    flags = cli.parse_args()
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
     print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")
     memory = {make: [measure(make, M, mesh) for M in COUNTS] for make in NAMES}
-    more = [(sizes[-1] - sizes[0]) / (COUNTS[-1] - COUNTS[0]) for sizes in memory.values()]
-    own = 4 * B * D  # bytes of an input
-    text = (
-        f"a microbatch more is {own} bytes; memory grows by {more[0]:.0f} in GPipe, {more[1]:.0f} "
+    growth = {}
+    for make, sizes in memory.items():
+        growth[make] = (sizes[-1] - sizes[0]) / (COUNTS[-1] - COUNTS[0])
+    an_input = 4 * B * D  # bytes
+    check(
+        f"a microbatch more is {an_input} bytes; memory grows by {growth[gpipe]:.0f} in GPipe, "
+        f"{growth[one_f_one_b]:.0f} in 1F1B",
+        growth[gpipe] > 0.9 * an_input and growth[one_f_one_b] < 0.1 * an_input,
     )
-    check(text + "in 1F1B", more[0] > 0.9 * own and more[1] < 0.1 * own)
-    if file:
-        draw(file, memory)
+    if flags.draw:
+        draw(flags.draw, memory)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 Run     ./run.sh basics/tensor_parallel.py [--draw FILE.svg]
 Look    at `SPLIT`: its four lines are all that is parallel, jit does the rest. A first matrix is
         split by columns and the second one by rows: what lies between them stays on its device,
-        and one sum over devices ends each pair. `theory` is held against what XLA has compiled
+        and one sum over devices ends each pair. `theory` is compared with what XLA has compiled
 Source  Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053
 In train_gpt.py  no product is split: a device has whole sequences and, by `whole_weights`, all
         weights. The model fits a GPU with ease, and devices would wait for four sums a block
 """
 
-import argparse
 import math
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,12 @@ import numpy as np
 from jax import Array, P, lax
 from jax.sharding import AxisType, NamedSharding
 
-B, T, D, H, F = 8, 32, 64, 8, 256  # sequences, tokens in each, width, heads, hidden width
+DEVICES = 8
+B = 8  # sequences
+T = 32  # tokens in each
+D = 64  # width
+H = 8  # heads
+F = 256  # hidden width
 # Heads are an axis of qkv. Of one (D, 3 D) matrix a device's columns would run across q, k and v:
 # some heads' queries, other heads' values.
 SHAPES = dict(qkv=(D, 3, H, D // H), out=(H, D // H, D), up=(D, F), down=(F, D))
@@ -31,13 +37,14 @@ SPLIT = dict(
     down=P("model", None),  # by rows
 )
 WRONG = SPLIT | dict(down=P(None, "model"))  # a column of it reads the whole hidden layer
-norm = lambda x: x * lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
-loss_fn = lambda w, x, target: jnp.square(block(w, x) - target).mean()
-step = jax.value_and_grad(loss_fn, argnums=(0, 1))  # a block below would need the gradient of x
+
+
+# ---- The model, as for one device: nothing in it says where anything is --------------------------
+def norm(x: Array) -> Array:
+    return x * lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
 def block(w: dict[str, Array], x: Array) -> Array:
-    """The model as for one device: nothing in it says where anything is."""
     q, k, v = jnp.einsum("BTD,DsHK->sBTHK", norm(x), w["qkv"])
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # head by head
     x = x + jnp.einsum("BTHK,HKD->BTD", y, w["out"])  # sums over heads, so over devices
@@ -45,54 +52,122 @@ def block(w: dict[str, Array], x: Array) -> Array:
     return x + hidden @ w["down"]  # sums over hidden channels, so over devices
 
 
-def theory(model: int, backward: bool) -> list[tuple[str, int]]:
-    """What a device exchanges. Over model: sums where attention and MLP end, and of gradients where
-    they begin. Over data: its weights' gradients, and the loss."""
-    sums = [("all-reduce over model", B * model // 8 * T * D)] * (4 if backward else 2)
-    grads = [("all-reduce over data", math.prod(s) // model) for s in SHAPES.values() if backward]
-    return sorted([("all-reduce over data", 1), *sums * (model > 1), *grads])
+def loss_fn(w: dict[str, Array], x: Array, target: Array) -> Array:
+    return jnp.square(block(w, x) - target).mean()
 
 
-def collectives(text: str, model: int) -> list[tuple[str, int]]:
-    """What compiled text exchanges, and of how many numbers; one line may do so with several
-    arrays. Axes are told apart by the size of the groups: on our meshes it differs."""
-    found, kinds = [], "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+step = jax.value_and_grad(loss_fn, argnums=(0, 1))  # a block below would need the gradient of x
+
+
+# ---- What devices exchange -----------------------------------------------------------------------
+Exchange = tuple[str, int]  # a collective and its axis; how many numbers a device has of its array
+
+
+def theory(model: int, backward: bool) -> list[Exchange]:
+    """What a device exchanges in a forward pass, or in both passes."""
+    data = DEVICES // model
+    exchanges = [("all-reduce over data", 1)]  # the loss
+    if model > 1:
+        # Where attention and MLP end; in the backward pass also where they begin.
+        sums = 4 if backward else 2
+        exchanges += sums * [("all-reduce over model", B // data * T * D)]
+    if backward:
+        for shape in SHAPES.values():
+            exchanges.append(("all-reduce over data", math.prod(shape) // model))  # gradients
+    return sorted(exchanges)
+
+
+def collectives(text: str, model: int) -> list[Exchange]:
+    """What a compiled program exchanges. One line of its text may do so with several arrays."""
+    found = []
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     for shapes, kind, rest in re.findall(rf" = (.*?) ({kinds})(?:-start)?\((.*)", text):
-        listed = re.findall(r"groups=\{\{([\d,]+)", rest)  # as in {{0,1},{2,3}}
-        cut = re.findall(r"groups=\[\d+,(\d+)\]", rest)  # [2,2]<=[4]: two groups of two
-        along = re.findall(r"('\w+')=(\d+)[^{]*\{\1\}", rest)  # mesh['a'=2,'b'=2] {'b'}: along b
-        sizes = [*map(int, cut), *(int(n) for _, n in along), *(s.count(",") + 1 for s in listed)]
-        axis = "data" if sizes == [8 // model] else "model"  # permutes have no groups
+        # On these meshes, the size of the groups differs between the axes.
+        axis = "data" if group_size(rest) == DEVICES // model else "model"
         for shape in re.findall(r"f32\[([\d,]*)\]", shapes):
-            found.append((f"{kind} over {axis}", math.prod(map(int, re.findall(r"\d+", shape)))))
+            numbers = math.prod(int(n) for n in re.findall(r"\d+", shape))
+            found.append((f"{kind} over {axis}", numbers))
     return sorted(found)
 
 
-def run(model: int, split: dict[str, P], args: tuple, expected: tuple) -> tuple:
-    """Checks a step's numbers on a mesh; a row of kB on a device, and what it exchanges."""
-    mesh = jax.make_mesh((8 // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+def group_size(attributes: str) -> int | None:
+    """How many devices a collective adds up, in the three ways to write it; permutes have none."""
+    listed = re.search(r"groups=\{\{([\d,]+)", attributes)  # {{0,1},{2,3}}: two groups of two
+    if listed:
+        return listed[1].count(",") + 1
+    cut = re.search(r"groups=\[\d+,(\d+)\]", attributes)  # [2,2]<=[4]: two groups of two
+    if cut:
+        return int(cut[1])
+    named = re.search(r"('\w+')=(\d+)[^{]*\{\1\}", attributes)  # mesh['a'=2,'b'=2] {'b'}: along b
+    return int(named[2]) if named else None
+
+
+def kB_sent(exchanges: list[Exchange], axis: str, size: int) -> float:
+    """kB that a device sends along an axis of `size` devices. In a ring, every device passes on all
+    of an array but one share of it; an all-reduce goes round twice."""
+    kB = 0.0
+    for what, numbers in exchanges:
+        if what.endswith(axis):
+            times = 2 if what.startswith("all-reduce") else 1
+            kB += times * (1 - 1 / size) * numbers * 4 / 1000
+    return kB
+
+
+# ---- A step on a mesh ----------------------------------------------------------------------------
+class Run(NamedTuple):
+    """What a step costs a device."""
+
+    row: dict[str, str | float]  # of the table that is printed; kB
+    forward: list[Exchange]
+    both: list[Exchange]  # of forward and backward pass
+
+
+def run(model: int, split: dict[str, P], args: tuple, expected: tuple) -> Run:
+    """Checks a step's numbers on a mesh of 8 / model x model devices."""
+    data = DEVICES // model
+    mesh = jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (split, P("data"), P("data")))
     outs = None, places[:2]  # each gradient where its parameter is
     forward = jax.jit(loss_fn, in_shardings=places).lower(*args).compile()
     both = jax.jit(step, in_shardings=places, out_shardings=outs).lower(*args).compile()
     loss, grads = both(*jax.device_put(args, places))
-    distance = lambda a, b: np.abs(np.asarray(a) - b).max() / np.abs(b).max()
-    off = max(jax.tree.leaves(jax.tree.map(distance, (loss, grads), expected)))
-    held = sum(grad.addressable_shards[0].data.nbytes for grad in grads[0].values()) / 1000
-    name = f"data {8 // model} x model {model}{', wrong split' * (split is WRONG)}"
-    check(f"{name}: off one device's numbers by {off:.1e} of the largest, below 1e-5", off < 1e-5)
-    row = {"mesh": name, "weights held": held, "sent over data": 0.0, "sent over model": 0.0}
-    forward, both = (collectives(program.as_text(), model) for program in (forward, both))
-    for what, n in both:  # in a ring of p go round n / p at a time, of an all-reduce twice
-        axis, times = what.split()[-1], 2 if "all-reduce" in what else 1
-        row[f"sent over {axis}"] += times * (1 - 1 / mesh.shape[axis]) * n * 4 / 1000
-    return row, forward, both
+    errors = jax.tree.map(largest_error, (loss, grads), expected)
+    error = max(jax.tree.leaves(errors))
+    name = f"data {data} x model {model}"
+    if split is WRONG:
+        name += ", wrong split"
+    text = f"{name}: off one device's numbers by {error:.1e} of the largest, below 1e-5"
+    check(text, error < 1e-5)
+    exchanges = collectives(both.as_text(), model)
+    row = {
+        "mesh": name,
+        "weights": sum(g.addressable_shards[0].data.nbytes for g in grads[0].values()) / 1000,
+        "sent over data": kB_sent(exchanges, "data", data),
+        "sent over model": kB_sent(exchanges, "model", model),
+    }
+    return Run(row, collectives(forward.as_text(), model), exchanges)
 
 
-def check(what: str, right: bool) -> None:
-    print("ok   " if right else "WRONG", what)
-    if not right:
-        sys.exit(1)
+def largest_error(a: Array, b: Array) -> float:
+    return np.abs(np.asarray(a) - b).max() / np.abs(b).max()
+
+
+def counted(exchanges: list[Exchange]) -> str:
+    """Exchanges as text, equal ones once with their number."""
+    different = sorted(set(exchanges))
+    return ", ".join(f"{what} {exchanges.count((what, n))} x {n:,}" for what, n in different)
+
+
+# ---- Plumbing ------------------------------------------------------------------------------------
+def make() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Weights, inputs and targets."""
+    rng = np.random.default_rng(0)
+
+    def noise(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    weights = {name: noise(*shape) / math.sqrt(D) for name, shape in SHAPES.items()}
+    return weights, noise(B, T, D), noise(B, T, D)
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -101,15 +176,16 @@ def draw(rows: list[dict], path: str) -> None:
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.5), layout="constrained")
     corners = dict(q=(0, 9), k=(5, 9), v=(10, 9), out=(16, 9), up=(0, 1), down=(16, -6))
+    sizes = dict(up=(12, 4), down=(4, 12))
     for name, (x, y) in corners.items():
-        w, h = dict(up=(12, 4), down=(4, 12)).get(name, (4, 4))
+        w, h = sizes.get(name, (4, 4))
         device = np.arange(4).reshape((4, 1) if name in ("out", "down") else (1, 4))
         left.imshow(device, extent=(x, x + w, y, y + h), cmap="tab10", vmax=9)
         left.text(x, y + h + 0.4, name)
     left.set(xlim=(-1, 21), ylim=(-6.5, 15), title="One colour: one of 4 devices")
     left.text(0, -5, "q, k, v, up: by columns\nout, down: by rows")
     left.axis("off")
-    for i, name in enumerate(("weights held", "sent over data", "sent over model")):
+    for i, name in enumerate(("weights", "sent over data", "sent over model")):
         heights = [row[name] for row in rows]
         right.bar(np.arange(4) + i / 4, heights, 0.23, label=name, color=f"C{i + 4}")
     right.set_xticks(np.arange(4) + 1 / 4, ["8 x 1", "4 x 2", "2 x 4", "2 x 4,\nwrong split"])
@@ -118,31 +194,36 @@ def draw(rows: list[dict], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def check(what: str, right: bool) -> None:
+    print("ok   " if right else "WRONG", what)
+    if not right:
+        sys.exit(1)
+
+
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
-    jax.config.update("jax_num_cpu_devices", 8)
-    cli = argparse.ArgumentParser(description=__doc__)
-    cli.formatter_class = argparse.RawDescriptionHelpFormatter
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--draw", metavar="FILE.svg")
-    path, rng, rows = cli.parse_args().draw, np.random.default_rng(0), []
-    noise = lambda *shape: rng.normal(size=shape).astype("f4")
-    args = {n: noise(*s) / math.sqrt(D) for n, s in SHAPES.items()}, noise(B, T, D), noise(B, T, D)
+    flags = cli.parse_args()
+    args = make()
     print("Below, 2 x 4,096 are two arrays of 4,096 numbers each, on every device")
     expected = jax.device_get(jax.jit(step)(*args))  # on one device
-    tell = lambda x: ", ".join(f"{what} {x.count((what, n))} x {n:,}" for what, n in sorted({*x}))
-    for model, split in (1, SPLIT), (2, SPLIT), (4, SPLIT), (4, WRONG):
-        row, forward, both = run(model, split, args, expected)
+    rows = []
+    for model in 1, 2, 4:
+        row, forward, both = run(model, SPLIT, args, expected)
         rows.append(row)
-        if split is SPLIT:
-            check(f"  forward as in theory: {tell(forward)}", forward == theory(model, False))
-            check(f"  with backward: {tell(both)}", both == theory(model, True))
+        check(f"  forward as in theory: {counted(forward)}", forward == theory(model, False))
+        check(f"  with backward: {counted(both)}", both == theory(model, True))
+    row, forward, _ = run(4, WRONG, args, expected)
+    rows.append(row)
     hidden = "all-gather over model", B // 2 * T * F
-    check(f"  but `down` is split by columns; forward: {tell(forward)}", hidden in forward)
-    print("\nkB on a device               ", *(f"{name:>16}" for name in rows[0] if name != "mesh"))
+    check(f"  but `down` is split by columns; forward: {counted(forward)}", hidden in forward)
+    print("\nkB on a device                       weights   sent over data  sent over model")
     for row in rows:
-        print("{:29}{:17.1f}{:17.1f}{:17.1f}".format(*row.values()))
-    if path:
-        draw(rows, path)
+        print("{:29}{:15.1f}{:17.1f}{:17.1f}".format(*row.values()))
+    if flags.draw:
+        draw(rows, flags.draw)
 
 
 if __name__ == "__main__":

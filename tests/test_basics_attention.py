@@ -27,7 +27,7 @@ def test_a_fault_is_found(tmp_path):
 def test_exercise_1_seven_layers_of_window_8_reach_the_first_of_48_tokens():
     """A layer reaches 7 tokens further back: token 47 sees 40, with 6 layers 5, with 7 layers 0."""
     window = partial(attention.attend, window=8)
-    first = [np.flatnonzero(attention.sees(window, depth)[0][-1] > 0)[0] for depth in (1, 6, 7)]
+    first = [np.flatnonzero(attention.jacobian(window, depth)[0][-1] > 0)[0] for depth in (1, 6, 7)]
     assert first == [40, 5, 0]
 
 
@@ -45,6 +45,6 @@ def test_exercise_2_bands_of_half_a_window_need_three_quarters_of_the_scores():
         return jax.vmap(attention.plain)(band(q), three(k), three(v), seen).reshape(v.shape)
 
     bands = [partial(f, window=8) for f in (attention.banded, halves)]
-    assert np.allclose(*(attention.sees(f)[1] for f in bands), atol=1e-5)
-    assert np.array_equal(*(attention.sees(f)[0] > 0 for f in bands))
+    assert np.allclose(*(attention.jacobian(f)[1] for f in bands), atol=1e-5)
+    assert np.array_equal(*(attention.jacobian(f)[0] > 0 for f in bands))
     assert counts[0] == 1.5 * 8 * attention.T

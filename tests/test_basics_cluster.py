@@ -11,7 +11,7 @@ import pytest
 from tests.tools import ROOT, basic
 
 FEED = """parts = [np.split(rows, jax.process_count())[part] for rows in data]
-        x, y, numbers = (jax.make_array_from_process_local_data(spread, rows) for rows in parts)"""
+        arrays = [jax.make_array_from_process_local_data(spread, rows) for rows in parts]"""
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def test_it_runs(run):
 
 def test_a_fault_is_found(run):
     """One of those in dev/faults/basics.toml."""
-    ran = run(('"own": jax.process_index()', '"own": 0'))
+    ran = run(('"different": jax.process_index()', '"different": 0'))
     assert ran.returncode == 1 and "WRONG every row" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
-    whole = "jax.make_array_from_process_local_data(spread, rows, rows.shape) for rows in data)"
-    ran = run((FEED, f"x, y, numbers = ({whole}"))
+    whole = "jax.make_array_from_process_local_data(spread, rows, rows.shape) for rows in data"
+    ran = run((FEED, f"arrays = [{whole}]"))
     assert "ok    every row" in ran.stdout and "ok    losses, weights" in ran.stdout
     assert "WRONG the same half twice" in ran.stdout  # this way it cannot happen
 

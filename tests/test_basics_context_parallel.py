@@ -22,7 +22,7 @@ def test_it_runs(tmp_path):
 
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
-    plant = "y = rescale[..., None] * y + ", "y = y + "
+    plant = "y = rescale[..., None] * state.y + ", "y = state.y + "
     done = basic(tmp_path, "context_parallel", plant=plant)
     assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
 
@@ -49,9 +49,9 @@ def test_exercise_1_a_window_needs_one_neighbour():
     """Tokens see themselves and the T / 8 before them: of their device, and of the one before."""
     near = changed(
         (
-            "    seen = jnp.arange(C)[:, None] + behind >= jnp.arange(C)\n",
+            "    visible = jnp.arange(C)[:, None] + behind >= jnp.arange(C)\n",
             "    back = jnp.arange(C)[:, None] + behind - jnp.arange(C)\n"
-            "    seen = (back >= 0) & (back <= T // N)\n",
+            "    visible = (back >= 0) & (back <= T // N)\n",
         ),
         ("jnp.arange(1, N))", "jnp.arange(1, 2))"),
     )

@@ -18,8 +18,8 @@ def test_it_runs(tmp_path):
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = (
-        'own = lax.pcast(params, "data", to="varying")',
-        "own = params",
+        'copy = lax.pcast(params, "data", to="varying")',
+        "copy = params",
     )
     done = basic(tmp_path, "data_parallel", plant=plant)
     assert done.returncode == 1 and "WRONG by hand" in done.stdout, done.stdout + done.stderr

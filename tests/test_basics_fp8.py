@@ -30,16 +30,16 @@ def rows(seed: int = 0, size: int = fp8.SIZE):
 def test_exercise_1_a_scale_that_each_tensor_sets_itself():
     """Its largest number, to the next power of two below, fills the format whatever comes."""
 
-    def own_scale(x, dtype):
+    def scale_of(x, dtype):
         return 2.0 ** jnp.floor(jnp.log2(float(jnp.finfo(dtype).max) / jnp.abs(x).max()))
 
     for seed, factor in ((0, 1.0), (1, 1e-6), (2, 3e5)):
         x, w, targets = rows(seed)
-        scale = own_scale(factor * x, fp8.E4M3)
+        scale = scale_of(factor * x, fp8.E4M3)
         assert 224 < np.abs(factor * x).max() * scale <= 448
         got = fp8.quantize(factor * x, scale, fp8.E4M3, clip=False).astype(jnp.float32) / scale
         assert 0.025 < fp8.error(got, factor * x) < 0.028
-    scales = dict(x=own_scale(x, fp8.E4M3), w=own_scale(w, fp8.E4M3), g=fp8.SCALES["g"])
+    scales = dict(x=scale_of(x, fp8.E4M3), w=scale_of(w, fp8.E4M3), g=fp8.SCALES["g"])
     (_, z), _ = fp8.run(x, w, targets, scales, fp8.FP8)
     assert fp8.error(z, x @ w.T) < 0.045
 
@@ -49,13 +49,14 @@ def test_exercise_2_the_gradient_in_e4m3():
     x, w, targets = rows()
     exact = jax.grad(lambda x, w: fp8.loss_fn(x @ w.T, targets), (0, 1))(x, w)
     by = {
-        d: fp8.run(x, w, targets, fp8.SCALES, (fp8.E4M3, d, True))[1] for d in (fp8.E4M3, fp8.E5M2)
+        d: fp8.run(x, w, targets, fp8.SCALES, fp8.Formats(gradient=d))[1]
+        for d in (fp8.E4M3, fp8.E5M2)
     }
     for i in (0, 1):
         fine, wide = (fp8.error(by[d][i], np.asarray(exact[i])) for d in (fp8.E4M3, fp8.E5M2))
         assert fine < 0.045 and wide > 0.06
     # With a scale that fits neither, the wider one loses less.
     small = fp8.SCALES | dict(g=fp8.SCALES["g"] / 2**19)
-    runs = [fp8.run(x, w, targets, small, (fp8.E4M3, d, True))[1][1] for d in by]
+    runs = [fp8.run(x, w, targets, small, fp8.Formats(gradient=d))[1][1] for d in by]
     fine, wide = (fp8.error(dw, np.asarray(exact[1])) for dw in runs)
     assert fine > 0.9 and wide < 0.2
