@@ -5,7 +5,7 @@
 #   ./run.sh check [--small | --field value ...]
 #   ./run.sh basics/NAME.py [argument ...]                            basics/README.md
 #   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
-#   ./run.sh test [pytest argument ...]
+#   ./run.sh test [--quick | --all | pytest argument ...]
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
@@ -142,7 +142,11 @@ if [ "${1:-}" = test ]; then
   unlock
   .venv/bin/python -m ruff check .
   .venv/bin/python -m ruff format --check .
-  exec .venv/bin/python -m pytest -q -n 2 --dist loadfile "$@"
+  # Memory that programs have freed is used again: the kernel need not clear new pages. glibc only.
+  export MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000
+  export MALLOC_TOP_PAD_=67108864
+  # tests/conftest.py sorts the files, and xdist does not sort them again.
+  exec .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 
 trainer=train_gpt.py
