@@ -6,6 +6,7 @@ import attention
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.tools import basic
 
@@ -17,6 +18,7 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "attention.svg").stat().st_size < 80_000
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     run = basic(tmp_path, "attention", plant=("(window - 1, 0)", "(window, 0)"))

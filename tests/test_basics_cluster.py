@@ -27,6 +27,7 @@ def test_it_runs(run):
     assert ran.stdout.count("ok   ") == 5 and "WRONG" not in ran.stdout
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(run):
     """One of those in dev/faults/basics.toml."""
     ran = run(('"different": jax.process_index()', '"different": 0'))

@@ -8,6 +8,7 @@ import context_parallel as cp
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import P, lax
 from jax.sharding import AxisType
 
@@ -20,6 +21,7 @@ def test_it_runs(tmp_path):
     assert ran.stdout.count("ok   ") == 6 and "WRONG" not in ran.stdout
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = "y = rescale[..., None] * state.y + ", "y = state.y + "

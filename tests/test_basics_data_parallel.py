@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from data_parallel import SPECS, by_hand, loss_sum, make, whole
 from jax import lax
 from jax.sharding import AxisType
@@ -15,6 +16,7 @@ def test_it_runs(tmp_path):
     assert run.stdout.count("ok   ") == 5 and "WRONG" not in run.stdout
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = (

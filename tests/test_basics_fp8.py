@@ -4,6 +4,7 @@ import fp8
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.tools import basic
 
@@ -14,6 +15,7 @@ def test_it_runs(tmp_path):
     assert done.stdout.count("ok   ") == 11 and "WRONG" not in done.stdout
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])'

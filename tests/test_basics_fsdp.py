@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import optax
+import pytest
 from fsdp import EIGHTH, ROWS, gather, loss_of, make
 from jax import lax
 from jax.sharding import AxisType
@@ -18,6 +19,7 @@ def test_it_runs(tmp_path):
     assert run.stdout.count("ok   ") == 9 and "WRONG" not in run.stdout
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = ("(BATCH * WIDTH)", "x.size")

@@ -29,6 +29,7 @@ def test_it_trains_and_samples(tmp_path):
     assert len(done.stdout.partition("\ndef f(")[2]) > 1
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     done = basic(tmp_path, "gpt2", *QUICK, plant=("is_causal=True", "is_causal=False"))

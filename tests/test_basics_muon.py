@@ -19,6 +19,7 @@ def test_it_runs(tmp_path):
     assert float(loss) < 2.19  # 2.144 here
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = 'matrices=P("fsdp")', 'matrices=P(None, "fsdp")'

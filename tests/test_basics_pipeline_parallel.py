@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pipeline_parallel as pp
+import pytest
 from jax.sharding import AxisType
 
 from tests.tools import basic
@@ -15,6 +16,7 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "pipeline.svg").stat().st_size < 80_000
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml: the sum of the losses, not their mean."""
     plant = "jnp.where(last, 1 / M, 0.0)", "jnp.where(last, 1.0, 0.0)"

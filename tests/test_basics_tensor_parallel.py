@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tensor_parallel as tp
 from jax import P
 
@@ -18,6 +19,7 @@ def test_it_runs(tmp_path):
     assert sent[3] == ["49.2", "49.2", "641.3"]  # of p passes (p - 1) / p, of an all-reduce twice
 
 
+@pytest.mark.slow  # dev/faults.py plants more
 def test_a_fault_is_found(tmp_path):
     """One of those in dev/faults/basics.toml."""
     plant = '(split, P("data"), P("data"))', "(split, P(), P())"

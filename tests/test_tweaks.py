@@ -144,20 +144,27 @@ def plain(load):
 
 
 # ---- The diffs -----------------------------------------------------------------------------------
+@pytest.mark.slow  # that the model itself does is in test_devices.py
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ON_ONE_DEVICE])
+def test_a_diff_runs_alike_on_1_and_8_devices(name, load):
+    module = load(with_soap(apply(ALL[name])) if "soap(" in ALL[name] else apply(ALL[name]))
+    c = config(module, LAYERS.get(name, ONE_LAYER))
+    losses, params = two_steps(module, c, 1)
+    losses8, params8 = two_steps(module, c, 8)
+    np.testing.assert_allclose(losses8, losses, rtol=1e-6)
+    for step in (1, 2):
+        for key, before in params[step - 1].items():
+            close(f"{key}, step {step}", params8[step][key], params[step][key], before)
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_a_diff_is_short_and_runs_alike_on_1_and_8_devices(name, load, plain):
+def test_a_diff_is_short_and_runs(name, load, plain):
     diff = ALL[name]
     assert len(re.findall(r"^[+-]", diff, re.M)) <= 12
     module = load(with_soap(apply(diff)) if "soap(" in diff else apply(diff))
     c = config(module, LAYERS.get(name, ONE_LAYER))
     losses, params = two_steps(module, c, 1)
-    if name not in ON_ONE_DEVICE:
-        losses8, params8 = two_steps(module, c, 8)
-        np.testing.assert_allclose(losses8, losses, rtol=1e-6)
     for step in (1, 2):
-        if name not in ON_ONE_DEVICE:
-            for key, before in params[step - 1].items():
-                close(f"{key}, step {step}", params8[step][key], params[step][key], before)
         # Every matrix of the MLP moves at every step; padding never does.
         moves = np.any(params[step]["mlp"] != params[step - 1]["mlp"], axis=(-2, -1)).ravel()
         matrices = len(module.param_table(c)["mlp"].layers)
