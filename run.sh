@@ -19,36 +19,39 @@ fail() {
 
 [ -f requirements.txt ] || fail "call it in its own folder, not by a link"
 
-# .lock is a link to "HOST PID": on shared disks, too, one of many makes it, whole. Where nothing
-# can be written, all goes on without. A dead process's is removed by one waiter at a time, who
-# looks again: it may be another's by then.
+# .lock is a link to "HOST PID", because a link is made in one step, on shared disks too. Where
+# nothing can be written, the process goes on without a lock. The lock of a dead process is removed
+# by one waiting process at a time, which first checks whether it still belongs to the dead one.
 lock() {
-  local owner say=echo error
-  until error=$(LC_ALL=C ln -s "$me" .lock 2>&1); do
+  local owner error announced=""
+  until error=$(LC_ALL=C ln -s "$this_process" .lock 2>&1); do
     [ -w . ] && [[ $error = *"File exists"* ]] || return 0
     owner=$(readlink .lock) || continue
-    if gone "$owner" && mkdir .lock-guard 2>/dev/null; then
+    if is_dead "$owner" && mkdir .lock-guard 2>/dev/null; then
       [ "$(readlink .lock)" != "$owner" ] || rm -f .lock
       rmdir .lock-guard
     else
-      $say "Waiting for process ${owner##* } on ${owner% *}; if it is gone, type  rm -r .lock*"
-      say=:
+      [ -n "$announced" ] ||
+        echo "Waiting for process ${owner##* } on ${owner% *}; if it is gone, type  rm -r .lock*"
+      announced=yes
       sleep 1
     fi
   done
 }
 
-# Of this host, and dead: kill has another word for other users'. Ours: a container started again.
-gone() {
-  [ "$1" = "$me" ] ||
-    [[ $1 = "${me% *} "* && $(LC_ALL=C kill -0 "${1##* }" 2>&1) = *"No such process"* ]]
+# A process of this host that kill does not find; it has another message for other users' processes.
+# A lock with the number of this process was left by a container that was started a second time.
+is_dead() {
+  [ "$1" = "$this_process" ] ||
+    [[ $1 = "${this_process% *} "* && $(LC_ALL=C kill -0 "${1##* }" 2>&1) = *"No such process"* ]]
 }
 
 unlock() {
-  [ "$(readlink .lock)" != "$me" ] || rm -f .lock
+  [ "$(readlink .lock)" != "$this_process" ] || rm -f .lock
 }
 
-# Really run it: a pyenv shim may exist and refuse. Debian's Python may come without ensurepip.
+# Runs a Python with a module: a pyenv shim may exist and refuse, and Debian's Python may come
+# without ensurepip.
 runs() {
   "$1" -c "import ${2:-sys}, sys; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1
 }
@@ -71,7 +74,7 @@ venv_fits() {
     { [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]; }
 }
 
-# Only what was made here is deleted; what uv or an editor has made is used, or left alone.
+# Deletes only a .venv that run.sh has made. What uv or an editor has made is used, or left alone.
 make_venv() {
   if venv_fits; then return; fi
   pick_python
@@ -91,7 +94,7 @@ install() {
   runs .venv/bin/python pip || .venv/bin/python -m ensurepip >/dev/null ||
     fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file" "$@" ||
-    fail "pip could not install $file; its own words are above"
+    fail "pip could not install $file; its message is above"
   cp "$file" "$stamp"
 }
 
@@ -109,9 +112,9 @@ if [ "$driver" -gt 0 ] 2>/dev/null; then
   needs="Python 3.12 ${needs#* * } (GPUs need jax >= 0.11.2, which has left Python 3.11)"
 fi
 
-me="$(uname -n) $$"  # HOSTNAME may come from where srun was typed
-trap unlock EXIT     # also at Ctrl-C
-trap 'exit 143' TERM # once the install that runs is over: it would go on without a lock
+this_process="$(uname -n) $$" # HOSTNAME may come from where srun was typed
+trap unlock EXIT              # also at Ctrl-C
+trap 'exit 143' TERM # after the install that runs now, which would go on without a lock
 lock
 make_venv
 install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}

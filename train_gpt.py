@@ -181,7 +181,7 @@ class Config:
     val_T: int = 262144         # tokens in a validation sequence
     val_tokens: int = 10485760  # fixed by the rules: the same text whatever the machine
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
-    save: int = 1               # 0: do not save the weights (2.6 GB for the record)
+    save: int = 1               # 0: do not save the weights (2.5 GB for the record)
     seed: int = -1              # of the initial weights; -1: a fresh one
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
     resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one

@@ -213,33 +213,39 @@ def boundary(text: str, start: int, stop: int) -> int | None:
 
 def pieces(parts: Parts, counts: collections.Counter) -> Iterator[Piece]:
     """Cuts documents; where depends on each document alone, not on the parts it comes in."""
-    rest, begins = "", True
+    rest = ""
+    begins = True
     for part in parts:
         rest += part or ""  # alone on its line, CPython appends in place
-        at = 0
-        while len(rest) - at > 2 * PIECE:
-            stop = at + 2 * PIECE
-            end = boundary(rest, at + PIECE, stop)
-            counts["cuts"] += end is None
-            yield begins, rest[at : end or stop]
-            begins, at = False, end or stop
-        rest = rest[at:]
+        start = 0
+        while len(rest) - start > 2 * PIECE:
+            stop = start + 2 * PIECE
+            end = boundary(rest, start + PIECE, stop)
+            if end is None:
+                counts["cuts"] += 1
+                end = stop
+            yield begins, rest[start:end]
+            begins = False
+            start = end
+        rest = rest[start:]
         if part is None:
             if rest:
                 yield begins, rest
             counts["documents" if rest else "empty"] += 1
-            rest, begins = "", True
+            rest = ""
+            begins = True
 
 
 def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -> Iterator[Piece]:
     """The pieces of a file; exits with one line if it cannot be used."""
-    at, cuts = 0, counts["cuts"]
+    position = 0
+    cuts = counts["cuts"]
     try:
         with path.open("rb") as raw:
             for piece in pieces(documents(path, raw, args.separator), counts):
                 yield piece
-                before, at = at, raw.tell()
-                bar.update(at - before)
+                bar.update(raw.tell() - position)
+                position = raw.tell()
     except Exception as error:  # ours, of the file system, of four libraries
         why = "it is no UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
@@ -251,13 +257,15 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
 
 def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Pieces together, as many as are worth sending to another process."""
-    bundle, size = [], 0
+    bundle = []
+    size = 0
     for piece in of_all:
         bundle.append(piece)
         size += len(piece[1])
         if size >= PIECE:
             yield bundle
-            bundle, size = [], 0
+            bundle = []
+            size = 0
     if bundle:
         yield bundle
 
@@ -273,9 +281,11 @@ def gpt2() -> Any:
 
 def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
     """The tokens of all pieces, and EOT where a document begins."""
-    parts, eot = [], np.array([256 if by_bytes else shards.GPT2["eot"]], "<u2")
+    parts = []
+    eot = np.array([256 if by_bytes else shards.GPT2["eot"]], "<u2")
     for begins, text in bundle:
-        parts += [eot] * begins
+        if begins:
+            parts.append(eot)
         if by_bytes:
             parts.append(np.frombuffer(text.encode(), np.uint8))
         else:  # what encode_ordinary gives, without a list; special tokens are text
@@ -287,7 +297,8 @@ def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
 def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarray]:
     """map(work, tasks) by so many threads, with a bounded number of results that wait. tiktoken
     lets go of Python's lock while it works."""
-    threads, waiting = ThreadPoolExecutor(workers), collections.deque()
+    threads = ThreadPoolExecutor(workers)
+    waiting = collections.deque()
     try:
         for task in tasks:
             waiting.append(threads.submit(work, task))
@@ -302,11 +313,14 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
 # ---- Shards --------------------------------------------------------------------------------------
 def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[np.ndarray]]:
     """The same tokens, sizes[0], sizes[1] ... of them at a time, and what remains, maybe []."""
-    taken, missing = [], next(sizes)
+    taken = []
+    missing = next(sizes)
     for array in arrays:
         while len(array) >= missing:
             yield [*taken, array[:missing]]
-            array, taken, missing = array[missing:], [], next(sizes)
+            array = array[missing:]
+            taken = []
+            missing = next(sizes)
         if len(array):
             taken.append(array)
             missing -= len(array)
@@ -314,7 +328,7 @@ def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[n
 
 
 def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
-    """A tenth of all tokens, but at most VAL_TOKENS; and the arrays again."""
+    """A tenth of all tokens, but at most VAL_TOKENS; and all of the arrays."""
     ahead = collections.deque()
     tokens = 0
     for array in arrays:
@@ -322,13 +336,15 @@ def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndar
         tokens += len(array)
         if tokens >= 10 * VAL_TOKENS:
             break
-    again = (ahead.popleft() for _ in range(len(ahead)))  # none is kept that is used
-    return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(again, arrays)
+    first = (ahead.popleft() for _ in range(len(ahead)))  # an array is freed after its use
+    return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(first, arrays)
 
 
 def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict[str, dict]:
     """Writes all shards, and returns their rows of MANIFEST.json, validation first."""
-    rows, tokens, val = {}, 0, args.val_tokens
+    rows = {}
+    tokens = 0
+    val = args.val_tokens
     if val is None:
         val, arrays = validation_size(arrays)
     sizes = itertools.chain([val], itertools.repeat(args.shard_tokens))
@@ -344,7 +360,7 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict
     if len(rows) < 2:
         fail(f"{tokens} tokens are too few for {val} of validation and 2 of training: give more")
     if taken:
-        print("dropped the last token: it would be a shard of its own")
+        print("dropped the last token: it would be a shard by itself")
     return rows
 
 
@@ -391,9 +407,11 @@ def parse() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     refuse_used(args.out)
-    paths, kind, counts = find(args.paths), "UTF-8 bytes", collections.Counter()
+    paths = find(args.paths)
+    counts = collections.Counter()
+    kind = "UTF-8 bytes"
     if not args.bytes:
-        gpt2()
+        gpt2()  # exits if there is no vocabulary
         kind = f"GPT-2 BPE by tiktoken {importlib.metadata.version('tiktoken')}"
     size = sum(path.stat().st_size for path in paths)
     bar = tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)

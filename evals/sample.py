@@ -5,6 +5,7 @@ a padded length: there is no cache that could differ from training."""
 import argparse
 import codecs
 import contextlib
+import itertools
 import signal
 import sys
 import time
@@ -44,28 +45,50 @@ def generate(run: Callable, tokens: list[int], how: argparse.Namespace, longest:
         rows = np.concatenate((rows, np.array(step)[:, None]), axis=1)
 
 
-def tell(prompt: str, run: Callable, w: weights.Weights, coder: SimpleNamespace,
-         how: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
-    """Prints prompt and continuations; the rate is without the first token, which compiles."""
-    tokens, longest = [w.c.eot, *coder.encode(prompt)], max(256, w.c.val_T)
+class Sample:
+    """One continuation, as text."""
+
+    def __init__(self, eot: int, coder: SimpleNamespace):
+        self.eot = eot
+        self.coder = coder
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text = ""
+        self.ended = False
+
+    def add(self, token: int) -> str:
+        """Takes in a token; returns the characters that are complete now."""
+        self.ended = self.ended or token == self.eot
+        piece = b"" if self.ended else self.coder.piece(token)
+        characters = self.decoder.decode(piece)
+        self.text += characters
+        return characters
+
+
+def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleNamespace,
+                  how: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
+    """Prints prompt and continuations. The first appears as it is made, the others at the end. The
+    rate is without the first token, for which a program compiles."""
+    tokens = [w.c.eot, *coder.encode(prompt)]
+    longest = max(256, w.c.val_T)
     if len(tokens) >= longest:
         refuse(f"the prompt has {len(tokens) - 1} tokens, more than {longest - 2}: make it shorter")
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(how.samples)]
-    texts, alive, times = [prompt] * how.samples, [True] * how.samples, []
+    samples = [Sample(w.c.eot, coder) for _ in range(how.samples)]
     heading = "=" * 20 + " {}\n" if how.samples > 1 else ""
+    times = []
     print(heading.format(1) + prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         for step in generate(run, tokens, how, longest, number):
             times.append(time.perf_counter())
-            for i, token in enumerate(step):
-                alive[i] = alive[i] and token != w.c.eot
-                piece = decoders[i].decode(coder.piece(token) if alive[i] else b"")
-                texts[i] += piece
-                print("" if i else piece, end="", flush=True)
-            if not any(alive):
+            pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
+            print(pieces[0], end="", flush=True)
+            if all(sample.ended for sample in samples):
                 break
-    print(*(f"\n{heading.format(i)}{text}" for i, text in enumerate(texts[1:], 2)), sep="")
-    rate = how.samples * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0
+    print()
+    for i, sample in enumerate(samples[1:], 2):
+        print(f"{heading.format(i)}{prompt}{sample.text}")
+    rate = 0.0
+    if len(times) > 1:
+        rate = how.samples * (len(times) - 1) / (times[-1] - times[0])
     print(f"[{how.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
@@ -87,18 +110,21 @@ def main() -> None:
         refuse('give a prompt that is not empty, "like this", or --interactive')
     w = weights.open_weights(how.weights, how.script)
     coder = weights.tokenizer(w.c)
-    read = lambda x, head, _, last: weights.logits(
-        w, x[jnp.arange(len(x)), last], head[: w.c.vocab]
-    )
-    run = weights.runner(w, read, 1)
+
+    def last_logits(x, head, _, last):
+        return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])
+
+    run = weights.runner(w, last_logits, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show
     if how.prompt:
-        tell(how.prompt, run, w, coder, how)
+        print_samples(how.prompt, run, w, coder, how)
+        return
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        for number in range(2**31 * how.interactive):
-            with contextlib.suppress(SystemExit):  # too long: it has been told
-                tell(input("\n> ") or "\n", run, w, coder, how, number)
+        for number in itertools.count():
+            prompt = input("\n> ") or "\n"
+            with contextlib.suppress(SystemExit):  # a prompt that is too long, with its message
+                print_samples(prompt, run, w, coder, how, number)
 
 
 if __name__ == "__main__":

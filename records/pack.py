@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import runs
 import stats
@@ -64,9 +64,11 @@ def copy_set(e: Evidence, to: Path, parent: Path | None, by_patch: bool) -> None
     if (e.folder / "unfinished").is_dir():
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
-    source, patch = e.folder / "train_gpt.py", ""
+    source = e.folder / "train_gpt.py"
+    patch = ""
     if parent:
-        old, new = (f.read_text().splitlines(True) for f in (parent / "train_gpt.py", source))
+        old = (parent / "train_gpt.py").read_text().splitlines(keepends=True)
+        new = source.read_text().splitlines(keepends=True)
         patch = "".join(difflib.unified_diff(old, new, "a/train_gpt.py", "b/train_gpt.py"))
     if patch:
         (to / "change.patch").write_text(patch)
@@ -102,49 +104,91 @@ def describe(e: Evidence, target: float) -> dict[str, Any]:
                 steps=run.steps, source=run.source)  # fmt: skip
 
 
+class Plan(NamedTuple):
+    """What is to be packed."""
+
+    sets: dict[str, Evidence]  # by arm; "" for the runs of a record, "baseline" for its baseline
+    parents: dict[str, Path | None]  # arm -> the folder that its patch is against
+    is_study: bool  # a comparison of several arms
+    result: dict[str, Any]  # the content of result.json
+    report: str  # the judge's
+    track: str
+
+
+def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
+    """Collects the runs of a folder, or of every arm of a plan, and exits unless they hold."""
+    is_study = verify.is_plan(folder)
+    arms = [""]
+    if is_study:
+        arms = list(json.loads((folder / "plan.json").read_text())["arms"])
+    sets = {arm: verify.collect(folder / arm) for arm in arms}
+    this = sets[arms[0]]
+    base = verify.collect(baseline) if baseline else None
+    track = verify.infer_track(this)
+    if not track or not this.plan:
+        sys.exit("pack.py: these runs are of no track, or of no plan")
+    if is_study:
+        holds, report = verify.study(folder)
+    else:
+        holds, report = verify.report(this, base, TRACKS[track], TRACKS[track].target)
+    if not holds:
+        sys.exit(f"{report}\n\npack.py: nothing is packed: see what fails, above")
+    last, number = None, 0
+    earlier = records_of(track)
+    if earlier:
+        last, best = earlier[-1]
+        number = best["number"]
+        if not is_study:
+            check_news(this, base, TRACKS[track].metric, last, best)
+    result = dict(
+        kind="comparison" if is_study else "record",
+        track=track,
+        name=name,
+        date=this.runs[0].began[:10],
+        number=number + 1,
+        parent=last.name if last else None,
+        **describe(this, TRACKS[track].target),
+    )
+    parents = dict.fromkeys(arms[1:], this.folder) if is_study else {"": last}
+    if base:
+        sets["baseline"] = base
+    return Plan(sets, parents, is_study, result, report, track)
+
+
 def make(folder: Path, name: str, baseline: Path | None) -> None:
     """Makes a record, or a comparison, whose result.json is of its first arm. It is written beside
     its place and moved there when it is whole; over another record it cannot be moved."""
     import plot  # needs matplotlib, which --tables does not
 
-    is_study = verify.is_plan(folder)
-    arms = [*json.loads((folder / "plan.json").read_text())["arms"]] if is_study else [""]
-    sets = {arm: verify.collect(folder / arm) for arm in arms}
-    this, base = sets[arms[0]], verify.collect(baseline) if baseline else None
-    where = verify.infer_track(this)
-    if not where or not this.plan:
-        sys.exit("pack.py: these runs are of no track, or of no plan")
-    track, (last, best) = TRACKS[where], (records_of(where) or [(None, {})])[-1]
-    judged = verify.study(folder) if is_study else verify.report(this, base, track, track.target)
-    holds, report = judged
-    if not holds:
-        sys.exit(f"{report}\n\npack.py: nothing is packed: see what fails, above")
-    if last and not is_study:
-        check_news(this, base, track.metric, last, best)
-    notes, date = read_notes(folder), this.runs[0].began[:10]
-    kind, parent = "comparison" if is_study else "record", last.name if last else None
-    result = dict(kind=kind, track=where, name=name, date=date, number=best.get("number", 0) + 1,
-                  parent=parent, **describe(this, track.target))  # fmt: skip
-    parents = dict.fromkeys(arms[1:], this.folder) if is_study else {"": last}
-    sets |= {"baseline": base} if base else {}
-    to = HERE / "tracks" / where / f"{date}_{name}"
+    plan = judge(folder, name, baseline)
+    notes = read_notes(folder)
+    track = TRACKS[plan.track]
+    to = HERE / "tracks" / plan.track / f"{plan.result['date']}_{name}"
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
-        for arm, e in sets.items():
-            copy_set(e, place / arm, parents.get(arm), by_patch=is_study)
-        if is_study:
+        for arm, evidence in plan.sets.items():
+            copy_set(evidence, place / arm, plan.parents.get(arm), by_patch=plan.is_study)
+        if plan.is_study:
             shutil.copy(folder / "plan.json", place)
-        (place / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        (place / "README.md").write_text(
-            f"# {name}\n\nTrack `{where}`, {date}, {result['machine']}; the last record was then "
-            f"{parent or 'none'}.\n\n![validation loss](curves.svg)\n\n{notes}\n\n## Evidence\n\n"
-            f"What `records/verify.py` said when this was packed:\n\n{report}\n"
-        )
+        (place / "result.json").write_text(json.dumps(plan.result, indent=1) + "\n")
+        (place / "README.md").write_text(page(plan, notes))
+        curves = [(arm or name, evidence) for arm, evidence in plan.sets.items()]
         units = ["steps", "time"] if track.metric == "time" else ["tokens"]
-        plot.plot([(arm or name, e) for arm, e in sets.items()], place / "curves", units,
-                  None if is_study else track.target, to.name, differences=is_study)  # fmt: skip
+        target = None if plan.is_study else track.target
+        plot.plot(curves, place / "curves", units, target, to.name, differences=plan.is_study)
         place.rename(to)
+
+
+def page(plan: Plan, notes: str) -> str:
+    """The README.md of a record or a comparison."""
+    result = plan.result
+    return (
+        f"# {result['name']}\n\nTrack `{plan.track}`, {result['date']}, {result['machine']}; the "
+        f"last record was then {result['parent'] or 'none'}.\n\n"
+        f"![validation loss](curves.svg)\n\n{notes}\n\n## Evidence\n\n"
+        f"The report of `records/verify.py` when this was packed:\n\n{plan.report}\n"
+    )
 
 
 # ---- Tables and hashes ---------------------------------------------------------------------------
