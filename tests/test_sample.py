@@ -199,7 +199,7 @@ def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys)
 
     monkeypatch.setattr(sys, "stdout", out)
     how, w = argparse.Namespace(**HOW | dict(tokens=99)), model[0]
-    sample.tell("> ", run, w, weights.tokenizer(w.c), how)
+    sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
     assert (out.getvalue(), coming, whole) == ("> é€\ufffd!\n", [], [])
 
 
@@ -211,7 +211,7 @@ def test_a_sample_that_has_ended_says_no_more(model, capsys):
         return np.eye(257)[[*coming.pop(0)]]
 
     how, w = argparse.Namespace(**HOW | dict(samples=2)), model[0]
-    sample.tell("> ", run, w, weights.tokenizer(w.c), how)
+    sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
     assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
 
 
