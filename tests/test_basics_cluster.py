@@ -34,6 +34,7 @@ def test_a_fault_is_found(run):
     assert ran.returncode == 1 and "WRONG every row" in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
     whole = "jax.make_array_from_process_local_data(spread, rows, rows.shape) for rows in data"
     ran = run((FEED, f"arrays = [{whole}]"))
