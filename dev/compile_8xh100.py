@@ -102,9 +102,9 @@ LOWERED = ("first", 0), ("second", 3), ("val", 4)
 
 
 def lowered_digest() -> str:
-    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with XLA's attention in
-    place of cuDNN's, the options, and what tells the other stages' programs from these."""
-    c = record_config("xla")
+    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with banded attention
+    in place of cuDNN's, the options, and what tells the other stages' programs from these."""
+    c = record_config("band")
     mesh = train_gpt.make_mesh(jax.devices()[:8])
     stages = [(s.tokens, s.short, s.long, list(train_gpt.target_weights(s))) for s in c.stages]
     digest = hashlib.sha256(repr((stages, train_gpt.OPTIONS["gpu"])).encode())

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -59,20 +60,20 @@ def main(argv: list[str]) -> None:
     try:
         if not argv or not Path(argv[0]).is_file():
             refuse(f"usage: launch.py SCRIPT [preset] [--field value ...]; got {argv[:1]}")
-        if not jax.config.jax_compilation_cache_dir:  # JAX looks only once, at the first program
-            jax.config.update("jax_compilation_cache_dir", ".cache/jax")
+        set_xla_flags()
         join()
+        start_jax()
         path, argv = Path(argv[0]), argv[1:]
         script = load_script(path)
         preset, c = script.parse_config(argv)
+        script.set_compilation_cache()  # JAX looks only once, at the first program
+        _, c = script.fit_devices(preset, c)
         if jax.process_count() > 1:
             compare_everything(script, c)
             if c.seed < 0 and not c.resume:
                 argv = [*argv, "--seed", str(gather(secrets.randbits(31))[0])]
-        if jax.local_devices()[0].platform == "gpu":
-            _, c = script.fit_devices(preset, c)
-            if c.attention == "cudnn":
-                check_attention_once(script, c)
+        if jax.local_devices()[0].platform == "gpu" and c.attention == "cudnn":
+            check_attention_once(script, c)
         beside = path.resolve() == ROOT / "train_gpt.py"
         script.main(argv, command="./run.sh" if beside else f"./run.sh {path}")
     except SystemExit as stop:
@@ -94,6 +95,40 @@ def main(argv: list[str]) -> None:
     except Exception:
         traceback.print_exc()
         leave(1)
+
+
+def set_xla_flags() -> None:
+    """Gives the first communication between GPUs ten minutes, not one, after which XLA aborts the
+    process: on a slow host, eight GPUs may need longer to load a program. There is no such option
+    of the compiler, and XLA aborts at flags that it does not know: these versions know it."""
+    with_cuda = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+    if with_cuda and (0, 10) <= jax.__version_info__[:2] <= (0, 12):
+        flag = "--xla_gpu_first_collective_call_terminate_timeout_seconds"
+        flags = os.environ.get("XLA_FLAGS", "")
+        if flag not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {flag}=600".strip()
+
+
+CURES = {  # what JAX's message may contain, and what helps
+    "802|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
+    "systemctl status nvidia-fabricmanager",
+    "803|SYSTEM_DRIVER_MISMATCH|version mismatch": "the driver's library and the kernel's module "
+    "differ: restart the machine, or the container",
+    "no CUDA-capable device|NO_DEVICE": "check CUDA_VISIBLE_DEVICES and nvidia-smi",
+    "libtpu|TPU": "another process may use the TPU: restart the session, and do not import jax in "
+    "the notebook",
+}
+
+
+def start_jax() -> None:
+    """Starts JAX on its devices. Exits with status 2, the cause and what helps, if it cannot."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:300]
+        helps = [cure for pattern, cure in CURES.items() if re.search(pattern, cause)]
+        cure = helps[0] if helps else "see nvidia-smi, and: When it does not work, in dev/README.md"
+        refuse(f"JAX cannot start: {cause}; {cure}; without GPUs: JAX_PLATFORMS=cpu ./run.sh tiny")
 
 
 def leave(status: int) -> NoReturn:
@@ -148,6 +183,7 @@ LAUNCHERS = (  # their variables: processes, this one's number; the same among t
      "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
 )  # fmt: skip
+
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 TPU_WORKERS = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
@@ -204,15 +240,18 @@ def join() -> None:
 
 
 def is_tpu_pod() -> bool:
-    """Whether this is one of several TPU hosts."""
+    """Whether this is one of several TPU hosts. A single one, as on Colab and Kaggle, may be named
+    local or localhost, and must not wait for others."""
     workers = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
     slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
     has_tpu = any(map(os.path.exists, TPU_DEVICES)) and importlib.util.find_spec("libtpu")
-    if not workers and has_tpu:
+    if not has_tpu or workers in ("local", "localhost"):
+        return False
+    if not workers:
         request = urllib.request.Request(TPU_WORKERS, headers={"Metadata-Flavor": "Google"})
         with contextlib.suppress(OSError):  # a TPU outside Google's cloud
             workers = urllib.request.urlopen(request, timeout=5).read().decode()
-    return bool(has_tpu) and (slices > 1 or "," in (workers or ""))
+    return slices > 1 or "," in (workers or "")
 
 
 # ---- What must be the same -----------------------------------------------------------------------
@@ -291,8 +330,8 @@ def check_attention_once(script: ModuleType, c: Any) -> None:
     errors = attention_errors(script, c)
     if not all(error < 0.1 for error in errors.values()):  # NaN fails as well
         refuse(
-            f"attention by {c.attention} is wrong on this machine, errors {errors}; install the "
-            "versions in requirements.txt, or another driver"
+            f"attention by {c.attention} is wrong on this machine, errors {errors}; try another "
+            "driver, or the versions that ./run.sh installs into a new .venv"
         )
     with contextlib.suppress(OSError):  # where nothing can be written, the next run checks again
         stamp.parent.mkdir(exist_ok=True)
@@ -325,10 +364,16 @@ def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
         )
 
     q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
-    y, kernel_vjp = jax.vjp(kernel, q, k, v)
-    y_reference, reference_vjp = jax.vjp(reference, q, k, v)
-    results = (y, *kernel_vjp(dy))
-    references = (y_reference, *reference_vjp(dy.astype(jnp.float32)))
+
+    def value_and_gradients(function: Callable, dy: Array) -> tuple[Array, ...]:
+        def together(q, k, v, dy):
+            y, vjp = jax.vjp(function, q, k, v)
+            return y, *vjp(dy)
+
+        return jax.jit(together)(q, k, v, dy)  # one program: every operation alone takes long
+
+    results = value_and_gradients(kernel, dy)
+    references = value_and_gradients(reference, dy.astype(jnp.float32))
     errors = {}
     for name, x, exact in zip(("y", "dq", "dk", "dv"), results, references, strict=True):
         x, exact = np.float32(x), np.float32(exact)

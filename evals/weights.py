@@ -115,9 +115,7 @@ def open_weights(path: Path, script: Path) -> Weights:
               file=sys.stderr)  # fmt: skip
     count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
     devices = jax.devices()[:count]
-    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
-    has_cudnn = gpu and c.compute == "bfloat16"
-    c = dataclasses.replace(c.for_validation(), attention=c.attention if has_cudnn else "xla")
+    c = code.fit_kernels(devices[0], c.for_validation())
     return Weights(path, code, c, devices, stage, arrays, config, result)
 
 
@@ -135,8 +133,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head is
     (V, D), and V more than the vocabulary, as in training. tokens (B, T + 1) have one more than the
     model reads; their rows, and those of `more` and of what comes back, are spread over devices."""
-    cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
-    jax.config.update("jax_compilation_cache_dir", cache)
+    w.code.set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
     c = w.c
     stored = {}

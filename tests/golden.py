@@ -39,7 +39,7 @@ def config(windows=None, **changes) -> train_gpt.Config:
         stages.append(dataclasses.replace(stage, **size))
     small = dict(
         D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, batch=1, head_chunk=T // 4,
-        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="xla", **FLOAT32,
+        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band", **FLOAT32,
     )  # fmt: skip
     return dataclasses.replace(RECORD, **small | changes)
 

@@ -21,7 +21,7 @@ from tests.tools import make_mesh
 from train_gpt import LONG, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
-C = dataclasses.replace(check_gpu.SMALL, attention="xla")
+C = dataclasses.replace(check_gpu.SMALL, attention="band")
 STAGES = (
     Stage(200, 1024, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(200, 2048, short=16, long=48, max_doc=0, lr=1.5),

@@ -222,7 +222,7 @@ def test_flags_that_do_not_fit_the_stages_are_refused(refusal, monkeypatch):
 
 
 # ---- Devices -------------------------------------------------------------------------------------
-def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
+def test_the_record_runs_on_a_cpu_only_where_that_is_asked_for(data, capsys, monkeypatch):
     layers = (FIRST, Layer(None, skip_from=0))
     small = dict(layers=layers, stages=(STAGE,), mudd_head=(), head_chunk=32, prefixes="")
     set_preset(monkeypatch, "record", **small, vocab=257, eot=256)
@@ -231,7 +231,15 @@ def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
     flags = f"--steps 1 --stall 0 --data {data}".split()
     train_gpt.main(["record", *SMALL, *flags])
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"warning: JAX sees only a CPU, .*; without them: \./run\.sh tiny\n", err)
+    assert err == ""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    with pytest.raises(SystemExit) as stopped:
+        train_gpt.main(["record", *SMALL, *flags])
+    jax.config.update("jax_platforms", before)
+    assert stopped.value.code == 2
+    wanted = r".*: JAX sees only a CPU, .*: \./run\.sh tiny; JAX_PLATFORMS=cpu .*\n"
+    assert re.fullmatch(wanted, capsys.readouterr().err)
     assert out.startswith("record on 1 x cpu, head in float8_e4m3fn") and '"steps": 1,' in out
 
 
@@ -246,8 +254,8 @@ def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count,
 
 def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys):
     """16 devices on two hosts do not divide the record's 8 sequences."""
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0",
-                             process_index=0, id=0)  # fmt: skip
+    device = SimpleNamespace(platform="gpu", device_kind="H100", compute_capability="9.0",
+                             process_index=0, id=0, memory_stats=lambda: {})  # fmt: skip
     monkeypatch.setattr(jax, "devices", lambda: [device] * 16)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(SystemExit):
@@ -266,29 +274,115 @@ def test_no_more_devices_than_sequences(monkeypatch):
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"
+BFLOAT16 = "bfloat16", "bfloat16"
+
+
+def devices_of(platform: str, kind: str, capability: str, GB: float, count: int = 1) -> list:
+    """Devices that JAX has this much memory of; None: it does not state it."""
+    stats = {"bytes_limit": int(1e9 * GB)} if GB else None
+    device = SimpleNamespace(platform=platform, device_kind=kind, process_index=0, id=0,
+                             memory_stats=lambda: stats)  # fmt: skip
+    if capability:
+        device.compute_capability = capability
+    return [device] * count
 
 
 @pytest.mark.parametrize("platform, kind, capability, attention, head", [
     ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "cudnn", BEST),
     ("gpu", "NVIDIA GeForce RTX 4090", "8.9", "cudnn", BEST),
-    ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "cudnn", ("bfloat16", "bfloat16")),
-    ("gpu", "AMD Instinct MI300X", "gfx942", "xla", BEST),
-    ("tpu", "TPU v5 lite", "", "xla", BEST),
+    ("gpu", "NVIDIA B200", "10.0", "cudnn", BEST),
+    ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "cudnn", BFLOAT16),
+    ("gpu", "Tesla T4", "7.5", "band", BFLOAT16),
+    ("gpu", "Tesla P100-PCIE-16GB", "6.0", "band", BFLOAT16),
+    ("gpu", "AMD Instinct MI300X", "gfx942", "band", BEST),
+    ("tpu", "TPU v5 lite", "", "band", BFLOAT16),
+    ("tpu", "TPU v6 lite", "", "band", BFLOAT16),
+    ("tpu", "TPU7x", "", "band", BEST),
 ])  # fmt: skip
 def test_formats_and_kernel_fit_the_device(
     monkeypatch, capsys, platform, kind, capability, attention, head
 ):
-    """GPUs without FP8 run head and MLP in bfloat16; only NVIDIA's have cuDNN."""
-    device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability,
-                             process_index=0, id=0)  # fmt: skip
-    monkeypatch.setattr(jax, "devices", lambda: [device] * 8)
+    """GPUs without FP8 run head and MLP in bfloat16; NVIDIA's from Ampere on have cuDNN's kernel.
+    Names do not decide."""
+    devices = devices_of(platform, kind, capability, GB=80, count=8)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
     c = dataclasses.replace(Config(), mlp_forward=BEST[0])
     same = dict(mlp_forward=head[0], head_forward=head[0], head_backward=head[1])
     expected = dataclasses.replace(c, attention=attention, **same)
-    assert train_gpt.fit_devices("record", c) == ([device] * 8, expected)
+    assert train_gpt.fit_devices("record", c) == (devices, expected)
     wide = dataclasses.replace(c, compute="float32")
-    assert train_gpt.fit_devices("record", wide)[1].attention == "xla"  # cuDNN has no float32
+    assert train_gpt.fit_devices("record", wide)[1].attention == "band"  # cuDNN has no float32
     assert capsys.readouterr().err == ""
+
+
+def test_a_length_that_cudnn_gets_wrong_is_refused(monkeypatch, refusal_of_fit):
+    """Its gradient had NaN for some lengths that are no multiple of 128."""
+    c = dataclasses.replace(Config(), head_chunk=64, val_T=320)
+    assert "sequences of [320, 16384, 32768, 49152] tokens: cuDNN" in refusal_of_fit("9.0", 80, c)
+    band = dataclasses.replace(c, attention="band")
+    assert train_gpt.fit_devices("record", band)[1].attention == "band"
+    monkeypatch.setattr(jax, "devices", lambda: devices_of("gpu", "T4", "7.5", 80))
+    assert train_gpt.fit_devices("record", c)[1].attention == "band"
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+@pytest.fixture
+def refusal_of_fit(monkeypatch, capsys):
+    """The line of a refusal by fit_devices."""
+
+    def refused(capability: str, GB: float, c: Config, count: int = 1) -> str:
+        devices = devices_of("gpu", "any", capability, GB, count)
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        with pytest.raises(SystemExit) as stopped:
+            train_gpt.fit_devices("record", c)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+# Gigabytes that JAX has: all of a card's 10^9 bytes, times the fraction that run.sh sets.
+@pytest.mark.parametrize("machine, count, GB, row", [
+    ("8 x H100", 8, 85.5 * 0.75, 0),
+    ("1 x H100", 1, 85.5 * 0.75, 0),
+    ("1 x L40S", 1, 48.3 * 0.75, 0),
+    ("1 x A100, 40 GB", 1, 42.4 * 0.92, 0),
+    ("1 x V100, 32 GB", 1, 34.1 * 0.92, 1),
+    ("1 x RTX 4090", 1, 25.7 * 0.92, 2),
+    ("8 x RTX 4090", 8, 25.7 * 0.92, 0),
+    ("2 x RTX 3090", 2, 25.4 * 0.92, 1),
+    ("1 x RTX 4080", 1, 17.1 * 0.92, 3),
+    ("v5e-8", 8, 16.9, 2),
+    ("v5e-1", 1, 16.9, 3),
+    ("v6e-1", 1, 33.5, 1),
+])  # fmt: skip
+def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch):
+    platform = "tpu" if machine[0] == "v" else "gpu"
+    devices = devices_of(platform, "0", "9.0", 100, count - 1)
+    devices += devices_of(platform, "0", "9.0", GB)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    preset, c = train_gpt.parse_config(["record"])
+    assert preset == "record" and c == Config()
+    flags = train_gpt.FITS[row][0]
+    fitted = train_gpt.fit_memory(devices, c)
+    assert fitted == dataclasses.replace(c, **flags)
+    line = train_gpt.fit_line(c, fitted)
+    assert ("--fit 0" in line) == bool(flags) and ("not the record" in line) == (row == 3)
+    assert all(f"--{name} {value}" in line for name, value in flags.items())
+
+
+@pytest.mark.parametrize("flags", ["--batch 8", "--microbatch 1", "--head_chunk 8192",
+                                   "--val_T 131072", "--bigrams 1024", "--fit 0"])  # fmt: skip
+def test_a_flag_about_memory_leaves_the_choice_to_the_user(flags):
+    c = train_gpt.parse_config(["record", *flags.split()])[1]
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), c) == c
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), Config()) != c
+
+
+def test_too_little_memory_for_any_row_is_refused(refusal_of_fit):
+    assert "JAX has 8.0 GB of each of 1 devices" in refusal_of_fit("8.9", 8, Config())
+    tiny = train_gpt.PRESETS["tiny"]
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 2), tiny) == tiny
 
 
 # ---- Shards --------------------------------------------------------------------------------------

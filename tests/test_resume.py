@@ -65,9 +65,9 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
     steps = SimpleNamespace(done=0)
     real_train = train_gpt.train
 
-    def train(c, mesh, programs, shards, log, facts, arrays):
+    def train(state, c, mesh, programs, shards, log, facts):
         steps.done = facts.get("step", 0)
-        return real_train(c, mesh, programs, shards, log, facts, arrays)
+        return real_train(state, c, mesh, programs, shards, log, facts)
 
     def program(key, c, state, *inputs):
         out = compiled(*key, c, devices)(state, *inputs)
@@ -90,6 +90,7 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
         patch.setattr(jax, "devices", lambda: mine)
         patch.setattr(train_gpt, "train", train)
         patch.setattr(train_gpt, "compile_all", compile_all)
+        patch.setattr(train_gpt, "warm_up", lambda programs, c, mesh: None)
         set_tiny(patch, STAGES, LAYERS)
         try:
             train_gpt.main([*FLAGS, *map(str, argv)])
@@ -424,6 +425,7 @@ def compile_all(*_):
     programs = dict.fromkeys(itertools.product(range(2), [False, True]), train_program)
     return programs | dict.fromkeys([(0, "val"), (1, "val")], lambda *_: 9.0)
 train_gpt.compile_all = compile_all
+train_gpt.warm_up = lambda *_: None
 """
 SLOW = CHILD + STAND_INS + "hook = lambda step: time.sleep(0.05)\n"
 HUNG = CHILD + STAND_INS + """

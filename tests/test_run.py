@@ -146,7 +146,7 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
         return SimpleNamespace(**vars(read(path)), out=done.stdout.splitlines())
 
     with pytest.MonkeyPatch.context() as patch:
-        c = dataclasses.replace(parse(patch, TWO, *flags), attention="xla")
+        c = dataclasses.replace(parse(patch, TWO, *flags), attention="band")
     more = dict(folder=folder, script=script, argv=argv, c=c, start=start)
     return SimpleNamespace(**vars(start()), **more)
 
@@ -265,7 +265,7 @@ def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypa
 
     def cached_programs(*flags: str, train: bool = True) -> int:
         jax.clear_caches()  # in memory
-        c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="xla")
+        c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="band")
         if train:
             for second in False, True:
                 REAL_TRAIN_STEP(0, second, c, MESH)
@@ -342,16 +342,9 @@ def test_the_target_ends_the_run_early(run):
 
 
 def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
-    """Whatever the devices, and the first calls in compile_all(), which leave no trace."""
-
-    def compile_only(c, mesh, log):
-        programs = {(stage, "val"): train_gpt.compile_val_step(stage, c, mesh) for stage in (0, 1)}
-        for second in False, True:
-            programs[0, second] = train_gpt.compile_train_step(0, second, c, mesh)
-        return programs
-
+    """Whatever the devices, and the first calls in warm_up(), which leave no trace."""
     warm, other = run("--seed", "7"), run("--seed", "8")
-    monkeypatch.setattr(train_gpt, "compile_all", compile_only)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     cold = run("--seed", "7")
     assert warm.losses == cold.losses != other.losses
     for name in warm.weights.keys() - {"config", "result", "source"}:
@@ -394,7 +387,7 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
 
     wrap(monkeypatch, "compile_train_step", lambda p, stage, second, *_: noting(p, (stage, second)))
     wrap(monkeypatch, "compile_val_step", lambda p, stage, *_: noting(p, (stage, "val")))
-    wrap(monkeypatch, "compile_all", note("compiled"))
+    wrap(monkeypatch, "warm_up", note("warm"))
     wrap(monkeypatch, "Stopwatch", note("clock"))  # first when the clock starts
     wrap(monkeypatch, "train", note("end"))
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -403,7 +396,7 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
     compiles = [i for i, event in enumerate(events) if "compile" in event and "/" in event]
     assert compiles, "none at all: the event has another name now"
     assert not [i for i in compiles if events.index("clock") < i < events.index("end")]
-    first = [event for event in events[: events.index("compiled")] if isinstance(event, tuple)]
+    first = [event for event in events[: events.index("warm")] if isinstance(event, tuple)]
     assert first == [(0, False), (0, True), (0, "val"), (1, "val")]
 
 
@@ -434,8 +427,9 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
     train_step = lambda stage, second, *_: fake_program(stage, second)
     monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
     monkeypatch.setattr(train_gpt, "compile_val_step", lambda stage, *_: fake_program(stage, "val"))
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock())
+    monkeypatch.setattr(train_gpt, "empty_state", lambda *_: MagicMock())
     programs = train_gpt.compile_all(c, MESH, QUIET)
+    train_gpt.warm_up(programs, c, MESH)
     keys = {*itertools.product(range(6), (False, True, "val"))}
     assert programs.keys() == beside.keys() == keys
     assert not any((0, False) in others for others in beside.values())
@@ -462,9 +456,9 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, mon
 
     keys = itertools.product(range(3), (False, True, "val"))
     programs = {key: program(*key) for key in keys}
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock(params=one))
+    state, shards = MagicMock(params=one), train_gpt.find_data(with_data(c, data))
     with signal_handlers():
-        train_gpt.train(c, MESH, programs, train_gpt.find_data(with_data(c, data)), QUIET, {}, {})
+        train_gpt.train(state, c, MESH, programs, shards, QUIET, {})
     short, long, val = (8, 33), (8, 65), (8, 65)
     assert ran == [
         (0, "val", val), (0, False, short), (0, True, short), (0, False, short),
@@ -507,14 +501,20 @@ def test_training_and_its_reading_are_on_the_clock_and_nothing_else(run, monkeyp
     def slow_val(program, *_):
         return stand_in(program, lambda *args: slowly(100, program(*args)))
 
-    for name in "compile_train_step", "compile_val_step", "shard_facts", "make_state":
+    for name in (
+        "compile_train_step",
+        "compile_val_step",
+        "shard_facts",
+        "empty_state",
+        "make_state",
+    ):
         wrap(monkeypatch, name, lambda result, *_: slowly(100, result))
     wrap(monkeypatch, "read_batches", slow_batches)
     wrap(monkeypatch, "compile_val_step", slow_val)
     log = run()
     assert log.times[0] == 0 < log.times[5] <= log.times[10] == 10_000
     assert log.result["train_time_ms"] == pytest.approx(10_000)
-    assert sorted(slow) == 10 * [1] + (4 + 3 + 2 + 2 + 6 + 6) * [100], "not all of it was slow"
+    assert sorted(slow) == 10 * [1] + (4 + 3 + 2 + 1 + 1 + 6 + 6) * [100], "not all of it was slow"
 
 
 class Device:
@@ -553,7 +553,6 @@ class Device:
 @pytest.mark.parametrize("queue", [3, 100])  # steps that the host runs ahead
 def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, now, queue):
     device = Device(now, queue)
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: device.pending(0))
     c = parse(monkeypatch, ONE, *"--steps 20 --val_every 20".split())
     programs = dict.fromkeys([(0, False), (0, True)], device.train)
     val = lambda *_: device.notes.append("val") or 1.0
@@ -561,7 +560,7 @@ def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, n
     log = SimpleNamespace(line=device.notes.append)
     with signal_handlers():
         shards = train_gpt.find_data(with_data(c, data))
-        _, result = train_gpt.train(c, MESH, programs, shards, log, {}, {})
+        _, result = train_gpt.train(device.pending(0), c, MESH, programs, shards, log, {})
     assert result["train_time_ms"] == pytest.approx(200_000)  # queued steps are on the clock
     lines = [f"step:{i}/20 train_loss:{i}.0000 train_time:{i}0000ms" for i in (10, 20)]
     ahead = min(20, 10 + queue)
@@ -576,7 +575,12 @@ def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, n
 # ---- Ends ----------------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
     nan = lambda *_: float("nan")
-    wrap(monkeypatch, "compile_all", lambda programs, *_: programs | {(1, "val"): nan})
+    last = (1, "val")
+    wrap(
+        monkeypatch,
+        "compile_all",
+        lambda programs, *_: programs | {last: stand_in(programs[last], nan)},
+    )
     log = run("--target", "1", raises=SystemExit)
     assert log.code == 3
     assert log.lines[-2].startswith("step:10/10 val_loss:nan train_time:")

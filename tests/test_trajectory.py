@@ -36,7 +36,7 @@ def test_five_steps_of_tiny(tmp_path):
     subprocess.run([sys.executable, script, "--out", tmp_path], check=True)
     c = dataclasses.replace(
         train_gpt.PRESETS["tiny"], layers=LAYERS, mudd_head=MUDD_HEAD, R=64, steps=8, **FLOAT32,
-        attention="xla", seed=7, data=str(tmp_path),
+        attention="band", seed=7, data=str(tmp_path),
     )  # fmt: skip
     mesh = make_mesh(1)
     shards = train_gpt.find_data(c)
