@@ -352,10 +352,10 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
-    """Returns whether both are variants of one plan."""
+    """Returns whether both are variants of one plan: their plans differ in nothing but "arm"."""
     if not this.plan or not base.plan:
         return False
-    return this.plan | dict(arm=None) == base.plan | dict(arm=None)
+    return {**this.plan, "arm": None} == {**base.plan, "arm": None}
 
 
 def changes(this: Evidence, base: Evidence) -> list[float]:
@@ -374,11 +374,11 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     """The mean is below the target, and the baseline is beaten."""
     n = len(this.losses)
     p = stats.below(this.losses, target).p
-    length_is_free = any(check_length(this, track))
+    length_not_fixed = any(check_length(this, track))
     if math.isnan(p):
         why = "the losses do not vary" if n > 1 else f"{n} complete runs"
         yield fail(f"{why}: no p-value")
-    elif length_is_free:
+    elif length_not_fixed:
         yield fail("no p-value over runs whose length is not fixed")
     elif p >= ALPHA:
         yield fail(f"p = {p_value(p)} for a mean below {target:g}; it takes p < {ALPHA}")
