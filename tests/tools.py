@@ -86,7 +86,7 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
 
 
 def text(length: int, first: int = 0) -> np.ndarray:
-    """Tokens that are easy to learn: documents of 50 tokens, which count from 0 to 15 repeatedly."""
+    """Tokens that are easy to learn: documents of 50 tokens that count from 0 to 15, repeatedly."""
     return np.where(np.arange(length) % 50, (np.arange(length) + first) % 16, 256)
 
 
@@ -174,7 +174,7 @@ def schedule_row(c: train_gpt.Config, step: int, mesh: Mesh) -> train_gpt.Schedu
 
 
 def basic(tmp_path: Path, name: str, *flags: str, plant: tuple[str, str] | None = None):
-    """Runs a file of basics/ as its readers do, in a process that has to ask for its devices itself.
+    """Runs a file of basics/ as its readers do, in a process that asks for its devices itself.
     plant=(old, new) replaces text of the file. Returns subprocess.CompletedProcess."""
     source = (ROOT / f"basics/{name}.py").read_text(encoding="utf-8")
     if plant:
