@@ -286,7 +286,7 @@ def test_no_host_waits_for_one_that_is_gone(ends, how):
     print(f"{how}: {ends[how].codes} after {ends[how].seconds:.1f} s")
     assert all(ends[how].codes), ends[how].codes  # None: a host still waits; 0: it ended well
     assert {rank: ends[how].codes[rank] for rank in codes} == codes, ends[how].err
-    assert ends[how].seconds < 60  # dev/hosts.md promises 40, on an idle machine
+    assert ends[how].seconds < 60  # up to 32 were measured (dev/hosts.md)
     for rank, pattern in printed.items():
         assert re.search(pattern, ends[how].err[rank]), ends[how].err[rank]
 
