@@ -176,7 +176,7 @@ LOST = dict(
 
 @pytest.mark.parametrize("lost", [*LOST, "schedule", "read_batches"])
 def test_nothing_of_the_state_may_be_lost(stopped, whole, monkeypatch, lost):
-    """The weights that these tests compare would not be the same if a part of the state were lost."""
+    """If a part of the state were lost, the weights that the tests compare would differ."""
     restore = train_gpt.restore
 
     def forgetful(arrays, c, mesh):
@@ -540,8 +540,8 @@ def test_a_log_that_finds_no_room_does_not_end_the_run(start, stopped):
     assert re.match(f"warning: .*{path.name}.*No space", err) and "Traceback" not in err
 
 
-# Twenty processes save checkpoints and are killed. All .state files must be whole; `parts` counts the
-# kills in the middle of a save.
+# Twenty processes save checkpoints and are killed. All .state files must be whole; `parts` counts
+# the kills in the middle of a save.
 SAVES = """
 step = 0
 parts = 0
@@ -551,7 +551,8 @@ for _ in range(20):
     child = os.fork()
     if not child:
         while True:
-            step, x = step + 1, np.full(10**6, step + 1, "f4")
+            step += 1
+            x = np.full(10**6, step, "f4")
             state = train_gpt.State(dict(a=x, b=x), dict(a=(x, x)), dict(a=x), dict())
             train_gpt.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
