@@ -1,6 +1,6 @@
 """The golden numbers of record #89 and their parameters, under our names.
 
-They come from the original PyTorch modules in float32 (head_small.md says how). The fixture is
+They come from the original PyTorch modules in float32 (head_small.md explains how). The fixture is
 `tests/head_small.npz`, or the file that GOLDEN_HEAD_NPZ names; every size is read from it.
 """
 

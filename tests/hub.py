@@ -106,7 +106,8 @@ class Hub:
             paths = urllib.parse.parse_qs(body.decode())["paths"]
             known = []
             for path in set(paths) & files.keys():
-                size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
+                size = len(files[path])
+                digest = hashlib.sha256(files[path]).hexdigest()
                 file = dict(type="file", path=path, oid="0" * 40, size=size)
                 known.append(file | dict(lfs=dict(oid=digest, size=size, pointerSize=134)))
             return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
@@ -130,10 +131,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key.lower(): value for key, value in self.headers.items()}
         reply = self.server.hub.answer(self.command, self.path, headers, body)
-        start, content = 0, reply.body
+        start = 0
+        content = reply.body
         asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
         if reply.status == 200 and asked:
-            start, reply.status = int(asked[1]), 206
+            start = int(asked[1])
+            reply.status = 206
             reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.send_response(reply.status)
         for key, value in reply.headers.items():
@@ -186,7 +189,8 @@ def cut(reply) -> None:
 
 
 def stall(reply) -> None:
-    reply.share, reply.stalls = 0.5, True
+    reply.share = 0.5
+    reply.stalls = True
 
 
 def flip(reply) -> None:

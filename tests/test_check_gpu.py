@@ -1,4 +1,4 @@
-"""./run.sh check --small: every part of dev/check_gpu.py finds the faults that are planted for it."""
+"""dev/check_gpu.py, with --small: every part of it finds the faults that are planted for it."""
 
 import dataclasses
 import json

@@ -362,7 +362,8 @@ def test_the_small_nets():
 
 
 def test_norm_and_hash():
-    x, y = GOLDEN["comp/rms/x"], GOLDEN["comp/rms/y"]
+    x = GOLDEN["comp/rms/x"]
+    y = GOLDEN["comp/rms/y"]
     np.testing.assert_allclose(train_gpt.norm(jnp.asarray(x)), y, rtol=1e-6)
     rows, numbers = train_gpt.hash_bigrams(jnp.asarray(GOLDEN["comp/bigram/tokens"])[None], RECORD)
     np.testing.assert_array_equal(rows[0], GOLDEN["comp/bigram/hash"])
@@ -373,7 +374,8 @@ def test_norm_and_hash():
 def test_cross_entropy(stage):
     """Of given logits: x is the unit matrix, so that the gradient of w is that of the logits."""
     logits = jnp.asarray(6 * normal("comp/ce/logits", (14, 40)), jnp.float32)
-    targets, prefixes = GOLDEN["comp/ce/targets"], GOLDEN["comp/ce/prefix_targets"]
+    targets = GOLDEN["comp/ce/targets"]
+    prefixes = GOLDEN["comp/ce/prefix_targets"]
     later = lambda k: np.append(targets[k - 1 :], [-1] * (k - 1))
     shares = SHARES[int(stage[-1]) - 1]
     columns = np.stack([later(k) if k else prefixes for k in shares], axis=-1).astype(np.int32)
@@ -432,7 +434,8 @@ def laid_out(shards, i: int, c):
 
 
 def test_validation_is_unaligned_slices():
-    inputs, last = GOLDEN["loader/val/inputs"], GOLDEN["loader/val/last_target"]
+    inputs = GOLDEN["loader/val/inputs"]
+    last = GOLDEN["loader/val/last_target"]
     n, length = inputs.shape
     c = dataclasses.replace(C, eot=50256, val_T=length, val_tokens=n * length, head_chunk=1)
     shapes = train_gpt.batch_shapes("val", c)

@@ -92,7 +92,8 @@ def test_the_gradients_are_as_fine_in_a_larger_batch():
 def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
     x, w, *rest = operands("float32")
     to8 = lambda a, s: (np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / s
-    x, w = to8(x, FP8.x_scale), to8(w.clip(-0.8, 0.8), FP8.w_scale)
+    x = to8(x, FP8.x_scale)
+    w = to8(w.clip(-0.8, 0.8), FP8.w_scale)
     c = dataclasses.replace(FP8, compute="float32")
     assert ours(x, w, *rest, c)[0] == pytest.approx(reference(x, w, *rest)[0], rel=1e-6)
 

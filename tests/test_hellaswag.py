@@ -74,7 +74,8 @@ def its(tmp_path_factory):
     flags = [*SMALL, *FLOAT32_FLAGS, "--seed=1", "--stall=0", f"--data={folder}"]
     done = start("-c", program, "tiny", *flags, cwd=folder, PYTHONPATH=str(TRAIN.parent))
     assert done.returncode == 0, done.stderr
-    w = weights.open_weights(next(folder.glob("logs/*.npz")), TRAIN)
+    (path,) = folder.glob("logs/*.npz")
+    w = weights.open_weights(path, TRAIN)
     whole = {k: jax.device_put(x) for k, x in w.arrays.items()}
     whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
     head = w.arrays["head"]  # with 127 rows of padding

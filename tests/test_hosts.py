@@ -241,7 +241,7 @@ ENDS = {
     "missing": (
         3, dict(of=[0, 1], JNANO_WAIT="15"), "3 processes were", 0, None, {0: 2},
         {0: r"3 processes were expected, but they did not all come in 15 s \(JNANO_WAIT\)"}),
-    "told to end": (2, {}, "train_loss", 1, "TERM", {0: 143, 1: 143}, {}),
+    "ended": (2, {}, "train_loss", 1, "TERM", {0: 143, 1: 143}, {}),
     "lost": (2, {}, "train_loss", 1, "KILL", {1: -9}, {0: LOST[1]}),
     "failed": (2, dict(CHANGE="fail"), "is gone", 0, None, {1: 1}, {1: "the disk is gone"}),
     "first lost": (2, {}, "train_loss", 0, "KILL", {0: -9}, {1: LOST[0]}),
@@ -292,7 +292,7 @@ def test_no_host_waits_for_one_that_is_gone(ends, how):
 
 
 def test_a_signal_to_one_host_saves_the_run_of_all(ends):
-    for name, how in ("SIGTERM", "told to end"), ("SIGINT", "interrupted"):
+    for name, how in ("SIGTERM", "ended"), ("SIGINT", "interrupted"):
         (path,) = ends[how].folder.glob("logs/*/*.state")
         assert f"INTERRUPTED by {name} after step {int(path.stem)}" in ends[how].out[0]
         assert ends[how].err == ["", ""] and ends[how].out[1] == ""

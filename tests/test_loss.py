@@ -53,8 +53,11 @@ def run(tmp_path_factory) -> SimpleNamespace:
     write_shard(folder / "x_train_000001.bin", text(3000))
     write_shard(folder / "x_val_000000.bin", tokens)
     env = os.environ | dict(PYTHONPATH=str(ROOT))
-    start = lambda *argv: subprocess.run([sys.executable, *map(str, argv)], cwd=folder, env=env,
-                                         capture_output=True, text=True)  # fmt: skip
+
+    def start(*argv):
+        command = [sys.executable, *map(str, argv)]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
     done = start("-c", tiny_program(LAYERS, STAGES), *FLAGS, "--data", folder)
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("logs/*.npz")

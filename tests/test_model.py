@@ -303,7 +303,8 @@ def test_signs_are_balanced_and_differ():
 
 # ---- Small things --------------------------------------------------------------------------------
 def test_each_array_has_a_weight_of_its_own():
-    weights, arrays = jnp.float32([[[2.0, 3.0]]]), [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
+    weights = jnp.float32([[[2.0, 3.0]]])
+    arrays = [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
     got = train_gpt.weighted_sum(*train_gpt.per_token_terms(weights, arrays))
     np.testing.assert_array_equal(got, np.full((1, 1, 4), 32.0))
 
@@ -416,22 +417,29 @@ def test_fp8_is_of_the_mlp_forward_alone():
     """On numbers that FP8 represents the product is exact. On others it has FP8's error, but the
     gradients are those of float32."""
     x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
-    w, e4m3 = x[0].T @ x[1] / 80, "float8_e4m3fn"
+    w = x[0].T @ x[1] / 80
+    e4m3 = "float8_e4m3fn"
     c = of_dtype("float32", mlp_forward=e4m3)
-    to8 = lambda a, s: (
-        jnp.asarray((np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn), "float32") / s
-    )
-    x8, w8 = to8(x, c.x_scale), to8(w, c.w_scale)
+
+    def to8(a, scale):
+        fp8 = (np.asarray(a) * scale).astype(ml_dtypes.float8_e4m3fn)
+        return jnp.asarray(fp8, "float32") / scale
+
+    x8 = to8(x, c.x_scale)
+    w8 = to8(w, c.w_scale)
     product = train_gpt.linear(x8, w8, e4m3, c)
     np.testing.assert_allclose(product, x8 @ w8.T, rtol=1e-5, atol=1e-5)
     assert product.dtype == jnp.float32
-    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, dtype, c, "x")
-    project = lambda dtype: (
-        lambda x, w: train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
-    )
+
+    def linear(x, w, dtype):
+        return train_gpt.norm_linear(x, w, dtype, c, "x")
+
+    def project(x, w, dtype):
+        return train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
+
     for function in linear, project:
-        y, *in_fp8 = gradients(function(e4m3), (x, w), dy)
-        exact, *plain = gradients(function("float32"), (x, w), dy)
+        y, *in_fp8 = gradients(functools.partial(function, dtype=e4m3), (x, w), dy)
+        exact, *plain = gradients(functools.partial(function, dtype="float32"), (x, w), dy)
         assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.06
         close(in_fp8, plain, 1e-6)
 

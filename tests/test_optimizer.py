@@ -124,7 +124,8 @@ def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, t
 
 # ---- The table and first values ------------------------------------------------------------------
 def test_every_array_of_the_state_is_where_its_parameter_is():
-    table, shapes = train_gpt.param_table(RECORD), train_gpt.state_shapes(RECORD, make_mesh(8))
+    table = train_gpt.param_table(RECORD)
+    shapes = train_gpt.state_shapes(RECORD, make_mesh(8))
     assert set(table) == set(shapes.params) == set(shapes.opt_state)
     for name, param in table.items():
         for leaf in jax.tree.leaves((shapes.params[name], shapes.opt_state[name])):

@@ -60,7 +60,8 @@ def test_every_command_names_a_file_that_is_there():
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
     commands = [line.partition(" #")[0].strip() for line in blocks.splitlines()]
     commands += re.findall(r"`(\./run\.sh[^`\n]*)`", README)
-    scripts = [word for command in commands for word in command.split() if word.endswith(".py")]
+    parts = [part for command in commands for part in command.split()]
+    scripts = [part for part in parts if part.endswith(".py")]
     assert len(commands) > 10 and scripts
     for script in set(scripts) - {"my_idea.py"}:  # the reader makes this copy
         assert (ROOT / script).exists(), script

@@ -213,7 +213,8 @@ def test_at_the_last_step_it_validates(stopped, half):
 
 
 def test_the_clock_and_the_log_go_on(stopped, half):
-    log = go(stopped, "--resume", next(stopped.glob(f"logs/*/{LAST}")), "--seed", -1)
+    (path,) = stopped.glob(f"logs/*/{LAST}")
+    log = go(stopped, "--resume", path, "--seed", -1)
     assert log.rest.startswith(half.rest) and log.path.name == half.path.name
     assert log.result["seed"] == 7
     times = [int(ms) for ms in re.findall(r"train_time:(\d+)ms", log.rest)]
@@ -278,7 +279,8 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
     if change == "source":
         source = train_gpt.SOURCE.replace("import json\n", "import spam\n", 1)
         monkeypatch.setattr(train_gpt, "SOURCE", source)
-    log, shown = go(stopped, "--resume", "logs", *flags.split()), capsys.readouterr()
+    log = go(stopped, "--resume", "logs", *flags.split())
+    shown = capsys.readouterr()
     assert (log.code, log.rest, shown.out) == (2, half.rest, "")
     line = rf"train_gpt\.py: --resume logs: {message}.*; --force 1 resumes anyway\n"
     assert re.fullmatch(line, shown.err)
@@ -372,7 +374,8 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
 
 def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
     """A checkpoint that is written beside those of later steps is not deleted as the oldest."""
-    aside = shutil.copy(next(stopped.glob("logs/*/*08.state")), stopped / "aside.state")
+    (path,) = stopped.glob("logs/*/*08.state")
+    aside = shutil.copy(path, stopped / "aside.state")
     go(stopped, "--resume", "logs", "--save_every", 7)
     log = go(stopped, "--resume", aside, stop=10)
     (path,) = re.findall("--resume ([^ ]*)", log.lines[-1])
@@ -506,7 +509,8 @@ def test_what_is_killed_goes_on(start, folder, whole):
 def test_a_signal_ends_the_run_with_a_checkpoint(start, folder, number):
     process = start(folder, SLOW + MAIN, until=TEN)
     process.send_signal(number)
-    (code, out, err), log = end(process), look(folder)
+    code, out, err = end(process)
+    log = look(folder)
     assert (code, err) == (128 + number, "") and log.result is None
     step, path = re.search(r"by SIG\w+ after step (\d+).*--resume ([^ \n]*)", out).groups()
     assert 10 <= int(step) < 20
@@ -516,7 +520,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(start, folder, number):
 
 def test_a_run_that_hangs_ends_and_shows_where(start, folder):
     process = start(folder, HUNG + MAIN, "--stall", "2", until=TEN)
-    (code, _, err), log = end(process, 9), look(folder)
+    code, _, err = end(process, 9)
+    log = look(folder)
     assert code == 1 and not log.states
     assert err.startswith("Timeout (0:00:02)!\nThread 0x")
     assert "in hook\n" in err and " in train\n" in err

@@ -209,7 +209,8 @@ def test_losses_follow_the_grammar_of_upstream(real):
     assert [m.group(1, 2) for m in found] == [("0", "10"), ("5", "10"), ("10", "10")]
     assert trained.group(1, 2) == ("10", "10")
     for match in found:
-        ms, steps = int(match[4]), max(1, int(match[1]))
+        ms = int(match[4])
+        steps = max(1, int(match[1]))
         assert abs(ms / steps - float(match[5])) <= 0.51 / steps + 0.005
     first, second, last = [float(m[3]) for m in found]
     assert first == pytest.approx(math.log(384), abs=0.01)  # the head is nearly zero
@@ -218,7 +219,8 @@ def test_losses_follow_the_grammar_of_upstream(real):
 
 
 def test_the_result_sums_the_run_up(real):
-    loss, ms = real.result["val_loss"], real.result["train_time_ms"]
+    loss = real.result["val_loss"]
+    ms = real.result["train_time_ms"]
     assert (f"{loss:.4f}", f"{ms:.0f}") == (real.losses[10], str(real.times[10]))
     assert real.result == dict(
         reason="end of schedule", val_loss=loss, target=0.0, steps=10, tokens=4096, seed=7,
@@ -254,10 +256,10 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
 
 def test_a_second_run_finds_its_programs_in_the_cache(real):
     programs = sorted((real.folder / ".cache" / "jax").glob("*-cache"))
-    again = real.start()
+    second = real.start()
     assert len(programs) >= 7
     assert sorted((real.folder / ".cache" / "jax").glob("*-cache")) == programs
-    assert again.losses == real.losses
+    assert second.losses == real.losses
 
 
 def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypatch):
@@ -359,7 +361,8 @@ def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
             programs[0, second] = train_gpt.compile_train_step(0, second, c, mesh)
         return programs
 
-    warm, other = run("--seed", "7"), run("--seed", "8")
+    warm = run("--seed", "7")
+    other = run("--seed", "8")
     monkeypatch.setattr(train_gpt, "compile_all", compile_only)
     cold = run("--seed", "7")
     assert warm.losses == cold.losses != other.losses
@@ -374,7 +377,8 @@ def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
 
 
 def test_every_run_draws_a_seed_and_logs_it(run):
-    a, b = run("--seed", "-2"), run()
+    a = run("--seed", "-2")
+    b = run()
     assert a.facts["seed"] != b.facts["seed"]
     for log in a, b:
         assert 0 <= log.facts["seed"] < 2**31
@@ -384,7 +388,8 @@ def test_every_run_draws_a_seed_and_logs_it(run):
 
 def stand_in(program, run):
     """The function `run`, with the attributes of a program that train_gpt uses."""
-    run.args_info, run.input_shardings = program.args_info, program.input_shardings
+    run.args_info = program.args_info
+    run.input_shardings = program.input_shardings
     return run
 
 

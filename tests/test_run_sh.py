@@ -122,7 +122,8 @@ def machine(tmp_path):
         process.kill()
 
 
-VENV, PIP = "-m venv .venv", "-m pip install --quiet --disable-pip-version-check -r"
+VENV = "-m venv .venv"
+PIP = "-m pip install --quiet --disable-pip-version-check -r"
 CHECK = "data/check.py --quick --"
 TRAIN = "dev/launch.py train_gpt.py"
 TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
@@ -219,11 +220,12 @@ def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
 
 def test_variable_python_overrules(machine):
     machine.python(12)
-    old, other = machine.python(10, name="old"), machine.python(11)
+    old = machine.python(10, name="old")
+    other = machine.python(11)
     assert f"PYTHON={old} does not work" in machine.refusal(PYTHON=str(old))
     assert "PYTHON=absent does not work" in machine.refusal(PYTHON="absent")
     assert machine.run(PYTHON=str(other))[0] == f"python3.11 {VENV}"
-    assert machine.run() == calls(*TINY, name="python3.11")  # .venv keeps it
+    assert machine.run() == calls(*TINY, name="python3.11")  # .venv has it
     assert machine.run(PYTHON="python3.12")[0] == f"python3.12 {VENV}"
 
 
@@ -341,7 +343,8 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
     python.write_text(python.read_text() + BUSY)
     for owner in left:
         (machine.root / ".lock").symlink_to(owner)
-        readlink, sleep = shutil.which("readlink"), shutil.which("sleep")
+        readlink = shutil.which("readlink")
+        sleep = shutil.which("sleep")
         (machine.bin / "readlink").unlink()
         machine.script("readlink", f'#!{BASH}\n{readlink} "$@"\n{sleep} 0.3\n')
     processes = [machine.start() for _ in range(4)]

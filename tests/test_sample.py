@@ -102,8 +102,9 @@ def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
 
 
 def test_weights_from_gpus_are_read_without(run, tmp_path, call):
-    argv, on_gpus = ("abc", "--temperature", "0"), dict(attention="cudnn", microbatch=1)
-    out = call(*argv, path=edited(run, tmp_path, config=on_gpus))[1]
+    on_gpus = dict(attention="cudnn", microbatch=1)
+    path = edited(run, tmp_path, config=on_gpus)
+    _, out, _ = call("abc", "--temperature", "0", path=path)
     assert out == ALPHABET + "\n"
 
 
@@ -167,8 +168,8 @@ def test_of_three_devices_two_are_used(run, monkeypatch):
 def test_every_prompt_of_a_session_has_its_own_randomness():
     run = lambda tokens, last: np.zeros((1, 257))
     how = argparse.Namespace(**HOW | dict(temperature=1.0))
-    first, again, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
-    assert len(first) == 9 and first == again != second
+    first, repeated, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
+    assert len(first) == 9 and first == repeated != second
 
 
 # ---- Drawing -------------------------------------------------------------------------------------
@@ -286,13 +287,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
-    make, words = BAD[case]
+    make, message = BAD[case]
     status, out, err = call("x", path=make(run, tmp_path))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("sample.py: ") and words in err
+    assert err.startswith("sample.py: ") and message in err
 
 
-@pytest.mark.parametrize("argv, words", [
+@pytest.mark.parametrize("argv, message", [
     ([], "give a prompt that is not empty"),
     ([""], "give a prompt that is not empty"),
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
@@ -304,9 +305,9 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     (["x", "--topk", "3"], "unrecognized arguments"),
     (["x", "--script", "none.py"], "--script none.py is no script like train_gpt.py"),
 ])  # fmt: skip
-def test_bad_arguments_are_refused_in_a_line(argv, words, call):
+def test_bad_arguments_are_refused_in_a_line(argv, message, call):
     status, out, err = call(*argv)
-    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
 
 
 def test_without_gpt2s_vocabulary_a_line_says_how_to_get_it(monkeypatch, capsys):

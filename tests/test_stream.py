@@ -68,10 +68,12 @@ def upstream(shards, batch: int, T: int):
     """The inputs and targets of every batch by upstream's rule: if a shard has fewer tokens left
     than a batch and one more, the next shard is read. (Upstream asks for yet another token, which
     it does not read.)"""
-    shard = token = 0
+    shard = 0
+    token = 0  # the place in the shard
     while True:
         while shard < len(shards) and token + batch * T + 1 > len(shards[shard]):
-            shard, token = shard + 1, 0
+            shard += 1
+            token = 0
         if shard == len(shards):
             return
         tokens = shards[shard][token : token + batch * T + 1]

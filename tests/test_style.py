@@ -20,7 +20,7 @@ TREE = ast.parse(train_gpt.SOURCE)
 NODES = list(ast.walk(TREE))
 FIELDS = dataclasses.fields(train_gpt.Config)
 
-TUPLES = 2  # assignments of a tuple of expressions to a tuple of more than two names
+TUPLES = 2  # how many assignments of a tuple to a tuple of more than two names are allowed
 
 
 # ---- Reading -------------------------------------------------------------------------------------
