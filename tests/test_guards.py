@@ -1,4 +1,4 @@
-"""What cannot work is refused: exit status 2, one line on stderr, nothing compiled, no log."""
+"""A run that cannot work is refused: exit status 2, a line on stderr, no compilation, no log."""
 
 import dataclasses
 import hashlib
@@ -28,14 +28,14 @@ REAL_VAL_STEP = train_gpt.compile_val_step
 
 
 def set_preset(monkeypatch, name: str, **changes) -> None:
-    """Changes a preset as somebody does who edits the file."""
+    """Changes a preset, as a user does who edits the file."""
     changed = dataclasses.replace(train_gpt.PRESETS[name], **changes)
     monkeypatch.setitem(train_gpt.PRESETS, name, changed)
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """An empty folder, one device, nothing to compile, and `tiny` with a stage of 6 steps."""
+    """An empty folder, one device, `tiny` with a stage of 6 steps; a test that compiles fails."""
 
     def no_compiler(*_):
         pytest.fail("something compiled")
@@ -50,7 +50,7 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Two train shards of 4 steps each, and a val shard of 2."""
+    """A folder of two train shards, with tokens for 4 steps each, and a val shard for 2."""
     folder = tmp_path / "d"
     folder.mkdir()
     for name in NAMES:
@@ -60,7 +60,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def refusal(capsys):
-    """Runs, and returns the one line by which the run was refused."""
+    """A function that starts a run, which must be refused, and returns the line on stderr."""
 
     def run(command: str, *argv: str) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -105,7 +105,7 @@ FIELDS = """
 
 @pytest.fixture
 def tweaked(tmp_path, monkeypatch):
-    """A copy of the file with more fields, as of somebody who tries something."""
+    """train_gpt.py with more fields in Config, as a user adds them who tries something."""
     end = "    # fmt: on\n\n    def __post_init__"
     assert train_gpt.SOURCE.count(end) == 1
     path = tmp_path / "tweaked.py"
@@ -132,7 +132,7 @@ def test_a_new_field_is_a_flag_of_its_type(tweaked):
 
 @pytest.mark.parametrize("flags", ["--help", "tiny --steps 3 -h", "record --bogus --help"])
 def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
-    """With the fields of whoever changed it."""
+    """Also with the fields that a user has added."""
     with pytest.raises(SystemExit) as stopped:
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
@@ -146,7 +146,7 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
 FIRST = Layer(LONG, value_table=0)
 NO_ATTENTION = "layer 1 has no attention: it can only be Layer.window=None, "
 STREAMS = r"there are only \['x0', 'bigram', 'input', 'value0', 'layer0'\]"
-TWEAKS = dict(  # second layer, changes of Config, message
+TWEAKS = dict(  # the second layer, changes of Config, the message
     paired_heads=(Layer(None, paired_heads=True), {}, NO_ATTENTION),
     key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
     key_start=(Layer(None, key_start=True), {}, NO_ATTENTION),
@@ -416,7 +416,7 @@ TWO_STAGES = dataclasses.replace(STAGE, steps=3), dataclasses.replace(STAGE, ste
     ("*_train_000002*", (STAGE,), "", "train shards hold 4 of 6 batches"),
     ("none", (STAGE,), "--steps 9", "train shards hold 8 of 9 batches; .* with fewer --steps"),
     ("none", (LONG_STAGE,), "", "train shards hold 0 of 6 batches"),
-    ("none", (CUT_STAGE,), "", "train shards hold 0 of 6 batches"),  # too much is cut off
+    ("none", (CUT_STAGE,), "", "train shards hold 0 of 6 batches"),  # too much is cut off documents
     # A batch of 257 tokens is all that a second shard can hold beside one of 1,025.
     ("none", TWO_STAGES, "", "train shards hold 4 of 6 batches"),
     ("*_val_*", (STAGE,), "", "val shards hold 0 of 2 batches"),
@@ -424,11 +424,11 @@ TWO_STAGES = dataclasses.replace(STAGE, steps=3), dataclasses.replace(STAGE, ste
 ])  # fmt: skip
 def test_too_few_tokens_are_refused(refusal, data, monkeypatch, gone, stages, flags, message):
     set_preset(monkeypatch, "tiny", stages=stages)
-    write_shard(data / "x_val_000001.bin", TEXT)  # a second is no part of the rules' text
+    write_shard(data / "x_val_000001.bin", TEXT)  # only the first val shard counts
     for path in data.glob(gone):
         path.unlink()
     for name in ("._x_train_000001.bin", "x_train_000003.bin.part", "x_val.bin"):
-        (data / name).write_bytes(b"?")  # nothing that counts
+        (data / name).write_bytes(b"?")  # these names are no shards
     assert re.search(f"{data}: the {message}", refusal(f"{TINY} {flags}", "--data", data))
 
 
@@ -440,12 +440,14 @@ def test_the_shards_that_the_schedule_needs_are_read_in_order(data):
         assert [Path(shard.filename).name for shard in shards["val"]] == [NAMES[2]]
 
 
-@pytest.mark.parametrize("length", [None, 256, 258])  # int32s in the file; None: there is none
-@pytest.mark.parametrize("weight, refused", [(0.25, 1), (0.0, 0), ((0.0, 0.1), 1), ((0.1, 0.0), 1)])
+@pytest.mark.parametrize("length", [None, 256, 258])  # int32s in the file; None: no file
+@pytest.mark.parametrize("weight, refused", [
+    (0.25, True), (0.0, False), ((0.0, 0.1), True), ((0.1, 0.0), True),
+])  # fmt: skip
 def test_prefixes_that_are_not_there_are_refused(
     refusal, data, tmp_path, monkeypatch, length, weight, refused
 ):
-    """Where they are targets: a table for other tokens would be nonsense."""
+    """But only where prefixes are targets, with a weight that is not always 0."""
     path = tmp_path / "no_prefixes.bin"
     if length:
         np.zeros(length, "<i4").tofile(path)
@@ -479,7 +481,7 @@ def test_a_run_of_any_length_goes_through_its_stages(name, steps):
     assert c.total_steps == steps == c.stage_ends[-1]
     assert stages == sorted(stages) and used.keys() == trained
     assert c.stage_at(steps) == len(lengths) - 1
-    for i in trained:  # in proportion, but for the steps that go to stages that would have none
+    for i in trained:  # in proportion, but every stage has at least one step
         assert abs(used[i] - lengths[i] * steps / sum(lengths)) <= len(trained)
 
 
@@ -504,9 +506,9 @@ def test_the_record_has_the_stages_of_upstream():
     assert sum(B * T for B, T, _ in train_gpt.batch_shapes("train", c)) == 338_821_120
 
 
-# ---- The pass over the bytes ---------------------------------------------------------------------
+# ---- What is read from the shards ----------------------------------------------------------------
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0, 500, -1])  # the last is in the tail, which no batch has
+@pytest.mark.parametrize("place", [0, 500, -1])  # no batch has the last token
 def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
     tokens = TEXT.copy()
     tokens[place] = 257
@@ -516,7 +518,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
 
 
 def facts_of(path: Path, tokens, *shapes: tuple[int, int, int]) -> dict:
-    """What the log states of a shard of these tokens, read in these shapes."""
+    """What the log has about a shard of these tokens, which is read in these shapes."""
     shard = train_gpt.open_shard(write_shard(path, tokens))
     return train_gpt.shard_facts(shard, [*shapes], train_gpt.PRESETS["tiny"])
 
@@ -526,7 +528,7 @@ CROWD = r"a sequence of \d+ tokens would hold more than 4,095 documents"
 
 @pytest.fixture
 def crowded(capsys, tmp_path):
-    """Whether documents are refused as too many in a sequence."""
+    """A function: whether tokens are refused, as too many documents for a sequence."""
 
     def is_crowded(tokens, *shapes) -> bool:
         try:
@@ -541,7 +543,7 @@ def crowded(capsys, tmp_path):
 
 
 def test_documents_must_start(tmp_path, capsys):
-    """Without a start, the tokens are of a vocabulary with another --eot."""
+    """Tokens without --eot come from another vocabulary."""
     with pytest.raises(SystemExit):
         facts_of(tmp_path / "a.bin", np.full(999, 7), (8, 64, 0))
     assert "largest token is 7 (--vocab 257), 0 are --eot" in capsys.readouterr().err
@@ -549,6 +551,7 @@ def test_documents_must_start(tmp_path, capsys):
 
 @pytest.mark.parametrize("first", [0, 1, 20_000])  # the first document is no exception
 def test_documents_in_a_row_must_be_few_enough_for_the_code(crowded, first):
+    """A document code has room for 4,095 documents in a sequence."""
     T = 8192
     tokens = np.full(30_000, 7)
     tokens[9000:first:9000] = 256
@@ -562,7 +565,7 @@ def test_documents_in_a_row_must_be_few_enough_for_the_code(crowded, first):
 
 @pytest.mark.parametrize("before", [0, 5])
 def test_documents_that_are_packed_must_be_few_enough_for_the_code(crowded, before):
-    """When each is cut, so many fit in a sequence, however far apart they are."""
+    """Packing cuts every document to max_doc, so that more of them fit in a sequence."""
     tokens = np.full(before + 4096 * 10, 7)
     tokens[before::10] = 256
     assert not crowded(tokens, (8, 8190, 2)) and crowded(tokens, (8, 8191, 2))
@@ -576,7 +579,8 @@ def test_shards_are_checked_for_the_sequences_that_are_read_from_them(
     refusal, data, monkeypatch, split
 ):
     crowd = np.full(70_000, 7)
-    crowd[: 2 * 4096 : 2] = crowd[8192::90] = 256
+    crowd[: 2 * 4096 : 2] = 256
+    crowd[8192::90] = 256
     for path in data.iterdir():
         write_shard(path, crowd)
     if split == "train":
