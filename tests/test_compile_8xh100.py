@@ -1,4 +1,4 @@
-"""compile_8xh100.py: the record is of this train_gpt.py, and it counts as we count by hand."""
+"""compile_8xh100.py: the page is of this train_gpt.py, and it counts as we count by hand."""
 
 import dataclasses
 
@@ -29,13 +29,13 @@ def total(p: hlo.Program) -> int:
     return sum(cost.bytes for cost in estimate.cost_by_cause(p).values())
 
 
-# ---- Whether the record is of this train_gpt.py --------------------------------------------------
-def test_the_record_is_of_the_programs_of_this_train_gpt():
-    record = compile_8xh100.RECORD.read_text()
+# ---- Whether the page is of this train_gpt.py ----------------------------------------------------
+def test_the_page_is_of_the_programs_of_this_train_gpt():
+    page = compile_8xh100.PAGE.read_text()
     version = f"as lowered by jax {jax.__version__}:"
-    if version not in record:
+    if version not in page:
         pytest.skip(f"records/gpu/h100_compile.md has no digest {version}")
-    assert compile_8xh100.digest_line() in record, "python dev/compile_8xh100.py --write renews it"
+    assert compile_8xh100.digest_line() in page, "python dev/compile_8xh100.py --write renews it"
 
 
 ONE_LAYER = dataclasses.replace(MINI, layers=MINI.layers[:1], mudd_head=())
@@ -73,23 +73,23 @@ def test_a_digest_is_of_what_is_compiled(mini, monkeypatch):
 
 
 def test_a_digest_is_added_only_while_the_source_is_that_which_was_compiled(monkeypatch, tmp_path):
-    record = tmp_path / "record.md"
+    page = tmp_path / "page.md"
     monkeypatch.setattr(compile_8xh100, "ROOT", tmp_path)
-    monkeypatch.setattr(compile_8xh100, "RECORD", record)
+    monkeypatch.setattr(compile_8xh100, "PAGE", page)
     monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "abc")
-    record.write_text("- crc32 of train_gpt.py when it was compiled: 1\n")
+    page.write_text("- crc32 of train_gpt.py when it was compiled: 1\n")
     assert compile_8xh100.check_lowered(write=True) == 1
-    record.write_text(f"# Title\n{compile_8xh100.source_line()}\n- another line\n")
-    assert compile_8xh100.check_lowered(write=False) == 1 and "abc" not in record.read_text()
+    page.write_text(f"# Title\n{compile_8xh100.source_line()}\n- another line\n")
+    assert compile_8xh100.check_lowered(write=False) == 1 and "abc" not in page.read_text()
     assert compile_8xh100.check_lowered(write=True) == 0
     expected = (
         f"# Title\n{compile_8xh100.source_line()}\n{compile_8xh100.digest_line()}\n- another line\n"
     )
-    assert record.read_text() == expected
+    assert page.read_text() == expected
     assert compile_8xh100.check_lowered(write=False) == 0
     monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "def")
     assert compile_8xh100.check_lowered(write=True) == 0
-    assert record.read_text() == expected.replace("abc", "def")
+    assert page.read_text() == expected.replace("abc", "def")
 
 
 def test_without_a_plugin_the_script_names_it(monkeypatch, capsys):
