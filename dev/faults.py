@@ -55,7 +55,7 @@ def read_faults() -> list[Fault]:
 
 
 def planted(fault: Fault) -> str:
-    """The text of the fault's file with the fault in it. Raises ValueError if that is impossible."""
+    """The text of the fault's file with the fault in it. Raises ValueError if none can be made."""
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     count = text.count(fault.old)
     if count != 1 or fault.old == fault.new:
