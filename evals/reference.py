@@ -49,7 +49,7 @@ def forward(tokens_T, c, weights):
     x = saved["x0"] + gates["input.bigram"] * saved["bigram"]
     saved["input"] = x
     for i, layer in enumerate(c.layers):
-        if layer.new_gates:  # gates for this layer and those before the next such one
+        if layer.new_gates:  # of this layer and the next ones, until they are renewed
             gates |= run_net(f"gates{i}", x, c, weights, weights["gate_scale"])
         gate = {name.split(".")[1]: g for name, g in gates.items() if name.startswith(f"layer{i}.")}
         if layer.skip_from is not None:
@@ -88,20 +88,20 @@ def embed_tokens(tokens_T, c, weights):
             saved[name] = weights[name][tokens_T]
     embed = weights["embed"][tokens_T]
     smear_T = weights["smear_lambda"] * sigmoid(embed[:, :12] @ weights["smear_gate"])
-    previous = np.concatenate((0 * embed[:1], embed[:-1]))
-    saved["x0"] = norm(embed + smear_T[:, None] * previous)
-    # A pair selects a row by a hash in int32, which wraps around. Another hash, in uint32, selects a
-    # sign for every channel. The first token has no pair: it takes the last row.
-    first = c.bigrams - 1
-    last = tokens_T[:-1].copy()
+    embed_before = np.concatenate((0 * embed[:1], embed[:-1]))
+    saved["x0"] = norm(embed + smear_T[:, None] * embed_before)
+    # A hash of the pair in int32, which may wrap around, is its row in the table. A hash in uint32
+    # is the sign of every channel. As upstream, the second token hashes last_row for the first one.
+    last_row = c.bigrams - 1
     token = tokens_T[1:]
-    number_T = np.append(0, (token ^ last) % 8192)
-    last[:1] = first
-    row_T = np.append(first, (36313 * token ^ 27191 * last) % first)
-    hash_TD = (number_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32)
-    hash_TD = hash_TD * np.uint32(0x9E3779B1)
-    hash_TD = (hash_TD ^ (hash_TD >> 15)) * np.uint32(0x85EBCA77)
-    sign_TD = 1 - 2 * (hash_TD >> 31).astype(np.float32)  # by the top bit
+    previous = tokens_T[:-1].copy()
+    seed_T = np.append(0, (token ^ previous) % 8192)
+    previous[:1] = last_row
+    row_T = np.append(last_row, (36313 * token ^ 27191 * previous) % last_row)
+    bits_TD = (seed_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32)
+    bits_TD = bits_TD * np.uint32(0x9E3779B1)
+    bits_TD = (bits_TD ^ (bits_TD >> 15)) * np.uint32(0x85EBCA77)
+    sign_TD = 1 - 2 * (bits_TD >> 31).astype(np.float32)
     saved["bigram"] = weights["bigram"][row_T] * sign_TD
     return saved
 
