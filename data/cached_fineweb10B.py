@@ -83,7 +83,8 @@ def is_temporary(error: Exception) -> bool:
 
 
 def persistently(call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Calls a function up to four times; returns what it returns, or raises its last error."""
+    """Calls a function, and after a temporary error again: at most 1 + len(PAUSES) times. Returns
+    what it returns, or raises its last error."""
     for pause in PAUSES:
         try:
             return call(*args, **keywords)
@@ -102,9 +103,7 @@ def explain(error: Exception, repo: str, revision: str) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{repo} does not exist or is private: set HF_TOKEN to a token that may read it"
     if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            f"{repo} has no revision {printable(revision)}: pass another --revision, such as main"
-        )
+        return f"{repo} has no revision {printable(revision)}: pass another --revision, as main"
     if status == 401:
         return f"{hub} refuses the token: set HF_TOKEN to a valid one, or unset it ({why})"
     if status:

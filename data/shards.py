@@ -191,7 +191,7 @@ def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
     if len(prefixes) > 1:
         sets = ", ".join(sorted(prefixes))
         raise Fault(f"has shards of several sets, {sets}: give each its own folder")
-    prefix = "".join(prefixes)
+    prefix = "".join(prefixes)  # the only one
     for split, names in shards.items():
         if not names:
             raise Fault(f"has no {split} shard: data/README.md says how to make some")

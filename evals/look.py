@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
     name: str
     caller: str  # the recorded function that called it; "": forward() did
-    layer: int  # in which layer; between two, the next one; after the last, the number of layers
+    layer: int  # where it ran; between two layers the next one, after all layers their number
     arguments: tuple
     result: Any
 
@@ -51,9 +51,8 @@ def record_calls(code: ModuleType, calls: list[Call]) -> Any:
         function = getattr(code, name)
 
         def run(*arguments, **options):
-            layer = len(
-                [call for call in calls if call.name in BLOCKS]
-            )  # blocks that have returned
+            finished_blocks = [call for call in calls if call.name in BLOCKS]
+            layer = len(finished_blocks)
             stack.append(name)
             result = function(*arguments, **options)
             stack.pop()
@@ -227,9 +226,7 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
     layers = [describe(layer) for layer in w.c.layers]
     figure, ax = plt.subplots(figsize=(3 + 0.9 * len(layers), 4.8), layout="constrained")
     ax.bar([*heads], windows, alpha=0.2, label="window")
-    ax.axhline(
-        least, color="tab:red", ls=":", label="document before the measured queries, at least"
-    )
+    ax.axhline(least, color="tab:red", ls=":", label="document before measured queries, at least")
     ax.plot(x, mean, "o", color="black", label="attention of a head: mean distance")
     ax.plot(x, half, "_", color="black", label="attention of a head: half is within")
     ax.plot(x, most, "^", color="black", label="attention of a head: 90 % is within")

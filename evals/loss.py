@@ -74,9 +74,7 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
 def main() -> None:
     """Prints the losses that the command line asks for, and draws them."""
     cli = weights.parser(__doc__)
-    cli.add_argument(
-        "shards", type=Path, metavar="SHARDS", help="a shard, or a folder with *_val_*.bin"
-    )
+    cli.add_argument("shards", type=Path, metavar="SHARDS", help="*_val_*.bin, or its folder")
     cli.add_argument("--S", type=int, help="tokens of short windows; default: the run's")
     cli.add_argument("--L", type=int, help="tokens of long windows; default: the run's")
     cli.add_argument("--T", type=int, help="tokens of a sequence; default: the run's validation")
@@ -115,8 +113,8 @@ def main() -> None:
     rows = by_position(tokens, losses, c.eot)
     print(f"{loss:.4f} nats per token, {bits:.4f} bits per byte")
     print(f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes")
-    print(f"windows {S}, {L}; T {T}")
-    print("position      to    tokens  nats/token")
+    print(f"windows of {S} and {L} tokens, sequences of {T}")
+    print("position      to    tokens  nats/token +- standard error")
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
     draw(rows, f"{args.weights.stem}: {loss:.4f} nats per token", out)
 

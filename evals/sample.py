@@ -45,9 +45,8 @@ def generate(run: Callable, tokens: list[int], args: argparse.Namespace, longest
     while rows.shape[1] < min(len(tokens) + args.tokens, longest):
         length = rows.shape[1]
         T = max(256, 1 << (length - 1).bit_length())  # powers of two: few programs compile
-        padded = np.pad(
-            rows, ((0, 0), (0, T + 1 - length))
-        )  # attention is causal: it has no effect
+        # Attention is causal, so that the padding after the text has no effect on it.
+        padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))
         logits_BV = np.asarray(run(padded, np.full(args.samples, length - 1)))
         step = [draw(logits, args, rng) for logits, rng in zip(logits_BV, rngs, strict=True)]
         yield step
@@ -110,9 +109,7 @@ def main() -> None:
     cli.add_argument("--seed", type=int, default=0, help="the same one makes the same text")
     cli.add_argument("--temperature", type=float, default=0.8, help="0: take the likeliest token")
     cli.add_argument("--top_k", type=int, default=0, help="draw from this many likeliest; 0: all")
-    cli.add_argument(
-        "--top_p", type=float, default=0.95, help="draw from this share of probability"
-    )
+    cli.add_argument("--top_p", type=float, default=0.95, help="total probability to draw from")
     cli.add_argument("--interactive", action="store_true", help="ask for prompts")
     args = cli.parse_args()
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
