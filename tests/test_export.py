@@ -104,7 +104,7 @@ def test_the_reference_is_the_model(exports, name):
 # Faults to plant in reference.py; more are in dev/faults/evals.toml.
 MUTATIONS = """
 np.float32(c.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
-(36313 * token ^ 27191 * last) -> (36313 * last ^ 27191 * token)
+(36313 * token ^ 27191 * previous) -> (36313 * previous ^ 27191 * token)
 back <= window -> back < window
 np.arange(H) % pair -> np.arange(H) // (H // pair)
 x if layer.attend_to is None else -> x if True else

@@ -132,7 +132,8 @@ def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, caps
 # Text of the tool, and what a fault puts in its place. More faults are in dev/faults/evals.toml.
 FAULTS = {
     "": [""], "np.argmin": ["np.argmax"], "[sums, sums / counts]": ["[sums, sums]"],
-    "spans[:, :1] <= at": ["spans[:, :1] < at"], "at < spans[:, 1:]": ["at <= spans[:, 1:]"],
+    "spans[:, :1] <= index": ["spans[:, :1] < index"],
+    "index < spans[:, 1:]": ["index <= spans[:, 1:]"],
     "tokens[:, 1:])": ["tokens[:, :-1])"], '" " + ending': ["ending"],
 }  # fmt: skip
 

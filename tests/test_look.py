@@ -160,10 +160,10 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
 def test_streams_are_all_terms_of_the_last_sums(trained):
     found = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
     assert " / ".join(found) == (
-        "layer 5, v: own v value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: own "
-        "stream mlp / layer 3, v: own v input layer1 layer2 value1 / layer 3, stream: layer2 "
-        "input layer1 layer2 / layer 3, stream: own stream attention input bigram / layer 3, "
-        "stream: own stream mlp / head: layer3 input layer1 layer2 value0 layer0")  # fmt: skip
+        "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
+        "/ layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: layer2 input layer1 "
+        "layer2 / layer 3, stream: x attention input bigram / layer 3, stream: x mlp / head: "
+        "layer3 input layer1 layer2 value0 layer0")  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1

@@ -131,7 +131,14 @@ def positions_by_hand(inputs, losses) -> list[list[float]]:
             for size, x in sorted(bins.items())]  # fmt: skip
 
 
-@faults([("", ""), ("at, 0)", "0, 0)"), ("at, 0)", "at + 1, 0)"), ("[:, :-1] ==", "[:, 1:] ==")])
+@faults(
+    [
+        ("", ""),
+        ("index, 0)", "0, 0)"),
+        ("index, 0)", "index + 1, 0)"),
+        ("[:, :-1] ==", "[:, 1:] =="),
+    ]
+)
 def test_a_position_is_what_was_read_of_the_document(run, old, new):
     tokens = run.tokens[:1281].reshape(3, 427)  # rows 1 and 2 begin within a document
     losses = np.random.default_rng(1).normal(5, 1, (3, 426)).astype("f4")
