@@ -118,7 +118,7 @@ CURES = {  # what JAX's message may contain, and what helps
     "803|SYSTEM_DRIVER_MISMATCH|version mismatch": "the driver's library and the kernel's module "
     "differ: restart the machine, or the container",
     "no CUDA-capable device|NO_DEVICE": "check CUDA_VISIBLE_DEVICES and nvidia-smi",
-    "libtpu|TPU": "another process may use the TPU: restart the session, and do not import jax in "
+    "'tpu'|libtpu": "another process may use the TPU: restart the session, and import no jax in "
     "the notebook",
 }
 
