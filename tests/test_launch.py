@@ -127,6 +127,12 @@ def test_lack_of_memory_is_explained(start):
 def test_any_other_error_is_shown(start):
     code, _, err = end(start(FAILS.format("INTERNAL: no luck")))
     assert code == 1 and "Traceback" in err and "no luck\nmore" in err and "memory" not in err
+    assert "--val_T" not in err
+
+
+def test_a_plan_that_cudnn_refuses_names_what_to_try(start):
+    code, _, err = end(start(FAILS.format("INTERNAL: CUDNN_STATUS_NOT_SUPPORTED: no valid plan")))
+    assert code == 1 and "Traceback" in err and "try --val_T 131072" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("message", [
