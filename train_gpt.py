@@ -28,6 +28,7 @@ import dataclasses
 import faulthandler
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import itertools
 import json
@@ -174,7 +175,7 @@ class Config:
     x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
     w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
-    attention: str = "cudnn"    # kernel of jax.nn.dot_product_attention; fit_devices() may set xla
+    attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
@@ -183,6 +184,7 @@ class Config:
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
     save: int = 1               # 0: do not save the weights (2.5 GB for the record)
     seed: int = -1              # of the initial weights; -1: a fresh one
+    fit: int = 1                # 1: where memory is short, a row of FITS replaces some of these
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
     resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
     force: int = 0              # 1: resume although source, flags or tokens have changed
@@ -318,9 +320,22 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         bigrams=16384, eot=256, batch=4, microbatch=4, head_chunk=256, dc_window=56, prefixes="",
         adam_lr=0.012, cooldown_start=147 / 368, cooldown_end=1.0, untie=245 / 368,
         momentum_warmup=300 / 368, momentum_cooldown=50 / 368, data="data/source_code",
-        val_every=92, val_T=1024, val_tokens=65536, target=1.38,
+        val_every=92, val_T=1024, val_tokens=65536, target=1.38, fit=0,
     ),
 }  # fmt: skip
+
+# The record where memory is short: flags, and the gigabytes that JAX must have of every device, by
+# the number of devices; dev/compile_8xh100.py. With twice the batch, a step has as many tokens, in
+# sequences half as long: the same model from another stream of tokens. The last row is another
+# model, with a smaller bigram table.
+MEMORY_FLAGS = ("batch", "microbatch", "head_chunk", "val_T", "bigrams")  # each turns FITS off
+FITS = (
+    ({}, {1: 34.0, 2: 28.0, 4: 25.0, 8: 23.0}),
+    ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.0, 4: 20.0, 8: 18.5}),
+    ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 19.5, 2: 15.0, 4: 12.0, 8: 11.0}),
+    ({"batch": 64, "head_chunk": 2048, "val_T": 32768, "bigrams": 65536},
+     {1: 14.0, 2: 11.0, 4: 9.0, 8: 8.0}),
+)  # fmt: skip
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -494,10 +509,57 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
 def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
     """[window] Each query attends to its own position and the `window` before it; scores are q.k
     times scale. (B, T, H, K)."""
+    if c.attention == "band":
+        return band_attention(q_BTHK, k_BTHK, v_BTHK, window, scale)
     # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
     # open, and queries see the future.
-    options = {"is_causal": True, "local_window_size": (window, 0), "implementation": c.attention}
+    options = {"is_causal": True, "local_window_size": (window, 0), "implementation": "cudnn"}
     return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, scale=scale, **options)
+
+
+def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
+    """attend() in plain JAX, for devices without cuDNN's kernel. Positions are cut into n bands of
+    W >= window, or into two: the queries i of a band see the keys j of their band and of the one
+    before. Bands are computed one after the other, and once more for the gradient, so that memory
+    grows with T * window and not with T * T."""
+    B, T, H, K = q_BTHK.shape
+    W = min(max(window, 1), -(-T // 2))
+    q_BnWHK = in_bands(q_BTHK, W)
+    bands = jnp.arange(q_BnWHK.shape[1])
+
+    @jax.checkpoint
+    def one_band(band, q, k, v):
+        scores = scale * jnp.einsum("BiHK,BjHK->BHij", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(band_mask(band, W, window), scores, -jnp.inf)
+        return jnp.einsum("BHij,BjHK->BiHK", jax.nn.softmax(scores).astype(v.dtype), v)
+
+    arrays = (q_BnWHK, in_two_bands(k_BTHK, W), in_two_bands(v_BTHK, W))
+    arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
+    y_nBWHK = lax.map(lambda band: one_band(*band), (bands, *arrays))
+    return jnp.moveaxis(y_nBWHK, 0, 1).reshape(B, -1, H, K)[:, :T]
+
+
+def in_bands(x_BT: Array, W: int) -> Array:
+    """Cuts the positions of (B, T, ..) into bands, (B, n, W, ..); zeros fill up the last one."""
+    B, T, *rest = x_BT.shape
+    n = -(-T // W)
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, n * W - T), *[(0, 0)] * len(rest)])
+    return x_BT.reshape(B, n, W, *rest)
+
+
+def in_two_bands(x_BT: Array, W: int) -> Array:
+    """Each band behind the one before it, (B, n, 2 W, ..); zeros are before the first."""
+    x_BnW = in_bands(x_BT, W)
+    before = jnp.pad(x_BnW[:, :-1], [(0, 0), (1, 0), *[(0, 0)] * (x_BnW.ndim - 2)])
+    return jnp.concatenate((before, x_BnW), axis=2)
+
+
+def band_mask(band: Array, W: int, window: int) -> Array:
+    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands, where the
+    own position of query i is j = W + i."""
+    query, key = jnp.ogrid[:W, : 2 * W]
+    distance = query + W - key
+    return (0 <= distance) & (distance <= window) & ((key >= W) | (band > 0))
 
 
 def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
@@ -507,28 +569,19 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
         map = sum over h of w_in[h] softmax(scores[h])     w_in is scaled to rms 1 over the heads
         y[h] = w_out[h] (map @ v[h])
 
-    Queries see only the nearest dc_window keys. So that no T x T array exists, positions are cut
-    into n bands of W >= dc_window: the queries i of a band see the keys j of their band and of the
-    one before.
+    Queries see only the nearest dc_window keys, so positions are cut into bands as in
+    band_attention(), and no T x T array exists.
     """
-    B, T = q_BTHK.shape[:2]
-    W = 1 << (c.dc_window - 1).bit_length()  # the next power of two
-    W = W if T % W == 0 else T  # one band, if they would not fill T
-
-    def bands(x):
-        return x.reshape(B, T // W, W, *x.shape[2:])
-
-    def two_bands(x):  # the one before, then each band; before band 0 is the last one, masked below
-        return jnp.concatenate((jnp.roll(bands(x), 1, axis=1), bands(x)), axis=2)
-
-    band, query, key = jnp.ogrid[: T // W, :W, : 2 * W]
-    distance = query + W - key
-    mask_nij = (0 <= distance) & (distance < c.dc_window) & ((key >= W) | (band > 0))
-    scores = scale * dc_scores(bands(q_BTHK), two_bands(k_BTHK))
+    B, T, H, K = q_BTHK.shape
+    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))  # a power of two, or two bands
+    scores = scale * dc_scores(in_bands(q_BTHK, W), in_two_bands(k_BTHK, W))
+    bands_n11 = jnp.arange(scores.shape[1])[:, None, None]
+    mask_nij = band_mask(bands_n11, W, c.dc_window - 1)
     maps_BnHij = jax.nn.softmax(jnp.where(mask_nij[:, None], scores, -jnp.inf), axis=-1)
     w_in = w_in_BTH * lax.rsqrt(jnp.square(w_in_BTH).mean(axis=-1, keepdims=True) + 1e-6)
-    mixed = jnp.einsum("BnHij,BniH->Bnij", maps_BnHij, bands(w_in)).astype(v_BTHK.dtype)
-    y = jnp.einsum("Bnij,BnjHK->BniHK", mixed, two_bands(v_BTHK)).reshape(q_BTHK.shape)
+    mixed = jnp.einsum("BnHij,BniH->Bnij", maps_BnHij, in_bands(w_in, W)).astype(v_BTHK.dtype)
+    y = jnp.einsum("Bnij,BnjHK->BniHK", mixed, in_two_bands(v_BTHK, W))
+    y = y.reshape(B, -1, H, K)[:, :T]
     return (w_out_BTH[..., None] * y).astype(v_BTHK.dtype)
 
 
@@ -1322,12 +1375,29 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     return jax.tree.map_with_path(shape_of, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
 
 
-def make_state(c: Config, mesh: Mesh) -> State:
+def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     """The state at the start of a run; the same numbers on any number of devices. main() has
-    replaced a seed of -1; for tools that have not, it is 0."""
+    replaced a seed of -1; for tools that have not, it is 0. It takes the memory of an old state:
+    the first call of a program with other addresses is slow."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     seed = np.uint32(max(0, c.seed))
-    return jax.jit(initial_state, static_argnums=1, out_shardings=shardings)(seed, c)
+
+    def start(old, seed):
+        return initial_state(seed, c)
+
+    options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
+    return jax.jit(start, **options)(old, seed)
+
+
+def empty_state(c: Config, mesh: Mesh) -> State:
+    """A state of zeros, to try programs on."""
+    shapes = state_shapes(c, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+
+    def zeros():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=shardings)()
 
 
 def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
@@ -1434,6 +1504,8 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_dynamic_slice_fusion": False,  # matmuls in such fusions are not autotuned
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # gradients are sent at once
         "xla_allow_excess_precision": False,  # or the residual stream would stay in float32
+        "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
+        "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
     # YNNPACK's kernels are slower in jax 0.10 than those that they replace, and faster since 0.11.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
@@ -1514,11 +1586,9 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
     sequences are [(0, 3), (3, 6)], [(12, 16), ...]. With max_doc 0, a sequence is one piece, which
     begins with the last target of the one before. What is left of a shard at its end is dropped.
     """
-    starts = [len(shard)]
-    if any(max_doc for *_, max_doc in shapes):
-        starts = [*np.flatnonzero(shard == c.eot).tolist(), len(shard)]
+    documents = find_documents(shard, c)
+    start, end = -1, 0  # of the document that comes next
     cursor = 0  # all tokens before this one are taken or dropped
-    document = 0  # number of the first document from the cursor on
     for sequences, T, max_doc in shapes:
         batch = []
         for _ in range(sequences):
@@ -1529,18 +1599,31 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
                 cursor += T  # the last token is only a target here: the next sequence reads it
                 room = 0
             while room:
-                while starts[document] < cursor:
-                    document += 1
-                if starts[document] == len(shard):
+                while start < cursor:
+                    start, end = next(documents, (len(shard), len(shard)))
+                if start == len(shard):
                     return
-                size = min(room, max_doc, starts[document + 1] - starts[document])
-                pieces.append((starts[document], starts[document] + size))
-                cursor = starts[document + 1]
+                size = min(room, max_doc, end - start)
+                pieces.append((start, start + size))
+                cursor = end
                 room -= size
             batch.append(pieces)
         if batch[-1][-1][1] > len(shard):
             return
         yield batch
+
+
+def find_documents(shard: np.ndarray, c: Config) -> Iterator[tuple[int, int]]:
+    """(start, end) of every document of a shard. It reads a million tokens at a time, because the
+    first batch is found on the clock."""
+    start = None
+    for first in range(0, len(shard), 1_000_000):
+        for offset in np.flatnonzero(shard[first : first + 1_000_000] == c.eot).tolist():
+            if start is not None:
+                yield start, first + offset
+            start = first + offset
+    if start is not None:
+        yield start, len(shard)
 
 
 def find_data(c: Config) -> dict[str, list[np.memmap]]:
@@ -1632,6 +1715,8 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
             parser.add_argument(f"--{field.name}", type=field.type)
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
+    if any(name in flags for name in MEMORY_FLAGS):
+        flags = {"fit": 0} | flags
     try:
         return preset, dataclasses.replace(PRESETS[preset], **flags)
     except ValueError as error:
@@ -1639,23 +1724,77 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
-    """The devices of all hosts, and the configuration with dtypes that they support."""
+    """The devices of all hosts, and the configuration that fits them."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
-    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
-    if preset == "record" and devices[0].platform == "cpu":
-        warn("JAX sees only a CPU, but the record needs GPUs; without them: ./run.sh tiny")
+    if preset == "record" and devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu":
+        refuse(
+            "JAX sees only a CPU, but the record needs GPUs or TPUs; without them: ./run.sh tiny; "
+            "JAX_PLATFORMS=cpu trains it on the CPU all the same"
+        )
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
         refuse(
             f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
             "for more, dev/hosts.md says which --batch and --head_chunk to choose"
         )
-    if not gpu or c.compute != "bfloat16":  # cuDNN has no float32
-        c = dataclasses.replace(c, attention="xla")
-    if gpu and float(devices[0].compute_capability) < 8.9:  # before Ada and Hopper: no FP8
-        c = c.without_fp8()
+    c = fit_kernels(devices[0], fit_memory(devices, c))
+    lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
+    if c.attention == "cudnn" and any(T % 128 for T in lengths):
+        refuse(
+            f"sequences of {sorted(lengths)} tokens: cuDNN's gradients may be NaN where this is no "
+            "multiple of 128; choose another --batch or --val_T, or --attention band"
+        )
     return devices, c
+
+
+def fit_memory(devices: list[jax.Device], c: Config) -> Config:
+    """The first row of FITS for which these devices have the memory, if c.fit asks for it."""
+    if not c.fit:
+        return c
+    memory = device_memory(devices)
+    n = min(8, len(devices))
+    for flags, gigabytes in FITS:
+        if memory >= gigabytes[n]:
+            return dataclasses.replace(c, **flags)
+    refuse(
+        f"JAX has {memory:.1f} GB of each of {n} devices, but the smallest row of FITS needs "
+        f"{gigabytes[n]} GB: use ./run.sh tiny, or more devices"
+    )
+
+
+def fit_line(c: Config, fitted: Config) -> str:
+    """A line for the log about what fit_memory() has changed, "" if nothing."""
+    changed = [name for name in MEMORY_FLAGS if getattr(c, name) != getattr(fitted, name)]
+    if not changed:
+        return ""
+    flags = " ".join(f"--{name} {getattr(fitted, name)}" for name in changed)
+    what = "as many tokens a step, in shorter sequences"
+    if "bigrams" in changed:
+        what += " and with a smaller bigram table, so this is not the record"
+    return f"fitted to the memory of the devices by {flags}: {what}; --fit 0 runs it as it is"
+
+
+def device_memory(devices: list[jax.Device]) -> float:
+    """Gigabytes that JAX has of the smallest device, of all hosts; infinite where it does not
+    state them, as on CPUs."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() or {} for device in local]
+    least = min(stat.get("bytes_limit", math.inf) for stat in stats) / 1e9
+    return float(process_allgather(np.float32(least)).min())
+
+
+def fit_kernels(device: jax.Device, c: Config) -> Config:
+    """The kernel for attention and the dtypes of matmuls that a device supports."""
+    # Only NVIDIA's compute capabilities are numbers: AMD's are like gfx942, others have none.
+    capability = getattr(device, "compute_capability", "")
+    capability = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
+    if capability < 8.0 or c.compute != "bfloat16":
+        c = dataclasses.replace(c, attention="band")
+    generation = re.search(r"\d+", device.device_kind) if device.platform == "tpu" else None
+    if 0 < capability < 8.9 or (generation and int(generation[0]) < 7):
+        c = c.without_fp8()  # which would be refused or emulated
+    return c
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -1783,6 +1922,7 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
     driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
+    versions |= accelerator_wheels()
     return {
         "hosts": jax.process_count(),
         "versions": versions,
@@ -1798,14 +1938,19 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
     }
 
 
+def accelerator_wheels() -> dict[str, str]:
+    """Versions of the installed wheels of cuDNN, cuBLAS with cuBLASLt, NCCL and libtpu, by name."""
+    wheels = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
+    wanted = re.compile("nvidia-(cudnn|cublas|nccl)|libtpu")
+    return {name: wheels[name] for name in sorted(filter(wanted.match, filter(None, wheels)))}
+
+
 # ---- Run -----------------------------------------------------------------------------------------
 NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 
 
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
-    """Compiles every program of the run, by (stage, update_all) and (stage, "val"), and runs each
-    once, on a state and tokens that are thrown away: the first call loads it and sets up the
-    communication between devices."""
+    """Compiles every program of the run, by (stage, update_all) and (stage, "val")."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
     val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
@@ -1819,10 +1964,19 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
             return compile_val_step(stage, c, mesh)
         return compile_train_step(stage, kind, c, mesh)
 
-    pool = ThreadPoolExecutor(8)
-    first = pool.submit(compile_one, keys[0]).result()  # alone: autotuning measures
+    # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
+    pool = ThreadPoolExecutor(8 if device_memory(mesh.local_devices) > 40 else 2)
+    first = pool.submit(compile_one, keys[0]).result()
     programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
-    state = make_state(c, mesh)
+    log.facts({"compile": {"seconds": time.perf_counter() - start}})
+    return programs
+
+
+def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
+    """Runs every program once, because the first call loads it and sets up the communication
+    between devices. Tokens and numbers are zeros. Nothing of the state is used but its memory, in
+    which main() makes the first one."""
+    state = empty_state(c, mesh)
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
@@ -1832,14 +1986,14 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
             jax.block_until_ready(program(validated(state), *zeros))
         else:
             state, _ = jax.block_until_ready(program(state, *zeros))
-    log.facts({"compile": {"seconds": time.perf_counter() - start}})
-    return programs
+    return state
 
 
-def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict, arrays: dict):
-    """Trains, from fresh weights or from a checkpoint, whose facts and arrays these are. Returns
-    the trained weights and the RESULT. Checkpoints save the facts."""
-    state = jax.block_until_ready(restore(arrays, c, mesh) if arrays else make_state(c, mesh))
+def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict):
+    """Trains from a state, a fresh one or that of a checkpoint, whose facts these are. Returns the
+    trained weights and the RESULT. Checkpoints save the facts."""
+    resumed = "step" in facts
+    jax.block_until_ready(state)
     exits = []  # exit statuses, asked for by signals and by losses that are not finite
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: exits.append(128 + received))
@@ -1888,7 +2042,7 @@ def train(c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: 
         pending.append((step + 1, loss))
         show_losses()
 
-    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": bool(arrays)}
+    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": resumed}
     return validated(state), result_facts(val_loss, step, c, mesh) | result
 
 
@@ -1981,14 +2135,34 @@ def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) ->
         sys.exit(status)
 
 
+def set_compilation_cache() -> None:
+    """Lets JAX keep compiled programs in .cache/jax, unless JAX_COMPILATION_CACHE_DIR names another
+    folder. They contain plans of cuDNN, whose version is not in JAX's key, so it is in the path.
+    Several processes keep none: in the second run, only process 0 would find its programs, and the
+    others would wait for it to tune theirs."""
+    if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
+        return
+    versions = [v for name, v in accelerator_wheels().items() if name.startswith("nvidia-cudnn")]
+    folder = f".cache/jax/cudnn-{versions[0]}" if versions else ".cache/jax"
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
 def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     """Runs a preset. `command` is how it was started, for the line that says how to resume. Where
     several processes train together, dev/launch.py has called jax.distributed.initialize()."""
     preset, c = parse_config(argv)
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", ".cache/jax")
+    set_compilation_cache()
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
+
+    # Devices, and what fits their memory. Their kernels and dtypes are chosen below: a checkpoint
+    # may be resumed with others.
+    devices, fitted = fit_devices(preset, c)
+    fit = fit_line(c, fitted)
+    c = fit_memory(devices, c)
+    mesh = make_mesh(devices)
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
 
     # Data: find the shards, and read all of each for the log.
     shards = find_data(c)
@@ -2006,23 +2180,27 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     facts["identity"] = identity(c, data)
     facts["command"] = re.sub(f" --resume[ =]{resume}", "", f"{command} {shlex.join(argv)}")
 
-    # Devices.
-    devices, c = fit_devices(preset, c)
-    mesh = make_mesh(devices)
-    hardware = f"{len(devices)} x {devices[0].device_kind}"
-    machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
     if facts.get("machine", machine) != machine:
         warn(f"{c.resume} is from {facts['machine']}, this is {machine}: not equal bit by bit")
     facts["machine"] = machine
 
     # Run. After a change, it is another run, with a log of its own.
+    c = fit_kernels(devices[0], c)
     log = Log("" if changed else facts.get("log", ""))
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
     log.facts({"data": data} | run_facts(preset, c, devices, argv))
+    if fit:
+        log.line(fit)
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
-    weights, result = train(c, mesh, programs, shards, log, facts, arrays)
+    state = warm_up(programs, c, mesh)
+    if arrays:
+        del state  # before the restored one takes as much memory
+        state = restore(arrays, c, mesh)
+    else:
+        state = make_state(c, mesh, state)
+    weights, result = train(state, c, mesh, programs, shards, log, facts)
     path = log.path.with_suffix(".npz")
     try:
         if c.save:

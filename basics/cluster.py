@@ -1,13 +1,14 @@
-"""Several processes, one mesh: a step on the devices of two machines, here two processes of 4.
+"""Several processes, one mesh: steps on two machines' devices, here two processes with 4 each.
 
 Run     ./run.sh basics/cluster.py [--draw FILE.svg]    starts itself twice, with --join
         srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 python basics/cluster.py --join
         WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=29500 python basics/cluster.py --join
         and with RANK=1 on the other machine; torchrun --no-python ... sets these by itself
-Look    at `work`: each process must feed other rows, and no error is raised if both feed the same
+Look    at `work`: the processes must feed different rows, but JAX raises no error if both feed the
+        same
 Source  docs.jax.dev, "Introduction to multi-controller JAX"
-In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. Joining is not there, but in
-        dev/launch.py, which reads more launchers' variables and compares source, flags and tokens
+In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. Its processes are joined by
+        dev/launch.py, which knows more launchers and compares source, flags and tokens
 """
 
 import os
@@ -34,7 +35,8 @@ PATIENCE = 100  # seconds after which the starter gives up
 
 # ---- What each process does ----------------------------------------------------------------------
 def join() -> None:
-    """Makes one JAX of all processes: jax.devices() are everyone's, jax.local_devices() ours."""
+    """Connects all processes. After it, jax.devices() lists the devices of all processes, and
+    jax.local_devices() those of this one."""
     sys.excepthook = end_at_once
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     options = dict(initialization_timeout=60, heartbeat_timeout_seconds=20)
@@ -44,18 +46,20 @@ def join() -> None:
         options["num_processes"] = int(os.environ["WORLD_SIZE"])
         options["process_id"] = int(os.environ["RANK"])
         options["cluster_detection_method"] = "deactivate"
-    # Otherwise JAX finds Slurm, Open MPI 4 or a TPU pod. [] means all devices of this machine, of
-    # which it would take one under Slurm.
+    # Without these options, JAX asks Slurm, Open MPI 4 or the TPU pod. [] means all devices of this
+    # machine: under Slurm, JAX would take one.
     jax.distributed.initialize(local_device_ids=[], **options)
 
 
 def end_at_once(*error) -> None:
-    """After an exception, sys.exit would wait for the other processes, and they for this one."""
+    """Handles an exception. sys.exit would wait for the other processes, and they for this one."""
     sys.__excepthook__(*error)
     os._exit(1)
 
 
 def step(params: dict, x: Array, y: Array) -> tuple[dict, Array]:
+    """One step of gradient descent. x: (rows, WIDTH), y: (rows,). Returns parameters and loss."""
+
     def loss_fn(params):
         return jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - y).mean()
 
@@ -73,12 +77,13 @@ def train(params: dict, x: Array, y: Array, **options) -> dict[str, np.ndarray]:
 
 
 def work(folder: str = "", dies: str = "") -> None:
-    """Trains twice, and saves the results: with this process's half of the rows, and, by mistake,
-    with the first half in both processes."""
+    """Trains twice and saves the results in a folder: first with this process's half of the rows,
+    then, by mistake, with the first half in both processes. If `dies` is not empty, the process
+    kills itself after the first training."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, P())
     spread = NamedSharding(mesh, P("data"))
-    params, *data = make()  # device_put compares params: all must have made the same
+    params, *data = make()  # device_put raises an error if processes have different params
     for name, part in {"different": jax.process_index(), "same": 0}.items():
         parts = [np.split(rows, jax.process_count())[part] for rows in data]
         arrays = [jax.make_array_from_process_local_data(spread, rows) for rows in parts]
@@ -97,23 +102,23 @@ def start(folder: str, *dies: str) -> list[int]:
     """Starts two processes on this machine and returns their exit codes. With `dies`, process 1
     kills itself while it works."""
     with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1] - 1
+        port = free.getsockname()[1] - 1  # join() adds 1
     env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     env |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2")
     processes = []
-    for rank, options in enumerate(([], dies)):
+    for rank, options in (0, ()), (1, dies):
         process = subprocess.Popen(
             [sys.executable, __file__, "--join", folder, *options],
             env=env | dict(RANK=str(rank)),
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL if dies else None,
+            stderr=subprocess.DEVNULL if dies else None,  # process 0 complains of the loss of 1
         )
         processes.append(process)
     return wait(processes)
 
 
 def wait(processes: list[subprocess.Popen]) -> list[int]:
-    """Waits until both have ended or one has failed, then kills what is left."""
+    """Waits until both have ended or one has failed, and kills those that still run."""
     deadline = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < deadline:
@@ -129,7 +134,7 @@ def wait(processes: list[subprocess.Popen]) -> list[int]:
 
 # ---- Plumbing ------------------------------------------------------------------------------------
 def make() -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
-    """Parameters; inputs, targets and numbers of all rows."""
+    """Parameters; inputs, targets and numbers of all rows. The numbers show which row is where."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -139,7 +144,7 @@ def make() -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
     return params, normal(ROWS, WIDTH), normal(ROWS), np.arange(ROWS, dtype=np.float32)
 
 
-def draw(path: str, alone: dict, different: dict, same: dict, real: float) -> None:
+def draw(path: str, alone: dict, different: dict, same: dict, loss_on_all_rows: float) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
@@ -147,7 +152,7 @@ def draw(path: str, alone: dict, different: dict, same: dict, real: float) -> No
     axes.plot(alone["losses"], "C0", lw=5, alpha=0.4, label="one device")
     axes.plot(different["losses"], "C0", label="two processes of 4 devices")
     axes.plot(same["losses"], "C1", label="two processes, fed the same half")
-    axes.plot(STEPS - 1, real, "C1o", label="of its weights, on all rows")
+    axes.plot(STEPS - 1, loss_on_all_rows, "C1o", label="of its weights, on all rows")
     axes.set(xlabel="step", ylabel="loss that is reported", yscale="log")
     axes.legend()
     plt.savefig(path, metadata={"Date": None})
@@ -175,24 +180,33 @@ def main() -> None:
     alone = train(params, x, y)
     with tempfile.TemporaryDirectory() as folder:
         codes = start(folder)
-        check(f"two processes of 4 devices: exit codes {codes}", codes == [0, 0])
+        check(f"two processes with 4 devices each: exit codes {codes}", codes == [0, 0])
         first = dict(np.load(f"{folder}/different0.npz"))
         second = dict(np.load(f"{folder}/different1.npz"))
         same = dict(np.load(f"{folder}/same0.npz"))
     check("every row is on one device", [*first["rows"], *second["rows"]] == [*numbers])
-    errors = [np.abs(run[name] - alone[name]).max() for name in alone for run in (first, second)]
-    error = max(errors)
+    errors = []
+    for run in first, second:
+        for name in alone:
+            errors.append(np.abs(run[name] - alone[name]).max())
+    error = np.max(errors)
     check(f"losses, weights: {error:.0e} from one device's, below 1e-5", error < 1e-5)
     reported = same["losses"][-1]
     right = alone["losses"][-1]
-    _, real = step(same, x, y)
-    text = f"the same half twice: loss {reported:.1e}, not {right:.1e}; of all rows {real:.1e}"
-    check(text, reported < right < real)
+    _, on_all_rows = step(same, x, y)
+    check(
+        f"the same half twice: loss reported as {reported:.1e}, lower than the right {right:.1e}; "
+        f"on all rows it is {on_all_rows:.1e}",
+        reported < right < on_all_rows,
+    )
     codes = start("", "dies")
     killed = codes[1] == -signal.SIGKILL
-    check(f"one was killed, and none waits: exit codes {codes}", killed and codes[0] != 0)
+    check(
+        f"process 1 was killed, and process 0 ended too: exit codes {codes}",
+        killed and codes[0] != 0,
+    )
     if flags.draw:
-        draw(flags.draw, alone, first, same, real)
+        draw(flags.draw, alone, first, same, on_all_rows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Context parallel: one long sequence over all devices, attention by keys that go round a ring.
+"""Context parallel: one long sequence over all devices, whose keys go round a ring.
 
 Run     ./run.sh basics/context_parallel.py [--draw FILE.svg]
-Look    at `attend`, the online softmax: it takes keys a chunk at a time and never has a row of
-        scores. At `ring_attention`: queries stay, keys and values travel. And at who has work in
-        which round: a device waits for the slowest one, unless the order of tokens is a zigzag
+Look    at `attend`, the online softmax: it takes one chunk of keys at a time and never stores a
+        whole row of scores; at `ring_attention`: queries stay, keys and values travel; and at the
+        work of each round: all devices wait for the slowest, unless tokens are in zigzag order
 Source  Ring attention: Liu et al. 2023, arXiv:2310.01889; online softmax: Milakov and Gimelshein
         2018, arXiv:1805.02867; zigzag: section 3.3.2 of Llama 3, arXiv:2407.21783
-In train_gpt.py  `prefetch` gives every device whole sequences: they fit, as `attend` looks back
-        one window and cuDNN makes no scores outside of it. Keys are never sent
+In train_gpt.py  `prefetch` gives every device whole sequences. They fit, because `attend` looks
+        back one window and cuDNN makes no scores outside of it. Keys are never sent
 """
 
 import math
@@ -34,23 +34,24 @@ ZIGZAG = np.stack((np.arange(N), 2 * N - 1 - np.arange(N)), axis=1)  # 0 15, 1 1
 
 # ---- The idea ------------------------------------------------------------------------------------
 class Softmax(NamedTuple):
-    """What a chunk of queries remembers of the keys it has met, float32."""
+    """The softmax of a chunk of queries over the keys so far, float32."""
 
     peak: Array  # the greatest score, (H, C)
     total: Array  # sum of exp(score - peak), (H, C)
     y: Array  # sum of exp(score - peak) v, (H, C, K)
-    met: Array  # chunks of keys
+    met: Array  # how many chunks of keys
 
 
 def attend(state: Softmax, q: Array, kv: Array, behind: Array) -> Softmax:
-    """Queries meet a chunk of keys and values that begins `behind` tokens before theirs."""
+    """Adds a chunk of keys and values, which begins `behind` tokens before the chunk of queries.
+    q: (C, H, K); kv: (2, C, H, K)."""
     k, v = kv
     visible = jnp.arange(C)[:, None] + behind >= jnp.arange(C)
     scores = jnp.einsum("QHK,SHK->HQS", q, k) / math.sqrt(K)
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(state.peak, lax.stop_gradient(scores).max(axis=-1))
-    # What was summed so far is divided by exp(old peak), what comes now by exp(peak), so that no
-    # exp overflows. The factor exp(old peak - peak), at most 1, brings the old sums to the new one.
+    # Old sums are divided by exp(old peak) and new terms by exp(peak), so that no exp overflows.
+    # The factor exp(old peak - peak), at most 1, makes the old sums fit the new terms.
     rescale = jnp.exp(state.peak - peak)
     weight = jnp.exp(scores - peak[..., None])
     total = rescale * state.total + weight.sum(axis=-1)
@@ -59,23 +60,25 @@ def attend(state: Softmax, q: Array, kv: Array, behind: Array) -> Softmax:
 
 
 def skip(state: Softmax, q: Array, kv: Array, behind: Array) -> Softmax:
-    """In place of attend, for keys that are all in the future."""
+    """Replaces attend for a chunk of keys that are all in the future: nothing is added."""
     return state
 
 
-@jax.checkpoint  # the backward pass computes scores again: stored, they would fill T x T / 8
-def visit(states: list, q: Array, kv: Array, mine: Array, theirs: Array) -> list:
-    """Both chunks of a device's queries meet both chunks of a visitor's keys."""
+@jax.checkpoint  # the backward pass computes scores again, because they would fill T x T / 8
+def visit(states: list, q: Array, kv: Array, query_chunks: Array, key_chunks: Array) -> list:
+    """Both chunks of this device's queries meet both chunks of another device's keys. query_chunks
+    and key_chunks: which chunks of the sequence these are, (2,)."""
     states = list(states)
     for i, j in (0, 0), (0, 1), (1, 0), (1, 1):
-        behind = (mine[i] - theirs[j]) * C
+        behind = (query_chunks[i] - key_chunks[j]) * C
         states[i] = lax.cond(behind >= 0, attend, skip, states[i], q[i], kv[:, j], behind)
     return states
 
 
 def ring_attention(q: Array, k: Array, v: Array, chunks: Array) -> tuple[Array, Array]:
-    """Runs on every device, with its tokens. chunks: which ones each device has, (N, 2). Returns
-    the output, and how many pairs of chunks have met after each round."""
+    """Runs on every device. q, k, v: of its tokens, (2 C, H, K); chunks: which ones each device
+    has, (N, 2). Returns the output, (2 C, H, K), and how many pairs of chunks have met after each
+    round, (N,)."""
     device = lax.axis_index("seq")
     q = q.reshape(2, C, H, K)
     kv = jnp.stack((k.reshape(2, C, H, K), v.reshape(2, C, H, K)))
@@ -90,7 +93,7 @@ def ring_attention(q: Array, k: Array, v: Array, chunks: Array) -> tuple[Array, 
 
     def one_round(carry, r):
         states, kv = carry
-        kv = lax.ppermute(kv, "seq", [(i, (i + 1) % N) for i in range(N)])  # gradients go back
+        kv = lax.ppermute(kv, "seq", [(i, (i + 1) % N) for i in range(N)])
         states = visit(states, q, kv, chunks[device], chunks[(device - r) % N])
         return (states, kv), states[0].met + states[1].met
 
@@ -101,7 +104,7 @@ def ring_attention(q: Array, k: Array, v: Array, chunks: Array) -> tuple[Array, 
 
 
 def plain(q: Array, k: Array, v: Array) -> tuple[Array, int]:
-    """Attention by a whole matrix of scores."""
+    """Attention by a whole matrix of scores. 0: no chunks have met."""
     scores = jnp.einsum("QHK,SHK->HQS", q, k) / math.sqrt(K)
     share = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf))
     return jnp.einsum("HQS,SHK->QHK", share, v), 0
@@ -113,11 +116,11 @@ def library(q: Array, k: Array, v: Array) -> tuple[Array, int]:
 
 
 def with_gradients(attention: Callable) -> Callable:
-    """A program that returns attention's output and the gradients of q, k, v, (4, T, H, K), if g is
-    the gradient of the output; and what else attention returns."""
+    """A program that returns attention's output and the gradients of q, k, v, (4, T, H, K), where g
+    is the gradient of the output; and how many pairs of chunks have met."""
 
-    def run(q, k, v, g, *rest):
-        y, backward, met = jax.vjp(lambda *qkv: attention(*qkv, *rest), q, k, v, has_aux=True)
+    def run(q, k, v, g, *chunks):
+        y, backward, met = jax.vjp(lambda *qkv: attention(*qkv, *chunks), q, k, v, has_aux=True)
         return jnp.stack((y, *backward(g))), met
 
     return jax.jit(run)
@@ -125,46 +128,58 @@ def with_gradients(attention: Callable) -> Callable:
 
 # ---- What the ring does --------------------------------------------------------------------------
 def token_order(chunks: np.ndarray) -> np.ndarray:
-    """The tokens, device by device."""
+    """The positions of the tokens, device by device, (T,)."""
     return (chunks[:, :, None] * C + np.arange(C)).reshape(-1)
 
 
 def pairs_needed(order: np.ndarray) -> np.ndarray:
-    """Pairs of chunks with a score that counts, by device and round."""
-    causal = (order[:, None] >= order).reshape(N, 2, C, N, 2, C)
-    by_devices = causal.any(axis=(2, 5)).sum(axis=(1, 3))  # of queries, of keys
+    """Pairs of chunks in which a query sees a key, by device and round, (N, N)."""
+    causal = (order[:, None] >= order).reshape(N, 2, C, N, 2, C)  # device, chunk, token; twice
+    pairs = causal.any(axis=(2, 5)).sum(axis=(1, 3))  # (device of queries, device of keys)
     needed = np.zeros((N, N), int)
     for device, r in np.ndindex(N, N):
-        needed[device, r] = by_devices[device, device - r]
+        needed[device, r] = pairs[device, (device - r) % N]
     return needed
 
 
 def check_order(
     name: str, chunks: np.ndarray, ring: Callable, qkvg: np.ndarray, exact: np.ndarray
 ) -> np.ndarray:
-    """Compares numbers and work in an order of tokens; returns the work, by device and round."""
+    """Compares numbers and work in an order of tokens; returns the work, by device and round.
+    exact: output and gradients by two other ways to compute them, (2, 4, T, H, K)."""
     order = token_order(chunks)
     results, met = ring(*qkvg[:, order], chunks)
-    smallest = np.abs(exact).max(axis=(2, 3, 4)).min()
-    error = np.abs(np.asarray(results) - exact[:, :, order]).max() / smallest
-    check(f"{name}: y and gradients off by {error:.1e} of the largest, below 2e-5", error < 2e-5)
+    largest = np.abs(exact).max(axis=(2, 3, 4)).min()  # in the array where it is least
+    error = np.abs(np.asarray(results) - exact[:, :, order]).max() / largest
+    check(
+        f"{name}: output and gradients off by {error:.1e} of the largest number, below 2e-5",
+        error < 2e-5,
+    )
     work = np.diff(np.asarray(met).reshape(N, N), prepend=0)
     needed = pairs_needed(order)
     slowest = work.max(axis=0)
     mean = needed.sum() // N
-    text = f"slowest device, by round: {slowest}, sum {slowest.sum()}; mean {mean}"
-    check(f"  pairs of chunks, {text}", np.array_equal(work, needed))
+    check(
+        f"  pairs of chunks on the slowest device, by round: {slowest}, sum {slowest.sum()}; "
+        f"mean of all devices: {mean}",
+        np.array_equal(work, needed),
+    )
     print(f"        rounds with work, by device: {(work > 0).sum(axis=1)}")
     return work
 
 
 def check_messages(program_text: str) -> None:
-    """In every round forward and back, one message with keys and values of a device's tokens."""
+    """In each round of both passes, a device sends one message: k and v of its tokens, float32."""
     shapes = re.findall(r" = f32\[(.*?)\]\S* collective-permute\(", program_text)
     sent = [4 * math.prod(int(n) for n in shape.split(",")) for shape in shapes]
     rounds = re.findall(r'known_trip_count":\{"n":"(\d+)"', program_text)
-    right = sent == 2 * [4 * 2 * T // N * H * K] and rounds == 2 * [str(N - 1)]
-    check(f"messages forward, back: {rounds}, each k and v of T / {N} tokens, {sent} bytes", right)
+    tokens = T // N
+    expected = 4 * 2 * tokens * H * K
+    check(
+        f"messages in the forward and the backward pass: {' and '.join(rounds)}, "
+        f"of {sent} bytes: k and v of {tokens} tokens",
+        sent == [expected, expected] and rounds == [str(N - 1), str(N - 1)],
+    )
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
@@ -210,9 +225,13 @@ def main() -> None:
     check_messages(ring.as_text())
     here = ring.memory_analysis().temp_size_in_bytes / 1000
     one = alone.memory_analysis().temp_size_in_bytes / 1000
-    check(f"works in {here:.0f} kB, alone in {one:.0f} kB: over 8 times that", one > 8 * here)
-    kB = lambda n: f"{4 * H * n * n / 1000:.1f} kB"
-    print(f"  scores: {kB(T)} of T x T, {kB(T // N)} of (T / {N})^2, {kB(C)} of those at a time")
+    check(
+        f"temporary memory: {here:.0f} kB on each of {N} devices, {one:.0f} kB on one alone, "
+        "over 8 times as much",
+        one > 8 * here,
+    )
+    whole, a_round, a_pair = (4 * H * tokens**2 / 1000 for tokens in (T, T // N, C))
+    print(f"  kB of scores: whole {whole:.1f}, in a round {a_round:.1f}, at a time {a_pair:.1f}")
     if flags.draw:
         draw(work, flags.draw)
 

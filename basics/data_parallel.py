@@ -1,12 +1,12 @@
 """Data parallel: every device has all parameters and a part of the batch.
 
 Run     ./run.sh basics/data_parallel.py [--draw FILE.svg]
-Look    at `by_hand`: losses, counted tokens and gradients are added over devices, then divided. And
-        at what two mistakes do that raise no error: a mean of means, and a forgotten psum
+Look    at `by_hand`: losses, counts of tokens and gradients are added over devices, then divided.
+        And at two mistakes that raise no error: a mean of means, and a forgotten psum
 Source  Li et al. 2020, arXiv:2006.15704
 In train_gpt.py  `whole_weights` casts what every device has whole to "varying": the transpose of
-        that cast is the psum. `train_step` divides by the number of sequences, a constant, because
-        `pack_documents` leaves no padding. The axis "nodes" of `make_mesh` is data parallel
+        this cast is the psum. `train_step` divides by the number of sequences, which is constant,
+        because `pack_documents` leaves no padding. The axis "nodes" of `make_mesh` is data parallel
 """
 
 import re
@@ -32,7 +32,7 @@ SPECS = P(), P("data")  # every device has all parameters, and its rows of the b
 
 # ---- The idea, twice -----------------------------------------------------------------------------
 def loss_sum(params: dict, tokens: Array) -> tuple[Array, Array]:
-    """Next-token losses, added up, and how many tokens were counted: padding (-1) is not."""
+    """The sum of the next-token losses, and how many targets it counts: all but padding (-1)."""
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
     counted = targets >= 0
@@ -41,9 +41,9 @@ def loss_sum(params: dict, tokens: Array) -> tuple[Array, Array]:
     return losses.sum(where=counted), counted.sum()
 
 
-def whole(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """Mean loss and its gradients. Nothing here knows of devices: where jit is given a batch that
-    lies on 8 of them, the compiler sees that sums run over all of it, and adds an all-reduce."""
+def loss_and_grads(params: dict, tokens: Array) -> tuple[Array, dict]:
+    """Mean loss and its gradients. Nothing here mentions devices: if the batch is spread over 8 of
+    them, jit's compiler sees that the sums run over all of it, and inserts an all-reduce."""
 
     def mean_loss(params):
         total, count = loss_sum(params, tokens)
@@ -53,9 +53,9 @@ def whole(params: dict, tokens: Array) -> tuple[Array, dict]:
 
 
 def by_hand(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """The same inside of shard_map, where tokens are this device's rows."""
-    # "varying": each device differentiates by its copy. By parameters that are known to be the
-    # same everywhere, gradients would come out added up already, and the psum would add them again.
+    """The same inside of shard_map, where `tokens` are this device's rows."""
+    # "varying" makes each device differentiate by its copy. By parameters that are known to be the
+    # same everywhere, JAX adds up the gradients itself, and the psum would add them up again.
     copy = lax.pcast(params, "data", to="varying")
     (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(copy, tokens)
     total, count, grads = lax.psum((total, count, grads), "data")
@@ -64,19 +64,19 @@ def by_hand(params: dict, tokens: Array) -> tuple[Array, dict]:
 
 # ---- Two mistakes --------------------------------------------------------------------------------
 def mean_of_means(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """Mistake 1: a device's mean weighs the same, whether it has counted 40 tokens or 120."""
-    return lax.pmean(whole(lax.pcast(params, "data", to="varying"), tokens), "data")
+    """Mistake 1: a device's mean weighs the same, whether it is of 40 tokens or of 120."""
+    return lax.pmean(loss_and_grads(lax.pcast(params, "data", to="varying"), tokens), "data")
 
 
 def forgotten_psum(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """Mistake 2: each device keeps the gradient of its rows. It varies over "data", and so
-    check_vma=True refuses to return it as P(), the same everywhere; check_vma=False believes it."""
-    return whole(lax.pcast(params, "data", to="varying"), tokens)
+    """Mistake 2: each device keeps the gradient of its rows. `out_specs` promise that it is the
+    same on all devices: check_vma=True finds that it is not, check_vma=False trusts it."""
+    return loss_and_grads(lax.pcast(params, "data", to="varying"), tokens)
 
 
 def train(gradients: Callable, params: dict, tokens: Array) -> tuple[Array, dict, list[float]]:
-    """Steps on one batch: the loss that is reported last, device 0's parameters, and after each
-    step how far the farthest device's `hidden` is from device 0's, as a share of its size."""
+    """Trains on one batch. Returns the last loss, device 0's parameters, and after each step how
+    far the farthest device's `hidden` is from device 0's, as a share of its norm."""
     drift = []
     for _ in range(STEPS):
         loss, grads = gradients(params, tokens)
@@ -89,7 +89,7 @@ def train(gradients: Callable, params: dict, tokens: Array) -> tuple[Array, dict
 
 # ---- On eight devices ----------------------------------------------------------------------------
 def spread(data: tuple, mesh: Mesh) -> tuple:
-    """Puts parameters on every device, and an eighth of the batch on each."""
+    """Puts all parameters on every device, and an eighth of the batch on each."""
     return jax.device_put(data, tuple(NamedSharding(mesh, spec) for spec in SPECS))
 
 
@@ -102,60 +102,67 @@ def on_each(function: Callable, mesh: Mesh, vma: bool = True) -> Callable:
 def check_both(mesh: Mesh) -> None:
     """jit and shard_map give one device's loss and gradients, by all-reduces alone."""
     data = make(shortest=8)
-    one_device = jax.jit(whole)
+    one_device = jax.jit(loss_and_grads)
     expected = one_device(*data)
     for name, program in {"jit": one_device, "by hand": on_each(by_hand, mesh)}.items():
         sharded = spread(data, mesh)
         error = largest_error(program(*sharded), expected)
         text = program.lower(*sharded).compile().as_text()
         sent = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(", text)
-        right = error < 3e-6 and set(sent) == {"all-reduce"}
-        check(f"{name}: {error:.0e} from one device, below 3e-6, by {' and '.join(sent)}", right)
+        check(
+            f"{name}: loss and gradients {error:.0e} from one device's, below 3e-6, by "
+            f"{' and '.join(sent)}",
+            error < 3e-6 and set(sent) == {"all-reduce"},
+        )
 
 
 def try_mean_of_means(mesh: Mesh) -> dict[int, float]:
-    """The error of a gradient, by the tokens in the shortest row."""
-    print("mean of means: tokens in the shortest row, error of a gradient")
+    """The largest error of a gradient, by the tokens in the shortest row."""
+    print("mean of means: tokens in the shortest row, largest error of a gradient")
     program = on_each(mean_of_means, mesh)
+    one_device = jax.jit(loss_and_grads)
     errors = {}
     for shortest in (2, 8, 14, 20, 26, 32):
         data = make(shortest)
-        errors[shortest] = largest_error(program(*spread(data, mesh)), jax.jit(whole)(*data))
+        errors[shortest] = largest_error(program(*spread(data, mesh)), one_device(*data))
         print(f"{shortest:9} of {LENGTH} {errors[shortest]:8.1%}")
-    check("right only where all count equally many", errors[32] < 3e-6 < 0.05 < errors[8])
+    right = errors[32] < 3e-6 and errors[8] > 0.05
+    check("it is right only where all devices count equally many tokens", right)
     return errors
 
 
 def try_forgotten_psum(mesh: Mesh) -> dict[str, list[float]]:
     """How far the devices' weights move apart, with and without the psum."""
     data = make(shortest=LENGTH)
-    print(f"forgotten psum, {STEPS} steps: loss that is reported, and of device 0's weights")
+    print(f"forgotten psum, {STEPS} steps: loss as reported, and loss of device 0's weights")
     programs = {
         "with psum": on_each(by_hand, mesh),
         "without": on_each(forgotten_psum, mesh, vma=False),
     }
     drifts = {}
+    gaps = {}
     for name, program in programs.items():
         reported, params, drifts[name] = train(program, *spread(data, mesh))
-        real, _ = jax.jit(whole)(params, data[1])
+        real, _ = jax.jit(loss_and_grads)(params, data[1])
+        gaps[name] = real - reported
         print(f"{name:9} {reported:8.2f} {real:8.2f}")
     apart = drifts["without"][-1]
     together = not any(drifts["with psum"])
-    right = apart > 0.3 and together and reported < real - 0.5
-    check(f"without, devices end {apart:.0%} apart; with, not a bit", right)
+    right = apart > 0.3 and together and gaps["without"] > 0.5
+    check(f"without psum, devices' weights end {apart:.0%} apart; with it, they are equal", right)
     refused = False
     try:
         on_each(forgotten_psum, mesh).lower(*spread(data, mesh))
     except ValueError as error:
         refused = "replicated across mesh axis 'data'" in str(error)
-    check("check_vma=True refuses it", refused)
+    check("check_vma=True refuses the forgotten psum", refused)
     return drifts
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
 def make(shortest: int) -> tuple[dict, np.ndarray]:
-    """Parameters, and rows of a text in which mostly x + 5 comes after x. The rows grow from
-    `shortest` to LENGTH tokens to predict; -1 fills them up."""
+    """Parameters, and rows of a text in which x + 5 mostly follows x. From the first row to the
+    last, targets grow from `shortest` to LENGTH; -1 fills the rows up."""
     rng = np.random.default_rng(0)
     matrices = WIDTH**-0.5 * rng.normal(size=(3, WIDTH, WIDTH)).astype(np.float32)
     params = dict(zip(("embed", "hidden", "head"), matrices, strict=True))
@@ -167,7 +174,7 @@ def make(shortest: int) -> tuple[dict, np.ndarray]:
 
 
 def largest_error(result: tuple, expected: tuple) -> float:
-    """The distance of the farthest array, as a share of its size."""
+    """The distance of the farthest array from the expected one, as a share of its norm."""
 
     def distance(a, b):
         return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,12 +1,12 @@
-"""Fully sharded data parallel: every device keeps an eighth of everything.
+"""Fully sharded data parallel: every device stores an eighth of everything.
 
 Run     ./run.sh basics/fsdp.py [--draw FILE.svg]
-Look    at `gather`, one line, and that no line sends gradients: its transpose does. `step` is what
-        one device would do; here it sees an eighth of parameters, gradients and Adam's state
+Look    at `gather`, one line. No line sends gradients, because the transpose of this one does.
+        `step` is what one device would do, but on an eighth of parameters, gradients, Adam's state
 Source  Rajbhandari et al. 2019, arXiv:1910.02054
-In train_gpt.py  `whole_weights` sends in bfloat16 (`compute`); `train_step` keeps the weights until
-        all microbatches are done. `param_table` says how each is sharded: small ones not at all,
-        banks by the matrix, because Muon, in `normuon`, needs whole ones
+In train_gpt.py  `whole_weights` sends in bfloat16 (`compute`), once for all microbatches of
+        `train_step`. `param_table` says how each parameter is sharded: small ones not at all, banks
+        by whole matrices, because Muon, in `normuon`, needs these
 """
 
 import re
@@ -28,22 +28,23 @@ WIDTH = 128
 HIDDEN = 512
 BATCH = 64
 STEPS = 10
-ADAM = optax.adam(1e-3, eps=1e-6)  # with a smaller eps, gradients of mere rounding make whole steps
+ADAM = optax.adam(1e-3, eps=1e-6)  # a smaller eps would let rounding errors make whole steps
 ROWS = P("fsdp")  # the batch is split by rows
-EIGHTH = P(None, "fsdp")  # matrices (layer, row, column) are split by rows
+EIGHTH = P(None, "fsdp")  # matrices, (layer, row, column), are split by rows
 
 
 # ---- The idea ------------------------------------------------------------------------------------
 def gather(eighths: dict) -> dict:
-    """A layer's whole matrices. The transpose of an all-gather is a reduce-scatter: each device has
-    a whole gradient, of its rows of the batch; they are added, and each is sent its eighth."""
+    """A layer's whole matrices. The transpose of an all-gather is a reduce-scatter: it adds up the
+    whole gradients of all devices, each of its rows of the batch, and sends every device an eighth
+    of the sum."""
     return jax.tree.map(lambda p: lax.all_gather(p, "fsdp", axis=0, tiled=True), eighths)
 
 
 def loss_of(params: dict, x: Array, y: Array, gather: Callable, twice: bool) -> Array:
-    """Sum over these rows of the batch, a part of the mean over all of them. A layer's matrices are
-    whole while it runs. The backward pass needs them too: they stay in memory until then, or, with
-    `twice`, are gathered a second time."""
+    """The part of these rows in the mean loss of the batch. A layer's matrices are whole while it
+    runs. The backward pass needs them too: they stay in memory until then, or, with `twice`, are
+    gathered a second time."""
 
     def layer(x, params):
         w = gather(params)
@@ -54,14 +55,15 @@ def loss_of(params: dict, x: Array, y: Array, gather: Callable, twice: bool) -> 
 
 
 def step(params: dict, state: tuple, x: Array, y: Array, gather: Callable, twice: bool) -> tuple:
-    """Adam works element by element, so it needs no whole matrices."""
+    """One step of Adam, which works element by element, so it needs no whole matrices. Returns
+    parameters, state, loss and gradients."""
     loss, grads = jax.value_and_grad(loss_of)(params, x, y, gather, twice)
     updates, state = ADAM.update(grads, state)
     return optax.apply_updates(params, updates), state, loss, grads
 
 
 def gather_one(weights: dict) -> dict:
-    """In place of gather where every device has whole matrices."""
+    """Replaces gather where every device has whole matrices."""
     return weights
 
 
@@ -82,7 +84,7 @@ WAYS = {
 
 
 class MiB(NamedTuple):
-    """What a device holds."""
+    """Memory of one device."""
 
     parameters: float
     gradients: float
@@ -91,7 +93,7 @@ class MiB(NamedTuple):
 
 
 class Training(NamedTuple):
-    """STEPS steps."""
+    """What a training of STEPS steps gives and costs."""
 
     result: tuple[Array, dict, dict]  # last loss, parameters, last gradients
     memory: MiB
@@ -99,10 +101,10 @@ class Training(NamedTuple):
 
 
 def train(way: Way, data: tuple, mesh: Mesh) -> Training:
-    """Trains on 8 devices."""
+    """Trains on 8 devices. data: parameters, inputs and targets."""
     params = jax.device_put(data[0], NamedSharding(mesh, way.spec))
     x, y = jax.device_put(data[1:], NamedSharding(mesh, ROWS))
-    # Adam's means are sharded as parameters are, from the start; its count of steps is one number.
+    # Adam's means are sharded like the parameters, and its count of steps, a scalar, is not.
     shapes = jax.eval_shape(ADAM.init, params)
     state_specs = jax.tree.map(lambda leaf: way.spec if leaf.ndim else P(), shapes)
 
@@ -138,10 +140,12 @@ def bytes_on_device(tree) -> int:
 
 
 def both_transposes(grads: Array) -> tuple[Array, Array]:
-    """gather's transpose by JAX's own rule, and what it should be; grads are this device's."""
-    example = grads[0, ::8]  # of an eighth of the rows
-    (by_rule,) = jax.linear_transpose(gather, example)(grads[0])
-    return by_rule, lax.psum_scatter(grads[0], "fsdp", scatter_dimension=0, tiled=True)
+    """gather's transpose as JAX derives it, and what it should be. grads: the gradient of one
+    matrix on this device, (1, rows, columns)."""
+    (grad,) = grads
+    eighth = grad[: len(grad) // 8]  # only its shape counts, and that it varies over devices
+    (by_rule,) = jax.linear_transpose(gather, eighth)(grad)
+    return by_rule, lax.psum_scatter(grad, "fsdp", scatter_dimension=0, tiled=True)
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
@@ -203,16 +207,20 @@ def main() -> None:
     both = jax.jit(jax.shard_map(both_transposes, mesh=mesh, in_specs=ROWS, out_specs=ROWS))
     for name, result in zip(("gather's transpose", "psum_scatter"), both(grads), strict=True):
         error = np.abs(result.ravel() - grads.sum(axis=0).ravel()).max()
-        check(f"{name}: gradients of 8 devices, added, within {error:.0e}", error < 1e-5)
+        check(f"{name}: the sum of 8 devices' gradients, within {error:.0e}", error < 1e-5)
     operations = str(jax.make_jaxpr(both)(grads))
-    check("both by reduce_scatter", operations.count("reduce_scatter") == 2)
+    check("both are a reduce_scatter", operations.count("reduce_scatter") == 2)
 
     data = make(0)
     expected = train_on_one_device(data)
     runs = {name: train(way, data, mesh) for name, way in WAYS.items()}
     for name, run in runs.items():
         error = max(jax.tree.leaves(jax.tree.map(distance, run.result, expected)))
-        check(f"{name}: {STEPS} steps within {error:.0e} of one device's, below 1e-5", error < 1e-5)
+        check(
+            f"{name} on every device: loss, parameters and gradients after {STEPS} steps within "
+            f"{error:.0e} of one device's, below 1e-5",
+            error < 1e-5,
+        )
     print("MiB a device     parameters   gradients Adam's state   temporary   collectives")
     for name, run in runs.items():
         sizes = "".join(f"{size:12.2f}" for size in run.memory)
@@ -222,11 +230,11 @@ def main() -> None:
     eighth = memory["an eighth"]
     twice = memory["gathered twice"]
     right = np.allclose(whole[:3], 8 * np.array(eighth[:3]), rtol=1e-4)
-    check("all but the temporary is an eighth", right)
+    check("parameters, gradients and Adam's state are an eighth of all", right)
     right = whole.parameters < eighth.temporary < 1.5 * whole.parameters
-    check("whole matrices wait in temporary memory for the backward pass", right)
+    check("temporary memory stores whole matrices for the backward pass", right)
     right = twice.temporary < 0.4 * eighth.temporary
-    check("gathered twice, only one layer's are there at a time", right)
+    check("gathered twice, it stores those of one layer at a time", right)
     if flags.draw:
         draw(flags.draw, memory)
 

@@ -1,13 +1,13 @@
-r"""GPT-2 as the world knows it: where train_gpt.py starts from, with its authors' weights.
+r"""GPT-2 as the world knows it, which train_gpt.py starts from; OpenAI's own weights run in it.
 
 Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
         ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
         ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --mesh 8 1 --batch 32 \
             --accumulate 16 --steps 1300 --lr 6e-4         on 8 GPUs or TPUs
-Look    at `table`: all there is to know of a parameter; `forward`, the model; `optimizer`
+Look    at `table`, which describes every parameter; at `forward`, the model; at `optimizer`
 Dims    B sequence  T position  D model  F hidden  H head  L layer  V token; x residual stream
-Source  Radford et al. 2019, github.com/openai/gpt-2; AdamW, warm-up, cosine, clipping and decay
-        as in Brown et al. 2020, arXiv:2005.14165, of matrices alone; no dropout
+Source  Radford et al. 2019, github.com/openai/gpt-2. AdamW, warm-up, cosine, clipping and decay
+        are from Brown et al. 2020, arXiv:2005.14165, but only matrices decay; there is no dropout
 In train_gpt.py  `param_table` is the table, `block` the layer. `norm` has no weights, `norm_rotate`
         replaces learned positions, `mlp` squares a ReLU, `softcap` bounds the logits; `normuon`
         updates matrices, `whole_weights` gathers what is sharded, `pack_documents` packs documents
@@ -47,9 +47,9 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 # ---- Model ---------------------------------------------------------------------------------------
 def table(c: Config) -> dict[str, tuple]:
-    """Each parameter's shape, its split over the mesh, and mean and deviation of its first values.
-    Names are the hub's; those of all layers, h.*, are one array. What writes to the stream begins
-    smaller, for 2 L such outputs are added up there."""
+    """Of each parameter the shape, the split over the mesh, and mean and standard deviation of its
+    initial values. Names are those of OpenAI's file, but h.* are arrays of all layers. Matrices
+    that write to the residual stream begin smaller, because it adds up 2 L outputs."""
     L = c.L
     D = c.D
     F = 4 * c.D
@@ -77,7 +77,7 @@ def table(c: Config) -> dict[str, tuple]:
 
 
 def forward(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
-    """Logits of the token after each, (B, T, V), float32."""
+    """Logits of the next token at each position, (B, T, V), float32."""
     x = params["wte.weight"][tokens_BT] + params["wpe.weight"][: tokens_BT.shape[1]]
     layers = {name[2:]: p for name, p in params.items() if name.startswith("h.")}
 
@@ -86,7 +86,7 @@ def forward(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
 
     x, _ = lax.scan(layer, x.astype(c.compute), layers)
     x = layer_norm(x, params, "ln_f")
-    head = params["wte.weight"].astype(x.dtype)  # tied: one table is read at both ends
+    head = params["wte.weight"].astype(x.dtype)  # tied: embedding and head are one table
     return jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
 
 
@@ -107,19 +107,19 @@ def block(x: Array, w: dict[str, Array], c: Config) -> Array:
 
 
 def layer_norm(x: Array, w: dict[str, Array], name: str) -> Array:
-    y = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-5)  # bfloat16 would lose the squares
+    y = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-5)  # bfloat16 is too coarse for sums
     return (y * w[f"{name}.weight"] + w[f"{name}.bias"]).astype(x.dtype)
 
 
 def loss_fn(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
-    """Mean of -log p of the next tokens, nats; tokens_BT has one more than the model reads."""
+    """Mean cross-entropy, nats. tokens_BT: (B, T + 1), because the last one is only a target."""
     logits = forward(params, tokens_BT[:, :-1], c)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens_BT[:, 1:]).mean()
 
 
 # ---- Training ------------------------------------------------------------------------------------
 def optimizer(lr: float, steps: int, accumulate: int) -> optax.GradientTransformation:
-    """MultiSteps waits for the gradients of `accumulate` microbatches; AdamW takes their mean."""
+    """AdamW by the mean gradient of `accumulate` microbatches, which MultiSteps collects."""
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, steps, lr / 10)
 
     def is_matrix(params):
@@ -138,13 +138,15 @@ def initial(c: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def batches(tokens: np.ndarray, B: int, T: int) -> Iterator[np.ndarray]:
-    """(B, T + 1), one after the other, without end: after the last token comes the first again."""
+    """Yields (B, T + 1) in the order of the text, without end: the first token follows the last."""
     for start in itertools.count(0, B * T):
         positions = (start + np.arange(B)[:, None] * T + np.arange(T + 1)) % len(tokens)
         yield tokens[positions].astype(np.int32)
 
 
 def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) -> dict[str, Array]:
+    """Prints the validation loss every args.val_every steps; returns the trained parameters."""
+    train_text, val_text = texts
     tx = optimizer(args.lr, args.steps, args.accumulate)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -161,10 +163,10 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
     val_batches = max(1, args.val_tokens // microbatch_tokens)
 
     def validate(params):
-        part = itertools.islice(batches(texts[1], args.batch, c.T), val_batches)
+        part = itertools.islice(batches(val_text, args.batch, c.T), val_batches)
         return np.mean([val_step(params, split(batch)) for batch in part])
 
-    train_batches = batches(texts[0], args.batch, c.T)
+    train_batches = batches(train_text, args.batch, c.T)
     state = tx.init(params)
     losses = []
     start = time.perf_counter()
@@ -184,7 +186,7 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
 
 
 def read_openai(c: Config) -> dict[str, np.ndarray]:
-    """A file of safetensors: 8 bytes with the size of a JSON header, the header, the data."""
+    """OpenAI's weights. The file: 8 bytes with the size of a JSON header, the header, the data."""
     from huggingface_hub import hf_hub_download
 
     path = hf_hub_download("openai-community/gpt2", "model.safetensors")
@@ -208,12 +210,13 @@ def read_openai(c: Config) -> dict[str, np.ndarray]:
 
 
 def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
-    """The prompt without the token that begins a text, and up to `count` tokens more. One program,
-    of all positions, serves every token, because none sees what comes after it."""
+    """The prompt without its first token, which separates texts, and up to `count` tokens more. One
+    program of all positions serves every token: empty positions are later ones, which none sees."""
 
     @jax.jit
     def next_token(params, tokens_T, last, key):
-        logits, tokens = lax.top_k(forward(params, tokens_T[None], c)[0, last], 40)  # as OpenAI's
+        logits_TV = forward(params, tokens_T[None], c)[0]
+        logits, tokens = lax.top_k(logits_TV[last], 40)  # as OpenAI did
         return tokens[jax.random.categorical(key, logits)]
 
     end = min(c.T, len(prompt) + count)
@@ -221,7 +224,7 @@ def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) ->
     keys = jax.random.split(jax.random.key(seed), end)
     for n in range(len(prompt), end):
         tokens[n] = next_token(params, tokens, n - 1, keys[n])
-        if tokens[n] == tokens[0]:
+        if tokens[n] == tokens[0]:  # the text ends
             return tokens[1:n].tolist()
     return tokens[1:end].tolist()
 
@@ -237,15 +240,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = cli.add_argument
-    add("--size", choices=SIZES, default="small", help="openai: its 124M, 0.5 GB, not trained on")
+    add("--size", choices=SIZES, default="small", help="openai: 124M with its weights, 0.5 GB")
     add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
     add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
     add("--steps", type=int, default=184, help="updates of the weights")
     add("--batch", type=int, default=4, help="sequences in a microbatch: a multiple of DATA")
     add("--accumulate", type=int, default=1, help="microbatches in a step")
-    add("--lr", type=float, default=2e-3, help="highest rate")
-    add("--val_every", type=int, default=92, help="steps")
-    add("--val_tokens", type=int, default=65536)
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--val_every", type=int, default=92, help="steps between two validations")
+    add("--val_tokens", type=int, default=65536, help="validate on as many")
     add("--seed", type=int, default=0)
     add("--prompt", default="def ", help="what the sample continues")
     args = cli.parse_args()
@@ -275,11 +278,11 @@ def main() -> None:
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.arange(16)])
-    two[1, 8] = 99
+    two[1, 8] = 99  # the two sequences differ in one token
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
     change = np.abs(logits[0] - logits[1]).max(axis=-1)
     right = not change[:8].any() and change[8:].all()
-    check("a token changes logits at its place and later, nothing before", right)
+    check("a token changes logits at its position and at all later ones, nothing before", right)
     if trains:
         params = train(params, c, mesh, texts, args)
     prompt = [about["eot"], *coder.encode(args.prompt)[-c.T // 2 :]]

@@ -1,10 +1,10 @@
 """Muon: a matrix moves equally far along all of its singular directions.
 
 Run     ./run.sh basics/muon.py [--draw FILE.svg]
-Look    at `orthogonalize`; at how quintics lift small singular values; at who needs collectives
+Look    at `orthogonalize`; at how quintics lift small singular values; at what needs collectives
 Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon; Amsel et al. 2025, arXiv:2505.16932
-In train_gpt.py  `orthogonalize` is this one, in bfloat16; `normuon` then evens out the rows; `bank`
-        shards by whole matrices; `apply_update` decays only weights that the update shrinks
+In train_gpt.py  `orthogonalize` is this one in bfloat16, after which `normuon` gives the rows equal
+        sizes. `bank` shards by whole matrices, `apply_update` decays only weights that it shrinks
 """
 
 import re
@@ -39,7 +39,7 @@ def orthogonalize(G_NRC: Array, quintics: tuple = POLAR) -> Array:
     singular values: a X + b (X X^T) X + c (X X^T)^2 X = U (a S + b S^3 + c S^5) V^T."""
     tall = G_NRC.shape[-2] > G_NRC.shape[-1]
     X = G_NRC.mT if tall else G_NRC  # so that X X^T is the smaller product
-    # No singular value exceeds this norm: they all start in [0, 1), where the quintics lift them.
+    # No singular value exceeds this norm, so all of them start in [0, 1), where quintics lift them.
     X = X / (1.02 * jnp.linalg.norm(X, axis=(-2, -1), keepdims=True) + 1e-6)
     for a, b, c in quintics:
         A = X @ X.mT
@@ -48,14 +48,14 @@ def orthogonalize(G_NRC: Array, quintics: tuple = POLAR) -> Array:
 
 
 def muon(beta: float = 0.95) -> optax.GradientTransformation:
-    """Nesterov momentum, then orthogonalization of each matrix in a tree of (..., R, C)."""
+    """Nesterov momentum, then orthogonalization, of each array in a tree: matrices (..., R, C)."""
 
     def average(momentum, grad):
         return beta * momentum + (1 - beta) * grad
 
     def step(momentum, grad):
         rows, columns = grad.shape[-2:]
-        scale = max(1, rows / columns) ** 0.5  # so that a tall matrix moves its outputs as far
+        scale = max(1, rows / columns) ** 0.5  # so that each output of a tall one changes as much
         return scale * orthogonalize(average(momentum, grad))
 
     def update(grads, momentum, params=None):
@@ -67,7 +67,8 @@ def muon(beta: float = 0.95) -> optax.GradientTransformation:
 
 # ---- What the quintics do ------------------------------------------------------------------------
 def lift_singular_values() -> dict[str, list[np.ndarray]]:
-    """Singular values of a 96 x 48 matrix, as uneven as a gradient's, after 0 to 5 quintics."""
+    """Singular values of a 96 x 48 matrix after 0 to 5 quintics; at first as uneven as those of a
+    gradient."""
     rng = np.random.default_rng(0)
     U, _, Vt = np.linalg.svd(rng.normal(size=(96, 48)), full_matrices=False)
     S = np.geomspace(1, 1e-3, 48)
@@ -79,21 +80,24 @@ def lift_singular_values() -> dict[str, list[np.ndarray]]:
         for a, b, c in quintics:
             p = a * p + b * p**3 + c * p**5
             curve.append(p)
-        print(f"{name}: after n quintics singular values, distance from U V^T of its size")
+        print(f"{name}: number of quintics; singular values; relative distance from U V^T")
         for n, p in enumerate(curve):
-            distance = np.mean((p - 1) ** 2) ** 0.5
+            distance = np.mean((p - 1) ** 2) ** 0.5  # U p V^T - U V^T has singular values p - 1
             print(f"{n} {p.min():10.4f} .. {p.max():.3f} {distance:12.3f}")
         X = jax.jit(orthogonalize, static_argnums=1)(G, quintics)
         error = np.abs(X - U * p @ Vt).max()
         lifted = least < p.min() and p.max() < 1.25
-        check(f"X is U p(S) V^T to {error:.1e}; {least} < p(S) < 1.25", error < 3e-5 and lifted)
+        check(
+            f"orthogonalize(U S V^T) is U p(S) V^T within {error:.1e}, and {least} < p(S) < 1.25",
+            error < 3e-5 and lifted,
+        )
         curves[name] = curve
     return curves
 
 
 # ---- Muon on several devices ---------------------------------------------------------------------
 def shard_a_stack() -> None:
-    """The update of 16 matrices on 8 devices: each owns two matrices, or 8 rows of every matrix."""
+    """The update of 16 matrices on 8 devices: each has two matrices, or 8 rows of every matrix."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     grads, momentum = jax.random.normal(jax.random.key(1), (2, 16, 64, 128))
     on_one_device, _ = jax.jit(muon().update)(grads, momentum)
@@ -106,9 +110,12 @@ def shard_a_stack() -> None:
         error = np.abs(np.asarray(updates) - on_one_device).max()
         collectives = re.findall(r" (all-|reduce-scatter|collective-).*\(", program.as_text())
         n = len(collectives)
-        expected = n > 0 if name == "rows" else n == 0
-        right = error < 2e-5 and expected
-        check(f"by {name}: {n} collectives, one device's update to {error:.1e}", right)
+        exchanges = n > 0
+        expected = name == "rows"
+        check(
+            f"by {name}: {n} collectives, update within {error:.1e} of one device's",
+            error < 2e-5 and exchanges == expected,
+        )
 
 
 # ---- Muon against AdamW --------------------------------------------------------------------------
@@ -117,7 +124,7 @@ def rms_norm(x: Array) -> Array:
 
 
 def loss_fn(params: dict[str, Array], rows: Array) -> Array:
-    """Mean loss in nats of the last byte of each row, predicted by an MLP from the others."""
+    """Mean loss, nats: an MLP predicts the last byte of each row from the others."""
     x = params["embed"][rows[:, :-1]].reshape(len(rows), WIDTH)
     for up, down in zip(params["up"], params["down"], strict=True):
         x = x + jnp.square(jax.nn.relu(rms_norm(x) @ up.T)) @ down.T
@@ -149,7 +156,8 @@ def read_rows(split: str) -> np.ndarray:
 def train(
     rule: optax.GradientTransformation, rate: float, table_rate: float, seed: int = 0
 ) -> float:
-    """Validation loss in nats, after the matrices were trained by the rule, the tables by Adam."""
+    """Validation loss, nats, of a training: of the matrices by the rule, with a highest rate of
+    `rate`, of embedding and head by Adam, with `table_rate`."""
     rows = read_rows("train")
     schedule = optax.schedules.warmup_cosine_decay_schedule
     rules = dict(
@@ -200,7 +208,7 @@ def main() -> None:
     flags = cli.parse_args()
     curves = lift_singular_values()
     shard_a_stack()
-    # The best of 20 and of 16 pairs of rates, two seeds each, in
+    # These rates were the best of 20 pairs for AdamW and 16 for Muon, with two seeds each:
     # records/other/basics/muon_rates.txt. Over four seeds AdamW ends at 2.274 .. 2.284, Muon at
     # 2.102 .. 2.144.
     adamw = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(0.1))

@@ -1,15 +1,15 @@
-"""Pipeline parallelism: every device keeps a few layers, and microbatches pass through them all.
+"""Pipeline parallel: every device has a few layers, and microbatches pass through all devices.
 
 Run     ./run.sh basics/pipeline_parallel.py [--draw FILE.svg]
-Look    at the two tables, `gpipe` and `one_f_one_b`, which say what each stage does in each tick,
-        and at `pipeline`, which does what a table says and knows neither of them. What differs is
-        how many inputs wait for their backward pass, not how long a stage is idle
+Look    at the two schedules, `gpipe` and `one_f_one_b`, tables of what each stage does in each
+        tick, and at `pipeline`, which follows any such table. They differ in how many inputs wait
+        for their backward pass, not in how long a stage is idle
 Source  GPipe: Huang et al. 2018, arXiv:1811.06965; 1F1B with a flush: Narayanan et al. 2021,
         arXiv:2104.04473
-In train_gpt.py  nothing like it: the model fits every device. `whole_weights` is of all layers:
-        each device has them while it computes and waits for no other's output. `train_step`
-        adds up gradients of microbatches, as here, to save memory: `microbatch` is how many
-        sequences a device runs at once
+In train_gpt.py  there is no pipeline, because the model fits every device: by `whole_weights` each
+        has all layers, and waits for no other's output. `train_step` adds up gradients of
+        microbatches, as here, but to save memory: `microbatch` is how many sequences a device
+        computes at once
 """
 
 import sys
@@ -23,17 +23,17 @@ from jax import Array, P, lax
 from jax.sharding import AxisType, Mesh
 
 S = 4  # stages
-L = 2  # layers of each
+L = 2  # layers of a stage
 D = 32  # width
 F = 64  # hidden width
 B = 64  # rows of a microbatch
-COUNTS = 4, 8, 16  # of microbatches, to be tried
+COUNTS = 4, 8, 16  # numbers of microbatches to try
 IDLE, FORWARD, BACKWARD = range(3)
 
 
-# A table, (ticks, stages, 2), says what a stage does in a tick, and with which microbatch.
+# A table, (ticks, stages, 2): what a stage does in a tick, and with which microbatch.
 def gpipe(M: int) -> np.ndarray:
-    """M microbatches go forward, one behind the other; then all of them go back."""
+    """M microbatches go forward, one behind the other; after that, all of them go back."""
     table = np.zeros((2 * (M + S - 1), S, 2), int)
     for s, m in np.ndindex(S, M):
         table[s + m, s] = FORWARD, m
@@ -42,11 +42,13 @@ def gpipe(M: int) -> np.ndarray:
 
 
 def one_f_one_b(M: int) -> np.ndarray:
-    """A microbatch goes back as soon as it can. Stage s takes S - s of them, then no further one
-    before it has sent one back: one forward, one backward, by turns."""
+    """A microbatch goes back as soon as it can. Stage s first takes S - s microbatches forward, and
+    from then on goes one backward, one forward, by turns."""
     table = np.zeros((2 * (M + S - 1), S, 2), int)
     for s, m in np.ndindex(S, M):
-        table[s + m if m < S - s else s + 2 * m, s] = FORWARD, m
+        is_one_of_the_first = m < S - s
+        tick = s + m if is_one_of_the_first else s + 2 * m
+        table[tick, s] = FORWARD, m
         table[S + (S - 1 - s) + 2 * m, s] = BACKWARD, m
     return table
 
@@ -59,22 +61,25 @@ def in_flight(table: np.ndarray) -> np.ndarray:
 
 
 def depth(table: np.ndarray) -> int:
-    """Inputs that a stage must store at a time: from their arrival, when the stage before is done
-    with them, to their backward pass. The most of all stages, because all run one program."""
+    """How many inputs a stage must store at a time. An input arrives when the stage before has gone
+    forward, and is dropped after its backward pass. All stages run one program, so the most of any
+    stage counts."""
     arrived = np.cumsum(table[:, :-1, 0] == FORWARD, axis=0)
-    left = np.cumsum(table[:, 1:, 0] == BACKWARD, axis=0)
-    return int((arrived - left).max())
+    dropped = np.cumsum(table[:, 1:, 0] == BACKWARD, axis=0)
+    return int((arrived - dropped).max())
 
 
 def layers(weights: tuple, x: Array) -> Array:
+    """x: (rows, D); weights: of some layers, (layers, D, F) and (layers, F, D)."""
     for w_in, w_out in zip(*weights, strict=True):
         x = x + jnp.tanh(x @ w_in) @ w_out
     return x
 
 
 def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
-    """Loss and gradients of weights (S, L, ..), of which each device has one stage, and of inputs
-    and targets (M, B, D), which all have, but which only the first and the last stage read."""
+    """A program of (weights, inputs, targets), which returns loss and gradients of weights. Of
+    weights, (S, L, ..), each device has one stage. All have inputs and targets, (M, B, D), but only
+    the first stage reads inputs, and only the last one targets."""
     M = table[..., 1].max() + 1
     slots = depth(table)
 
@@ -85,21 +90,21 @@ def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
         zero = lax.pcast(jnp.zeros((B, D)), "stage", to="varying")
 
         def tick(carry, row):
-            stash, left, grads, loss = carry
-            what, m = row[s]
+            # stash: inputs by slot; to_left: the gradient that the next stage has sent here
+            stash, to_left, grads, loss = carry
+            action, m = row[s]
             x = jnp.where(s == 0, inputs[m], stash[m % slots])
 
-            def both(weights, x):
+            def output_and_error(weights, x):
                 y = layers(weights, x)
                 return y, jnp.square(y - targets[m]).mean()
 
             def backward():
-                # Forward a second time, because only the input was stored; then back.
-                (_, error), pull = jax.vjp(both, weights, x)
-                # The gradient came from the next stage, in the tick before. The last stage's comes
-                # from the loss, which is a mean over microbatches.
+                # Goes forward a second time, because only the input was stored.
+                (_, error), go_back = jax.vjp(output_and_error, weights, x)
+                # The last stage's gradient comes from the loss, which is a mean over microbatches.
                 share = jnp.where(last, 1 / M, 0.0)
-                dw, dx = pull((jnp.where(last, 0, left), share))
+                dw, dx = go_back((jnp.where(last, 0, to_left), share))
                 return zero, dx, jax.tree.map(jnp.add, grads, dw), loss + share * error
 
             def idle():
@@ -108,13 +113,15 @@ def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
             def forward():
                 return layers(weights, x), zero, grads, loss
 
-            right, left, grads, loss = lax.switch(what, (idle, forward, backward))
-            # All devices take part in each exchange, whatever they did.
-            right = lax.ppermute(right, "stage", [(i, i + 1) for i in range(S - 1)])
-            left = lax.ppermute(left, "stage", [(i + 1, i) for i in range(S - 1)])
-            sent, m = row[s - 1]  # by the stage before; the first one has none, and reads none
-            stash = stash.at[m % slots].set(jnp.where(sent == FORWARD, right, stash[m % slots]))
-            return (stash, left, grads, loss), None
+            to_right, to_left, grads, loss = lax.switch(action, (idle, forward, backward))
+            # All devices take part in each exchange, whatever they have done in this tick.
+            to_right = lax.ppermute(to_right, "stage", [(i, i + 1) for i in range(S - 1)])
+            to_left = lax.ppermute(to_left, "stage", [(i + 1, i) for i in range(S - 1)])
+            # What the stage before did. The first stage has none before it, and reads no stash.
+            action_before, m_before = row[s - 1]
+            slot = m_before % slots
+            stash = stash.at[slot].set(jnp.where(action_before == FORWARD, to_right, stash[slot]))
+            return (stash, to_left, grads, loss), None
 
         stash = jnp.stack(slots * [zero])
         grads = jax.tree.map(jnp.zeros_like, weights)
@@ -153,12 +160,13 @@ NAMES = {gpipe: "GPipe", one_f_one_b: "1F1B"}
 
 
 def largest_error(a: Array, b: Array) -> float:
+    """Of the numbers in a, as a share of the largest in b."""
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def measure(make: Callable, M: int, mesh: Mesh) -> int:
-    """Bytes of temporary memory on a device, in the program of a table that has been checked."""
-    table = make(M)
+def measure(schedule: Callable, M: int, mesh: Mesh) -> int:
+    """Checks a schedule of M microbatches; returns its temporary memory on a device, in bytes."""
+    table = schedule(M)
     arrays = example(M)
     idle = (table[..., 0] == IDLE).mean()
     most = in_flight(table).max(axis=0).tolist()
@@ -166,12 +174,14 @@ def measure(make: Callable, M: int, mesh: Mesh) -> int:
     errors = jax.tree.map(largest_error, program(*arrays), one_device(*arrays))
     error = max(jax.tree.leaves(errors))
     memory = program.memory_analysis().temp_size_in_bytes
-    print(f"{NAMES[make]:<13}{M:>12}{len(table):>8}{idle:>8.1%}{memory / 1e3:>8.0f} kB   {most}")
-    check(f"loss and gradients are one device's but for {error:.1e}, below 1e-5", error < 1e-5)
+    name = NAMES[schedule]
+    print(f"{name:<13}{M:>12}{len(table):>8}{idle:>8.1%}{memory / 1e3:>8.0f} kB   {most}")
+    check(f"loss and gradients are one device's within {error:.1e}, below 1e-5", error < 1e-5)
     expected = (S - 1) / (M + S - 1)
     check(f"idle by the table {idle:.4f}, by formula {expected:.4f}", abs(idle - expected) < 1e-9)
-    bound = [M if make is gpipe else min(M, S - s) for s in range(S)]
-    check(f"microbatches in flight by the table {most}, by formula {bound}", most == bound)
+    expected = [M if schedule is gpipe else min(M, S - s) for s in range(S)]
+    text = f"most microbatches in flight by the table {most}, by formula {expected}"
+    check(text, most == expected)
     return memory
 
 
@@ -184,15 +194,18 @@ def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
     graph = figure.add_subplot(grid[:, 1])
     center = dict(ha="center", va="center", fontsize=8)
     colors = np.array([[255, 255, 255], [158, 202, 225], [253, 174, 107]], np.uint8)
-    for row, (make, name) in enumerate(NAMES.items()):
+    letters = {FORWARD: "F", BACKWARD: "B"}
+    markers = {gpipe: "o-", one_f_one_b: "s-"}
+    for row, (schedule, name) in enumerate(NAMES.items()):
         plot = figure.add_subplot(grid[row, 0])
-        table = make(M)
+        table = schedule(M)
         plot.imshow(colors[table[..., 0].T], aspect="auto", interpolation="none")
         for t, s in np.argwhere(table[..., 0]):
-            plot.text(t, s, " FB"[table[t, s, 0]] + str(table[t, s, 1]), **center)
+            action, m = table[t, s]
+            plot.text(t, s, f"{letters[action]}{m}", **center)
         plot.set(ylabel="stage", yticks=range(S), xlabel="tick", xticks=range(0, len(table), 3))
         plot.set_title(f"{name}: forward (F) and backward (B) of {M} microbatches")
-        graph.plot(COUNTS, np.array(memory[make]) / 1e3, "os"[row] + "-", label=name)
+        graph.plot(COUNTS, np.array(memory[schedule]) / 1e3, markers[schedule], label=name)
     graph.set(xlabel="microbatches", ylabel="temporary memory, kB", ylim=0, xticks=COUNTS)
     graph.legend(loc="lower right")
     figure.savefig(path, metadata={"Date": None})
@@ -212,14 +225,16 @@ def main() -> None:
     flags = cli.parse_args()
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
     print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")
-    memory = {make: [measure(make, M, mesh) for M in COUNTS] for make in NAMES}
-    growth = {}
-    for make, sizes in memory.items():
-        growth[make] = (sizes[-1] - sizes[0]) / (COUNTS[-1] - COUNTS[0])
+    memory = {}
+    growth = {}  # bytes for each microbatch more
+    for schedule in NAMES:
+        sizes = [measure(schedule, M, mesh) for M in COUNTS]
+        memory[schedule] = sizes
+        growth[schedule] = (sizes[-1] - sizes[0]) / (COUNTS[-1] - COUNTS[0])
     an_input = 4 * B * D  # bytes
     check(
-        f"a microbatch more is {an_input} bytes; memory grows by {growth[gpipe]:.0f} in GPipe, "
-        f"{growth[one_f_one_b]:.0f} in 1F1B",
+        f"one microbatch has {an_input} bytes of inputs; with each one more, memory grows by "
+        f"{growth[gpipe]:.0f} bytes in GPipe, {growth[one_f_one_b]:.0f} in 1F1B",
         growth[gpipe] > 0.9 * an_input and growth[one_f_one_b] < 0.1 * an_input,
     )
     if flags.draw:

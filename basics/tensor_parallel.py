@@ -1,12 +1,12 @@
-"""Tensor parallel: the matrices of a block are split over devices, and its work with them.
+"""Tensor parallel: the matrices of a block are split over devices, and so is its work.
 
 Run     ./run.sh basics/tensor_parallel.py [--draw FILE.svg]
-Look    at `SPLIT`: its four lines are all that is parallel, jit does the rest. A first matrix is
-        split by columns and the second one by rows: what lies between them stays on its device,
-        and one sum over devices ends each pair. `theory` is compared with what XLA has compiled
+Look    at `SPLIT`: its four lines are all that is parallel, jit does the rest. The first matrix of
+        a pair is split by columns and the second by rows, so that activations between them stay
+        on their device, and the pair needs one sum over devices. `theory` predicts all exchanges
 Source  Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053
 In train_gpt.py  no product is split: a device has whole sequences and, by `whole_weights`, all
-        weights. The model fits a GPU with ease, and devices would wait for four sums a block
+        weights. The model easily fits a GPU, and devices would wait for four sums in each block
 """
 
 import math
@@ -27,24 +27,25 @@ T = 32  # tokens in each
 D = 64  # width
 H = 8  # heads
 F = 256  # hidden width
-# Heads are an axis of qkv. Of one (D, 3 D) matrix a device's columns would run across q, k and v:
-# some heads' queries, other heads' values.
+# Heads are an axis of qkv. A device's columns of one (D, 3 D) matrix would be queries of some heads
+# and values of others.
 SHAPES = dict(qkv=(D, 3, H, D // H), out=(H, D // H, D), up=(D, F), down=(F, D))
 SPLIT = dict(
     qkv=P(None, None, "model", None),  # by columns: a device has H / model heads
-    out=P("model", None, None),  # by rows: those that read these heads
+    out=P("model", None, None),  # by rows: a device has those that read its heads
     up=P(None, "model"),  # by columns
     down=P("model", None),  # by rows
 )
-WRONG = SPLIT | dict(down=P(None, "model"))  # a column of it reads the whole hidden layer
+WRONG = SPLIT | dict(down=P(None, "model"))  # a column reads the hidden channels of all devices
 
 
-# ---- The model, as for one device: nothing in it says where anything is --------------------------
+# ---- The model, as for one device: it does not mention devices -----------------------------------
 def norm(x: Array) -> Array:
     return x * lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
 def block(w: dict[str, Array], x: Array) -> Array:
+    """Attention and MLP, (B, T, D) -> (B, T, D)."""
     q, k, v = jnp.einsum("BTD,DsHK->sBTHK", norm(x), w["qkv"])
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # head by head
     x = x + jnp.einsum("BTHK,HKD->BTD", y, w["out"])  # sums over heads, so over devices
@@ -56,19 +57,19 @@ def loss_fn(w: dict[str, Array], x: Array, target: Array) -> Array:
     return jnp.square(block(w, x) - target).mean()
 
 
-step = jax.value_and_grad(loss_fn, argnums=(0, 1))  # a block below would need the gradient of x
+step = jax.value_and_grad(loss_fn, argnums=(0, 1))  # of x, too, as for a block below this one
 
 
 # ---- What devices exchange -----------------------------------------------------------------------
-Exchange = tuple[str, int]  # a collective and its axis; how many numbers a device has of its array
+Exchange = tuple[str, int]  # "all-reduce over model", and the numbers of the array on a device
 
 
 def theory(model: int, backward: bool) -> list[Exchange]:
-    """What a device exchanges in a forward pass, or in both passes."""
+    """What a device exchanges in the forward pass, or, with `backward`, in both passes."""
     data = DEVICES // model
     exchanges = [("all-reduce over data", 1)]  # the loss
     if model > 1:
-        # Where attention and MLP end; in the backward pass also where they begin.
+        # The outputs of attention and MLP; in the backward pass also the gradients of their inputs.
         sums = 4 if backward else 2
         exchanges += sums * [("all-reduce over model", B // data * T * D)]
     if backward:
@@ -78,11 +79,11 @@ def theory(model: int, backward: bool) -> list[Exchange]:
 
 
 def collectives(text: str, model: int) -> list[Exchange]:
-    """What a compiled program exchanges. One line of its text may do so with several arrays."""
+    """What a compiled program exchanges. One line of its text may exchange several arrays."""
     found = []
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     for shapes, kind, rest in re.findall(rf" = (.*?) ({kinds})(?:-start)?\((.*)", text):
-        # On these meshes, the size of the groups differs between the axes.
+        # The two axes of these meshes differ in size, so the size of a group shows the axis.
         axis = "data" if group_size(rest) == DEVICES // model else "model"
         for shape in re.findall(r"f32\[([\d,]*)\]", shapes):
             numbers = math.prod(int(n) for n in re.findall(r"\d+", shape))
@@ -91,7 +92,8 @@ def collectives(text: str, model: int) -> list[Exchange]:
 
 
 def group_size(attributes: str) -> int | None:
-    """How many devices a collective adds up, in the three ways to write it; permutes have none."""
+    """How many devices take part in a collective. XLA has three ways to write it; a permute has no
+    groups."""
     listed = re.search(r"groups=\{\{([\d,]+)", attributes)  # {{0,1},{2,3}}: two groups of two
     if listed:
         return listed[1].count(",") + 1
@@ -103,13 +105,13 @@ def group_size(attributes: str) -> int | None:
 
 
 def kB_sent(exchanges: list[Exchange], axis: str, size: int) -> float:
-    """kB that a device sends along an axis of `size` devices. In a ring, every device passes on all
-    of an array but one share of it; an all-reduce goes round twice."""
+    """kB that a device sends along an axis of `size` devices. In a ring, it passes on an array but
+    for one of `size` parts; an all-reduce goes round the ring twice."""
     kB = 0.0
-    for what, numbers in exchanges:
-        if what.endswith(axis):
-            times = 2 if what.startswith("all-reduce") else 1
-            kB += times * (1 - 1 / size) * numbers * 4 / 1000
+    for collective, numbers in exchanges:
+        if collective.endswith(axis):
+            rounds = 2 if collective.startswith("all-reduce") else 1
+            kB += rounds * (1 - 1 / size) * numbers * 4 / 1000
     return kB
 
 
@@ -117,26 +119,28 @@ def kB_sent(exchanges: list[Exchange], axis: str, size: int) -> float:
 class Run(NamedTuple):
     """What a step costs a device."""
 
-    row: dict[str, str | float]  # of the table that is printed; kB
+    row: dict[str, str | float]  # of the printed table, kB
     forward: list[Exchange]
     both: list[Exchange]  # of forward and backward pass
 
 
 def run(model: int, split: dict[str, P], args: tuple, expected: tuple) -> Run:
-    """Checks a step's numbers on a mesh of 8 / model x model devices."""
+    """Checks a step's numbers on a mesh of 8 / model x model devices. expected: (loss, gradients)
+    of one device."""
     data = DEVICES // model
     mesh = jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (split, P("data"), P("data")))
-    outs = None, places[:2]  # each gradient where its parameter is
-    forward = jax.jit(loss_fn, in_shardings=places).lower(*args).compile()
-    both = jax.jit(step, in_shardings=places, out_shardings=outs).lower(*args).compile()
-    loss, grads = both(*jax.device_put(args, places))
+    specs = (split, P("data"), P("data"))  # of weights, inputs, targets
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    outs = None, shardings[:2]  # gradients lie where their parameters and inputs do
+    forward = jax.jit(loss_fn, in_shardings=shardings).lower(*args).compile()
+    both = jax.jit(step, in_shardings=shardings, out_shardings=outs).lower(*args).compile()
+    loss, grads = both(*jax.device_put(args, shardings))
     errors = jax.tree.map(largest_error, (loss, grads), expected)
     error = max(jax.tree.leaves(errors))
     name = f"data {data} x model {model}"
     if split is WRONG:
         name += ", wrong split"
-    text = f"{name}: off one device's numbers by {error:.1e} of the largest, below 1e-5"
+    text = f"{name}: loss and gradients within {error:.1e} of one device's, below 1e-5"
     check(text, error < 1e-5)
     exchanges = collectives(both.as_text(), model)
     row = {
@@ -149,13 +153,17 @@ def run(model: int, split: dict[str, P], args: tuple, expected: tuple) -> Run:
 
 
 def largest_error(a: Array, b: Array) -> float:
+    """Of the numbers in a, as a share of the largest in b."""
     return np.abs(np.asarray(a) - b).max() / np.abs(b).max()
 
 
 def counted(exchanges: list[Exchange]) -> str:
-    """Exchanges as text, equal ones once with their number."""
-    different = sorted(set(exchanges))
-    return ", ".join(f"{what} {exchanges.count((what, n))} x {n:,}" for what, n in different)
+    """Exchanges as text: "all-reduce over model 2 x 4,096" are two arrays of 4,096 numbers each."""
+    parts = []
+    for collective, numbers in sorted(set(exchanges)):
+        times = exchanges.count((collective, numbers))
+        parts.append(f"{collective} {times} x {numbers:,}")
+    return ", ".join(parts)
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
@@ -207,18 +215,21 @@ def main() -> None:
     cli.add_argument("--draw", metavar="FILE.svg")
     flags = cli.parse_args()
     args = make()
-    print("Below, 2 x 4,096 are two arrays of 4,096 numbers each, on every device")
+    print("Below, 2 x 4,096 means: two arrays, of which every device has 4,096 numbers each")
     expected = jax.device_get(jax.jit(step)(*args))  # on one device
     rows = []
     for model in 1, 2, 4:
         row, forward, both = run(model, SPLIT, args, expected)
         rows.append(row)
-        check(f"  forward as in theory: {counted(forward)}", forward == theory(model, False))
-        check(f"  with backward: {counted(both)}", both == theory(model, True))
+        text = f"  forward pass as in theory: {counted(forward)}"
+        check(text, forward == theory(model, backward=False))
+        text = f"  both passes as in theory: {counted(both)}"
+        check(text, both == theory(model, backward=True))
     row, forward, _ = run(4, WRONG, args, expected)
     rows.append(row)
     hidden = "all-gather over model", B // 2 * T * F
-    check(f"  but `down` is split by columns; forward: {counted(forward)}", hidden in forward)
+    text = f"  `down` by columns, so forward gathers the hidden layer: {counted(forward)}"
+    check(text, hidden in forward)
     print("\nkB on a device                       weights   sent over data  sent over model")
     for row in rows:
         print("{:29}{:15.1f}{:17.1f}{:17.1f}".format(*row.values()))

@@ -1,7 +1,9 @@
-"""HellaSwag's validation set, which evals/hellaswag.py scores: python data/cached_hellaswag.py
+"""Downloads HellaSwag's validation set, which evals/hellaswag.py scores.
 
-downloads it from a pinned revision of the author's repository on the hub: 10,042 rows of parquet.
-Its sha256 is the one that two public sources state; we have not downloaded the file ourselves.
+    python data/cached_hellaswag.py
+
+The file, 10,042 rows of parquet, comes from a pinned revision of its author's repository on the
+hub. Two public sources state the sha256 below; we have not downloaded the file ourselves.
 """
 
 import argparse
@@ -21,7 +23,7 @@ OUT = pathlib.Path(__file__).resolve().parent / "hellaswag"
 
 
 def fetch() -> pathlib.Path:
-    """The file, which is fetched once; raises shards.Fault."""
+    """The path of the file, which is downloaded once; raises shards.Fault."""
     try:
         path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
     except Exception as error:
@@ -33,9 +35,9 @@ def fetch() -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
-    """Context, four endings and label of each row, of the .parquet or the published .jsonl; raises
-    shards.Fault."""
-    at = path
+    """Yields the context, the four endings and the label of each row of the .parquet or of the
+    published .jsonl; raises shards.Fault."""
+    place = path
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -44,18 +46,21 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
         else:
             rows = path.read_bytes().splitlines()
         for number, row in enumerate(rows, 1):
-            at = f"{path}:{number}"
-            match json.loads(row) if isinstance(row, bytes) else row:
+            place = f"{path}:{number}"
+            if isinstance(row, bytes):
+                row = json.loads(row)
+            match row:
                 case {"ctx": str(ctx), "endings": [str(), str(), str(), str()] as endings,
                       "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label} if ctx:  # fmt: skip
-                    "".join([ctx, *endings]).encode()  # JSON may hold half a character
+                    # Raises UnicodeEncodeError if the JSON holds half of a surrogate pair.
+                    "".join([ctx, *endings]).encode()
                     yield ctx, endings, int(label)
                 case _:
                     raise ValueError('it needs a "ctx", four "endings" and a "label" of 0 to 3')
     except ImportError:
         raise shards.Fault(f"{path} needs the package pyarrow: ./run.sh hellaswag has it") from None
     except (OSError, ValueError) as error:
-        raise shards.Fault(f"{at} is no example of HellaSwag: {error}") from None
+        raise shards.Fault(f"{place} is no example of HellaSwag: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Reads every shard of a folder and says whether it can be trained on.
+"""Reads every shard of a folder and reports whether they can be trained on.
 
     python data/check.py [DIR ...] [--quick]
 
-Checks header, exact size, names without a gap, and that no shard stands there twice; and, where a
-MANIFEST.json says what they should be, sha256, that all files are there and no others, tokens below
-the vocabulary, a document start. --quick, as run.sh calls it, reads only what has another size or
-time of change than when it was last read. Without DIR it checks every folder of shards beside this
-script. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
+It checks that headers and sizes are right, that names are numbered without a gap, and that no two
+shards are equal. If there is a MANIFEST.json, it also checks that exactly the listed shards are
+there with the listed sha256, that tokens are below the vocabulary, and that every shard has the
+start of a document. --quick, which run.sh passes, reads only files whose size or time of change
+differs from when they were last read. Without DIR, every folder of shards beside this script is
+checked. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
 """
 
 import argparse
-import collections
 import os
 import pathlib
 import sys
@@ -21,27 +21,36 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def check(folder: pathlib.Path, quick: bool) -> list[str]:
-    """Prints a table of the shards of a folder, or a line; returns what is wrong, a line each."""
-    print(f"checking {folder} ... " if quick else f"{folder}:", end="", flush=True)
+    """Prints a table of the shards of a folder, or with `quick` one line. Returns a line for each
+    thing that is wrong."""
+    start = f"checking {folder} ... " if quick else f"{folder}:"
+    print(start, end="", flush=True)
     try:
         about, names = shards.read_folder(folder)
     except shards.Fault as fault:
         print()
         return [f"{folder} {fault}"]
     if not quick:
-        facts = "vocabulary {vocab}, EOT {eot}, from {source}".format
-        print(f" {facts(**about)}" if about else " no MANIFEST.json, so the bytes may be any")
+        if about:
+            print(f" vocabulary {about['vocab']}, EOT {about['eot']}, from {about['source']}")
+        else:
+            print(" no MANIFEST.json, so sha256 and vocabulary are not checked")
         print(f"{'file':30} {'tokens':>13} {'documents':>10} {'mean':>8}  verdict")
-    faults, total = [], collections.Counter(tokens=0, documents=0)
+    faults = []
+    all_tokens = 0
+    all_documents = 0
     for name, found, fault in shards.check(folder, about, names, quick):
-        tokens, documents = found.get("tokens", 0), found.get("documents", 0)
-        total.update(tokens=tokens, documents=documents)
-        faults += [f"{folder / name} {fault}"] if fault else []
+        tokens = found.get("tokens", 0)
+        documents = found.get("documents", 0)
+        all_tokens += tokens
+        all_documents += documents
+        if fault:
+            faults.append(f"{folder / name} {fault}")
         if not quick:
             mean = f"{tokens / documents:,.0f}" if documents else "-"
             numbers = f"{tokens:13,} {documents:10,} {mean:>8}"
             print(f"{name:30} {numbers}  {fault or 'ok'}", flush=True)
-    summary = f"{len(names)} shards, {total['tokens']:,} tokens, {total['documents']:,} documents"
+    summary = f"{len(names)} shards, {all_tokens:,} tokens, {all_documents:,} documents"
     print(f"{summary}, {len(faults) or 'nothing'} wrong")
     return faults
 
@@ -58,7 +67,7 @@ def main():
         faults = [fault for folder in folders for fault in check(folder, args.quick)]
     except KeyboardInterrupt:
         print("check.py: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        os._exit(130)  # the threads would go on to the end of their shards
+        os._exit(130)  # sys.exit would wait for threads that read their shards to the end
     if faults:
         sys.exit("\n".join(f"check.py: {fault}" for fault in faults))
 

@@ -1,11 +1,11 @@
-"""gpt2_prefixes.bin: of each GPT-2 token, the longest other token that its bytes begin with.
+"""Makes gpt2_prefixes.bin: for each GPT-2 token, the longest other token that its bytes begin with.
 
     python data/gpt2_prefixes.py OUT
 
-50,257 int32, little-endian, -1 where there is none. The
-record trains to predict it (record 88 of modded-nanogpt, which builds the table on the clock). It
-is a property of the vocabulary, like the tokens, and is read before the clock starts. A test makes
-it again from GPT-2's merges.
+The file has 50,257 int32, little-endian, and -1 where there is no such token. The record trains to
+predict the prefix, as record 88 of modded-nanogpt does. Upstream builds the table on the clock; we
+read it before the clock starts, because like the tokens it is a property of the vocabulary. A test
+makes it from GPT-2's merges and compares.
 """
 
 import sys
@@ -16,17 +16,18 @@ import numpy as np
 
 
 def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
-    """ranks: bytes of each token -> its number; the one after the last starts documents."""
-    found = np.full(len(ranks) + 1, -1, "<i4")
+    """The table, (V,), for `ranks`: {bytes of a token: its number}. Its last entry is end-of-text,
+    which is not in `ranks`."""
+    table = np.full(len(ranks) + 1, -1, "<i4")
     for token, number in ranks.items():
-        starts = (token[:end] for end in range(len(token) - 1, 0, -1))
-        found[number] = next((ranks[start] for start in starts if start in ranks), -1)
-    return found
+        for end in range(1, len(token)):
+            if token[:end] in ranks:
+                table[number] = ranks[token[:end]]  # a longer prefix replaces a shorter one
+    return table
 
 
 if __name__ == "__main__":
     import tiktoken
 
-    Path(sys.argv[1]).write_bytes(
-        prefixes(tiktoken.get_encoding("gpt2")._mergeable_ranks).tobytes()
-    )
+    table = prefixes(tiktoken.get_encoding("gpt2")._mergeable_ranks)
+    Path(sys.argv[1]).write_bytes(table.tobytes())

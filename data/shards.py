@@ -1,4 +1,4 @@
-"""What the scripts of data/ share: shards and folders of them, read, checked and written."""
+"""What the scripts of data/ share: reading, checking and writing shards and folders of shards."""
 
 import contextlib
 import fcntl
@@ -24,27 +24,29 @@ STAMP = ".checked.json"
 
 
 class Fault(Exception):
-    """What is wrong with a file or a folder: words that go on after its name."""
+    """What is wrong with a file or a folder. The text continues a sentence that begins with its
+    name."""
 
 
 def coder(vocab: int, eot: int) -> SimpleNamespace:
-    """encode(text) -> tokens, piece(token) -> bytes. Bytes of UTF-8 for `tiny`, else GPT-2's."""
+    """encode(text) -> tokens, and piece(token) -> bytes: of UTF-8 bytes (vocab 257, as `tiny` has)
+    or of GPT-2's tokens. Raises Fault for any other vocabulary."""
     if (vocab, eot) == (257, 256):
         encode = lambda text: [*text.encode("utf-8", "surrogateescape")]
         return SimpleNamespace(encode=encode, piece=lambda token: bytes([token]))
     if (vocab, eot) != (GPT2["vocab"], GPT2["eot"]):
         raise Fault(f"there is a tokenizer for bytes and for GPT-2's tokens, none for {vocab}")
-    of = gpt2()
-    return SimpleNamespace(encode=of.encode_ordinary, piece=of.decode_single_token_bytes)
+    bpe = gpt2()
+    return SimpleNamespace(encode=bpe.encode_ordinary, piece=bpe.decode_single_token_bytes)
 
 
 def gpt2() -> Any:
-    """tiktoken's encoding; raises Fault if it, or the vocabulary, is not there."""
+    """tiktoken's GPT-2 encoding; raises Fault if tiktoken or its vocabulary is missing."""
     try:
         import tiktoken
 
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # of the network, of the cache, of files that are not the right ones
+    except Exception as error:  # from the network, the cache, or a file with another hash
         get = "TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
         raise Fault(
             f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
@@ -54,9 +56,11 @@ def gpt2() -> Any:
 
 # ---- Reading -------------------------------------------------------------------------------------
 def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
-    """What one pass over every byte of a shard finds; raises Fault if it is none, or OSError."""
+    """Reads every byte of a shard and returns the facts that the last line lists. Without `eot`,
+    `documents` is 0. Raises Fault if the file is no shard, OSError if it cannot be read."""
     with path.open("rb") as file:
-        status, header = os.fstat(file.fileno()), file.read(HEADER)
+        status = os.fstat(file.fileno())
+        header = file.read(HEADER)
         if len(header) < HEADER:
             raise Fault(f"is no token shard: {len(header)} bytes hold no header")
         magic, version, count = struct.unpack_from("<3i", header)
@@ -76,13 +80,14 @@ def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
             digest.update(piece)
             tokens = np.frombuffer(piece, "<u2")
             largest = max(largest, int(tokens.max()))
-            documents += int(np.count_nonzero(tokens == eot))  # none equals None
+            if eot is not None:
+                documents += int(np.count_nonzero(tokens == eot))
     return dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot, tokens=count,
                 sha256=digest.hexdigest(), documents=documents, largest_token=largest)  # fmt: skip
 
 
 def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
-    """What inspect has found in the files of a folder, as far as was noted."""
+    """What inspect() found in a folder's files when it read them last: {} if nothing was saved."""
     try:
         return json.loads((folder / STAMP).read_bytes())
     except (OSError, ValueError):
@@ -90,46 +95,53 @@ def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
 
 
 def stamp(folder: pathlib.Path, found: dict[str, dict]) -> None:
-    """Notes what inspect has found, so that unchanged files need not be read again."""
-    before = read_stamp(folder)
-    now = before | found
-    if before != now:
-        with contextlib.suppress(OSError):  # a read-only folder is read every time
-            write(folder / STAMP, [json.dumps(now, indent=1).encode()])
+    """Saves what inspect() found, so that unchanged files need not be read again."""
+    old = read_stamp(folder)
+    new = old | found
+    if new != old:
+        with contextlib.suppress(OSError):  # files of a read-only folder are read every time
+            write(folder / STAMP, [json.dumps(new, indent=1).encode()])
 
 
 def examine(
     folder: pathlib.Path, names: Iterable[str], eot: int | None, quick: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each file its name and what inspect finds, or {"fault": what is wrong}. If `quick`, a file
-    of the size and the time of change that are in the folder's stamp is not read."""
+    """Yields each file's name and what inspect() finds, or {"fault": what is wrong}. With `quick`,
+    it does not read files whose size and time of change are those in the folder's stamp."""
     stamped = read_stamp(folder) if quick else {}
 
     def look(name: str) -> dict[str, Any]:
         try:
-            status, known = (folder / name).stat(), stamped.get(name, {})
-            now = dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot)
-            return known if known and known == known | now else inspect(folder / name, eot)
+            status = (folder / name).stat()
+            current = dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot)
+            known = stamped.get(name, {})
+            if current.items() <= known.items():
+                return known
+            return inspect(folder / name, eot)
         except OSError as error:
             return dict(fault=f"cannot be read: {error.strerror}")
         except Fault as fault:
             return dict(fault=f"{fault}: get it again")
 
-    pool, whole, names = ThreadPoolExecutor(), {}, list(names)  # no `with`: Ctrl-C would wait
+    pool = ThreadPoolExecutor()  # without `with`, where Ctrl-C would wait for all threads
+    names = list(names)
+    good = {}
     for name, found in zip(names, pool.map(look, names), strict=True):
         if "fault" not in found:
-            whole[name] = found
+            good[name] = found
         yield name, found
-    stamp(folder, whole)
+    stamp(folder, good)
 
 
 def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
-    """All tokens of a folder's *_train_*.bin or *_val_*.bin shards, in order, (N,) of uint16: those
-    of several are copied, 200 MB a shard of FineWeb. Raises Fault."""
+    """All tokens of a folder's *_train_*.bin or *_val_*.bin shards in order, (N,) of uint16. One
+    shard is mapped; several are copied into memory, 200 MB for each shard of FineWeb. Raises
+    Fault."""
     arrays = []
     for path in sorted(folder.glob(f"[!.]*_{split}_*.bin")):
-        magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-        if (magic, version, path.stat().st_size) != (MAGIC, VERSION, HEADER + 2 * max(1, count)):
+        header = np.fromfile(path, "<i4", 3).tolist()
+        count = header[2] if len(header) == 3 and header[:2] == [MAGIC, VERSION] else 0
+        if count < 1 or path.stat().st_size != HEADER + 2 * count:
             raise Fault(f"{path.name} is no whole shard of tokens: python data/check.py {folder}")
         arrays.append(np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,)))
     if not arrays:
@@ -139,72 +151,89 @@ def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
 
 # ---- Folders -------------------------------------------------------------------------------------
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """MANIFEST.json; {} where there is none."""
+    """MANIFEST.json, or {} if there is none. Raises Fault if it is broken, OSError if it cannot be
+    read."""
     try:
-        about = json.loads((folder / "MANIFEST.json").read_bytes())
-        ours = type(about["vocab"]) is type(about["eot"]) is int and type(about["source"]) is str
-        for name, file in about["files"].items():
-            whole = re.fullmatch("[0-9a-f]{64}", file["sha256"]) and type(file["size"]) is int
-            ours = ours and whole and pathlib.Path(name).name == name
+        content = (folder / "MANIFEST.json").read_bytes()
     except FileNotFoundError:
         return {}
-    except OSError:
-        raise
-    except Exception:  # it may hold anything
-        ours = False
-    if not ours:
+    try:
+        about = json.loads(content)
+        checks = [type(about["vocab"]) is int, type(about["eot"]) is int]
+        checks.append(type(about["source"]) is str)
+        for name, file in about["files"].items():
+            checks.append(pathlib.Path(name).name == name)  # a path could lead out of the folder
+            checks.append(type(file["size"]) is int)
+            checks.append(re.fullmatch("[0-9a-f]{64}", file["sha256"]))
+    except Exception:  # the file may hold anything
+        checks = [False]
+    if not all(checks):
         raise Fault("has a broken MANIFEST.json: delete it and get the data again")
     return about
 
 
 def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
-    """MANIFEST.json, and the names of the shards that it lists or that are there, validation last:
-    of one set, numbered without a gap."""
+    """MANIFEST.json, and the names of the shards that it lists or that are in the folder, train
+    before validation. Raises Fault unless they are one set, numbered without a gap."""
     try:
-        there, about = [path.name for path in folder.iterdir()], read_manifest(folder)
+        present = [path.name for path in folder.iterdir()]
+        about = read_manifest(folder)
     except OSError as error:
         raise Fault(f"cannot be read: {error.strerror}") from None
-    names = sorted({*there, *about.get("files", ())})
-    found = [re.fullmatch(r"([^.].*)_(train|val)_[^_]*[.]bin", name) for name in names]
-    sets = sorted({shard[1] for shard in found if shard})
-    if len(sets) > 1:
-        raise Fault(f"has shards of several sets, {', '.join(sets)}: give each its own folder")
-    ordered = []
-    for split in ("train", "val"):
-        row = [shard[0] for shard in found if shard and shard[2] == split]
-        if not row:
+    prefixes = set()
+    shards = {"train": [], "val": []}
+    for name in sorted({*present, *about.get("files", ())}):
+        match = re.fullmatch(r"([^.].*)_(train|val)_[^_]*[.]bin", name)
+        if match:
+            prefix, split = match.groups()
+            prefixes.add(prefix)
+            shards[split].append(name)
+    if len(prefixes) > 1:
+        sets = ", ".join(sorted(prefixes))
+        raise Fault(f"has shards of several sets, {sets}: give each its own folder")
+    prefix = "".join(prefixes)  # the only one
+    for split, names in shards.items():
+        if not names:
             raise Fault(f"has no {split} shard: data/README.md says how to make some")
-        first = 0 if row[0].endswith("_000000.bin") else 1
-        for number, name in enumerate(row, first):
-            expected = f"{sets[0]}_{split}_{number:06}.bin"
+        first = 0 if names[0].endswith("_000000.bin") else 1
+        for number, name in enumerate(names, first):
+            expected = f"{prefix}_{split}_{number:06}.bin"
             if name != expected:
-                raise Fault(f"lacks {expected}, in whose place stands {name}: get it again")
-        ordered += row
-    return about, ordered
+                raise Fault(f"lacks {expected}, the next file is {name}: get it again")
+    return about, shards["train"] + shards["val"]
 
 
 def check(
     folder: pathlib.Path, about: dict[str, Any], names: list[str], quick: bool = False
 ) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Of each shard that read_folder has found its name, what is in it, and what is wrong with it.
-    Without a manifest, the vocabulary is left to train_gpt.py, which is told it."""
-    twins = {}
+    """Yields for each shard of read_folder() its name, what examine() found, and what is wrong with
+    it, or None. Without a manifest, only train_gpt.py knows and checks the vocabulary."""
+    first_names = {}  # by sha256, to find copies
     for name, found in examine(folder, names, about.get("eot"), quick):
-        listed, fault = about["files"].get(name) if about else {}, found.get("fault")
+        fault = found.get("fault")
         if fault is None:
-            twin = twins.setdefault(found["sha256"], name)
-            if twin != name:
-                fault = f"has the bytes of {twin}: get it again"
-            elif listed is None:
-                fault = "is not in MANIFEST.json: it is of another set, or get the set again"
-            elif listed and listed["sha256"] != found["sha256"]:
-                stated = f"in MANIFEST.json {listed['sha256']}"
-                fault = f"has sha256 {found['sha256']}, {stated}: get it again"
-            elif about and found["largest_token"] >= about["vocab"]:
-                fault = f"has token {found['largest_token']}, but a vocabulary of {about['vocab']}"
-            elif about and not found["documents"] and listed.get("documents") != 0:
-                fault = f"has no token {about['eot']}, which starts a document"
+            first_name = first_names.setdefault(found["sha256"], name)
+            if first_name != name:
+                fault = f"has the bytes of {first_name}: get it again"
+            elif about:
+                fault = compare(name, found, about)
         yield name, found, fault
+
+
+def compare(name: str, found: dict[str, Any], about: dict[str, Any]) -> str | None:
+    """What is wrong with a shard according to MANIFEST.json, or None."""
+    listed = about["files"].get(name)
+    if listed is None:
+        return "is not in MANIFEST.json: remove it if it is of another set, or get the set again"
+    if listed["sha256"] != found["sha256"]:
+        stated = f"in MANIFEST.json {listed['sha256']}"
+        return f"has sha256 {found['sha256']}, {stated}: get it again"
+    if found["largest_token"] >= about["vocab"]:
+        return f"has token {found['largest_token']}, but a vocabulary of {about['vocab']}"
+    # tokenize_text.py states 0 for a shard inside one long document.
+    if not found["documents"] and listed.get("documents") != 0:
+        return f"has no token {about['eot']}, which starts a document"
+    return None
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -214,18 +243,20 @@ def header(count: int) -> bytes:
 
 
 def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict[str, Any]:
-    """Writes a file whole or not at all, also where two processes write at once, and returns its
-    size and sha256. `parts` may be anything with a buffer; a numpy array must be contiguous."""
+    """Writes a file completely or not at all, even if two processes write it at once. Returns its
+    size and sha256. Each part is bytes or a contiguous array."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")  # not .part-, see workplace
-    digest, size = hashlib.sha256(), 0
+    # Not .part-*, which workplace() of another process would delete.
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    digest = hashlib.sha256()
+    size = 0
     try:
         with temporary.open("wb") as file:
             for part in parts:
                 digest.update(part)
                 size += file.write(part)
             file.flush()
-            os.fsync(file.fileno())  # the name must not outlive a power cut without the bytes
+            os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -233,30 +264,33 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict[str, Any]:
 
 
 def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, files: dict) -> None:
-    """MANIFEST.json: where the tokens come from, what they are, and of each file its `size` and
-    `sha256`, `revision` if a hub states one, `documents` (starts of) if we counted them. It is not
-    written if it is the same already: the folder may be read-only."""
+    """Writes MANIFEST.json: where the tokens come from, the vocabulary, and for each file `size`
+    and `sha256`, `revision` if a hub states one, `documents` if we counted their starts. The same
+    content is not written again, because the folder may be read-only."""
     about = dict(source=source, vocab=vocab, eot=eot, files=dict(sorted(files.items())))
-    text, path = json.dumps(about, indent=1).encode() + b"\n", folder / "MANIFEST.json"
+    text = json.dumps(about, indent=1).encode() + b"\n"
+    path = folder / "MANIFEST.json"
     if not path.is_file() or path.read_bytes() != text:
         write(path, [text])
 
 
 @contextlib.contextmanager
 def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder inside `out` for what is not finished. One process at a time is at work in `out`, a
-    second one waits; what a killed one has left is deleted."""
+    """A folder inside `out` for unfinished files, deleted at the end. Only one process at a time
+    works in `out`; others wait for it. What a killed process left is deleted."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:
+        has_lock = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"another process is at work in {out}; waiting for it to end ...", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks, where what is left may be in use
-            lock = None
-        for left in out.glob(".part-*") if lock else ():
-            shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # a file system without locks
+            has_lock = False
+        if has_lock:  # otherwise another process may be using these folders
+            for abandoned in out.glob(".part-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
         part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
         try:
             yield part

@@ -1,11 +1,11 @@
 """The embedded data set: the Python source of two pinned dependencies, as byte-level tokens.
 
-It needs no download: pip has already installed the text. A token is a byte of UTF-8 (0..255) or
-EOT (256), which begins every document; a document is one function, one method, or what stands
-between them; its first 2,048 bytes count. Some whole files are held out for validation. The shards
-have llm.c's format, as FineWeb's have, and must come out bit for bit as in SHARDS below.
-
     python data/source_code.py [--out DIR]
+
+It needs no download: pip has already installed the text. A token is a byte of UTF-8 (0..255) or
+EOT (256), which begins every document. A document is one function, one method, or the text between
+two of them, up to 2,048 bytes. Some files are used for validation only. The shards are in llm.c's
+format, like FineWeb's, and must have the sha256 in SHARDS below.
 """
 
 import argparse
@@ -31,19 +31,20 @@ SHARDS = {  # name: sha256
 }
 EOT = 256
 FOLDER = pathlib.Path(__file__).resolve().parent / "source_code"
-MAX_BYTES = 2048  # of a document: else one list of names is 17 steps of tiny in a row
-FIRST_SHARD_TOKENS = 600_000  # the rest is in the second: tiny crosses from one to the next
+MAX_BYTES = 2048  # of a document: otherwise one list of names would fill 17 steps of tiny
+FIRST_SHARD_TOKENS = 600_000  # the rest is in the second shard, so that tiny reads from two
 
-# A file may be held out if few of its lines stand in other files too. This keeps twins such as
-# inference/_client.py and inference/_generated/_async_client.py, and families such as optax's
-# aliases, out of validation, where they would reward recall.
-LONG_LINE = 40  # bytes; shorter lines are the same everywhere
-MAX_SHARED_LINES = 0.1
-HELD_OUT = 0.14  # share of the files that may be, by a hash of the path
+# A file may be used for validation if few of its lines are in other files, too. This excludes twins
+# such as inference/_client.py and inference/_generated/_async_client.py, and families such as
+# optax's aliases: their loss would measure recall.
+LONG_LINE = 40  # bytes; shorter lines are not compared, because many files have them
+MAX_SHARED_LINES = 0.1  # of the long lines
+HELD_OUT = 0.14  # the share of all files from which validation files are chosen
 
 
 def read_files() -> dict[str, bytes]:
-    """Path in its package -> source, without the licence, which is the same in every file."""
+    """{path: source} of all modules. The comment at the top of a file, its licence, is left out
+    because it is the same everywhere."""
     files = {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -59,7 +60,8 @@ def read_files() -> dict[str, bytes]:
 
 
 def held_out(files: dict[str, bytes]) -> set[str]:
-    """The validation files: a fixed draw from those that share few lines with any other file."""
+    """The validation files: chosen by a hash of their path, so that the choice never changes, from
+    those that share few long lines with any other file."""
     long_lines = {
         path: {line for line in map(bytes.strip, text.splitlines()) if len(line) > LONG_LINE}
         for path, text in files.items()
@@ -75,10 +77,10 @@ def held_out(files: dict[str, bytes]) -> set[str]:
 
 
 def definitions(text: bytes) -> list[ast.stmt]:
-    """Functions, classes and methods, not the ones within others."""
+    """The functions, classes and methods of a file, without functions inside functions."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what newer Pythons say of older code
+        warnings.simplefilter("ignore")  # newer Pythons warn of older code
         top = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     methods = [
         node
@@ -91,9 +93,10 @@ def definitions(text: bytes) -> list[ast.stmt]:
 
 
 def documents(text: bytes) -> list[bytes]:
-    """Cuts a file before and after every definition; comments right above go with it. Of a piece
-    MAX_BYTES are kept, as modded-nanogpt keeps 2,048 tokens since its record 29."""
-    lines = text.splitlines(keepends=True)  # of bytes: at newlines only, as ast counts them
+    """Cuts a file before and after every definition, with the comments right above it. Each piece
+    is cut off at MAX_BYTES, as modded-nanogpt since its record 29 cuts documents at 2,048
+    tokens."""
+    lines = text.splitlines(keepends=True)  # bytes split at newlines only, as ast counts lines
     cuts = {0, len(lines)}
     for node in definitions(text):
         start = min(part.lineno for part in [node, *node.decorator_list]) - 1
@@ -106,21 +109,29 @@ def documents(text: bytes) -> list[bytes]:
 
 
 def build() -> dict[str, list[bytes]]:
-    """The documents of each shard: no document twice, order shuffled by their own hashes."""
+    """The documents of each shard, by its name: without duplicates, and in the order of their
+    hashes, which is as good as random."""
     files = read_files()
     val_files = held_out(files)
-    train, val = set(), set()
+    in_train = set()
+    in_val = set()
     for path, text in files.items():
-        (val if path in val_files else train).update(documents(text))
-    train, val = sorted(train - val, key=sha256), sorted(val, key=sha256)
-    ends = np.cumsum([1 + len(document) for document in train])
+        if path in val_files:
+            in_val.update(documents(text))
+        else:
+            in_train.update(documents(text))
+    train = sorted(in_train - in_val, key=sha256)
+    val = sorted(in_val, key=sha256)
+    ends = np.cumsum([1 + len(document) for document in train])  # in tokens
     cut = int(np.searchsorted(ends, FIRST_SHARD_TOKENS))
     return dict(zip(SHARDS, (train[:cut], train[cut:], val), strict=True))
 
 
 def encode(shard: list[bytes]) -> bytes:
-    """llm.c's format: 256 int32 of header, then the tokens as uint16."""
-    parts = [part for document in shard for part in ([EOT], np.frombuffer(document, np.uint8))]
+    """A shard in llm.c's format: 256 int32 of header, then the tokens as uint16."""
+    parts = []
+    for document in shard:
+        parts += [[EOT], np.frombuffer(document, np.uint8)]
     tokens = np.concatenate(parts).astype("<u2")
     return shards.header(len(tokens)) + tokens.tobytes()
 
@@ -130,10 +141,10 @@ def sha256(data: bytes) -> str:
 
 
 def make(out: pathlib.Path) -> None:
-    """The shards and their manifest, in `out`; what is there and whole is left."""
+    """Makes the shards and their manifest in `out`, unless they are there with the right sha256."""
     try:
-        there = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
-        if there != SHARDS:
+        present = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
+        if present != SHARDS:
             encoded = {name: encode(documents) for name, documents in build().items()}
             if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
                 sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
@@ -142,7 +153,9 @@ def make(out: pathlib.Path) -> None:
                     shards.write(part / name, [data])
                     os.replace(part / name, out / name)
                     print(f"made {out / name}, sha256 {SHARDS[name]}")
-        files = {n: dict(size=(out / n).stat().st_size, sha256=SHARDS[n]) for n in SHARDS}
+        files = {}
+        for name, digest in SHARDS.items():
+            files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
         shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
     except OSError as error:  # no space, no permission
         sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
@@ -150,7 +163,7 @@ def make(out: pathlib.Path) -> None:
 
 def main():
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder")
+    cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder for the shards")
     make(cli.parse_args().out)
 
 

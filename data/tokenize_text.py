@@ -2,10 +2,11 @@
 
     python data/tokenize_text.py PATH... --out DIR [--bytes] [--separator LINE] ...
 
-reads .txt and .md (a file is a document), .jsonl (a line is, in its field "text"), all three also
-as .gz and .zst, and .parquet (a row is, in its column "text"). Every document begins with an
-end-of-text token; "<|endoftext|>" in a text is text. The first tokens are the validation set, as in
-llm.c's FineWeb; the cut may fall inside a document, whose rest then begins the training shards.
+It reads .txt and .md (each file is a document), .jsonl (each line has a document in its field
+"text"), all three also as .gz and .zst, and .parquet (each row has one in its column "text"). Every
+document begins with an end-of-text token; "<|endoftext|>" in a text is encoded as ordinary text.
+The first tokens are the validation set, as in llm.c's FineWeb. It may end inside a document, whose
+rest then begins the training shards.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import shards
@@ -36,34 +37,35 @@ from tqdm import tqdm
 
 SUFFIXES = tuple(f".{kind}{how}" for kind in ("txt", "md", "jsonl") for how in ("", ".gz", ".zst"))
 SUFFIXES += (".parquet",)
-CHUNK = 2**20  # bytes that are read at once
-# A document is cut at the first certain boundary after PIECE characters, within PIECE more. So
-# tiktoken gets 2**19 at most: some tenths of a second at worst, and half of the spaces in a row (a
-# million) at which its regular expressions overflow their stack.
+CHUNK = 2**20  # bytes to read at once
+# A document is cut at the first safe boundary that comes PIECE to 2 * PIECE characters after the
+# last one, or at 2 * PIECE. tiktoken needs some tenths of a second for that much at worst, and its
+# regular expressions overflow their stack only at twice as many (a million) spaces in a row.
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
-VAL_TOKENS = 10_485_762  # what the record's validation reads, and two that must be left over
+VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
 
-# No alternative of GPT-2's pattern goes on to white space after anything else, nor from a letter to
-# what is no letter: what it finds on either side does not depend on the other.
+# GPT-2's pattern has no match that goes on from another character to white space, or from a letter
+# to something else. A text can be cut there: the tokens on both sides stay the same.
 BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
 AFTER_WORD = re.compile(r"[^\W\d_](?=[\W\d_])")
 
-Parts = Iterator[str | None]  # the parts of a document in turn, then None, and so on
-Piece = tuple[bool, str]  # whether a document begins here, and text to encode in one go
+Parts = Iterator[str | None]  # strings that together are a document; None ends each document
+Piece = tuple[bool, str]  # whether a document begins here, and text to encode in one call
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
+    """Exits with status 1 and the message in one line."""
     sys.exit("tokenize_text.py: " + " ".join(message.split()))
 
 
 # ---- Files ---------------------------------------------------------------------------------------
 def walk(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a folder, without hidden ones, in the order of the sha256 of their path within
-    it. Neighbours come apart, so that the validation set is not all of one kind."""
+    """The files of a folder, without hidden ones. Their order, by the sha256 of the path in the
+    folder, separates neighbours, so that the validation set is not all of one kind."""
     found = []
     for here, folders, names in os.walk(folder, onerror=lambda e: fail(f"{e}: make it readable")):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk visits these
         for name in folders:
             if os.path.islink(os.path.join(here, name)):
                 fail(f"{os.path.join(here, name)} is a link, not followed: give its target as PATH")
@@ -73,8 +75,10 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
-    """The input files in their order; each is there, is named once, and has a reader."""
-    files, ignored = [], 0
+    """The input files in their order. Exits unless they exist, are given only once, and the
+    packages that read them are installed."""
+    files = []
+    ignored = 0
     for path in paths:
         found = walk(path) if path.is_dir() else [path]
         usable = [file for file in found if file.name.lower().endswith(SUFFIXES)]
@@ -87,7 +91,7 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
     for path in files:
         if not path.is_file():
             fail(f"{path} is no file: leave it out")
-        module(path)
+        module(path)  # exits if its package is missing
     for path, times in collections.Counter(path.resolve() for path in files).items():
         if times > 1:
             fail(f"{path} would be read {times} times: name it once")
@@ -97,7 +101,7 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def module(path: pathlib.Path) -> Any:
-    """What reads zstd or parquet, else None."""
+    """The package that reads a .zst or .parquet file; exits if it is missing. None for others."""
     name = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower())
     if name is None:
         return None
@@ -128,7 +132,7 @@ def unpack_zstd(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
     zstd = module(path).ZstdDecompressor()
     frame = None
     while True:
-        data = raw.read(CHUNK // 128)  # little: it may become a thousand times as long
+        data = raw.read(CHUNK // 128)  # little, because it may expand a thousandfold
         if not data:
             break
         while data:
@@ -143,7 +147,7 @@ def unpack_zstd(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
-    """Each with its newline, which is \\n alone."""
+    """The lines of a text, with their ends. Only \\n ends a line."""
     rest = ""
     for text in texts:
         *whole, rest = (rest + text).split("\n")
@@ -153,6 +157,7 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def jsonl(texts: Iterable[str]) -> Parts:
+    """Reads the field "text" of every line that is not blank; raises ValueError without it."""
     for number, line in enumerate(lines(texts), 1):
         if line.isspace():
             continue
@@ -163,12 +168,14 @@ def jsonl(texts: Iterable[str]) -> Parts:
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise ValueError(f'line {number} has no string "text"')
-        if "\\u" in line:  # maybe half of a surrogate pair, which becomes U+FFFD, as in tiktoken
+        if "\\u" in line:  # half of a surrogate pair becomes U+FFFD, as in tiktoken
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield from (text, None)
+        yield text
+        yield None
 
 
 def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
+    """Reads the column "text"; raises ValueError without it."""
     file = module(path).ParquetFile(raw, buffer_size=CHUNK)
     if "text" not in file.schema_arrow.names:
         raise ValueError('it has no column "text"')
@@ -177,11 +184,14 @@ def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise ValueError(f'row {number} has no string "text"')
-        yield from (text, None)
+        yield text
+        yield None
 
 
 def separated(texts: Iterable[str], separator: str) -> Parts:
-    ended = False  # an empty file is an empty document; nothing after a separator is none
+    """Reads documents that end at a line equal to `separator`. An empty file is an empty document,
+    but an empty rest after the last separator is not."""
+    ended = False
     for line in lines(texts):
         ended = line.removesuffix("\n").removesuffix("\r") == separator
         yield None if ended else line
@@ -190,9 +200,10 @@ def separated(texts: Iterable[str], separator: str) -> Parts:
 
 
 def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None) -> Parts:
+    """Reads the documents of a file by the reader for its suffix."""
     if path.suffix.lower() == ".parquet":
         return parquet(path, raw)
-    texts = codecs.iterdecode(unpack(path, raw), "utf-8-sig")  # without a byte order mark
+    texts = codecs.iterdecode(unpack(path, raw), "utf-8-sig")  # drops a byte order mark
     if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
         return jsonl(texts)
     return itertools.chain(texts, [None]) if separator is None else separated(texts, separator)
@@ -200,23 +211,25 @@ def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None)
 
 # ---- Pieces --------------------------------------------------------------------------------------
 def boundary(text: str, start: int, stop: int) -> int | None:
-    """The first place after `start` where GPT-2's tokens certainly end, if it is before `stop`."""
+    """The first place between `start` and `stop` where a token of GPT-2 certainly ends, or None."""
     match = BEFORE_SPACE.search(text, start, stop)
     if match:
         return match.end()
     for match in AFTER_WORD.finditer(text, start, stop):
-        end = match.end()  # what this Python's Unicode does not know may be a letter for tiktoken
+        end = match.end()
+        # tiktoken may know more of Unicode: to it, what is unassigned here may be a letter.
         if text[end - 1].isalpha() and unicodedata.category(text[end]) != "Cn":
             return end
     return None
 
 
 def pieces(parts: Parts, counts: collections.Counter) -> Iterator[Piece]:
-    """Cuts documents; where depends on each document alone, not on the parts it comes in."""
+    """Cuts documents into pieces. The cuts depend on the document, not on its parts. `counts` gets
+    the number of documents, of empty ones, and of cuts where no safe boundary was found."""
     rest = ""
     begins = True
     for part in parts:
-        rest += part or ""  # alone on its line, CPython appends in place
+        rest += part or ""  # CPython appends in place only if this is the whole statement
         start = 0
         while len(rest) - start > 2 * PIECE:
             stop = start + 2 * PIECE
@@ -237,7 +250,7 @@ def pieces(parts: Parts, counts: collections.Counter) -> Iterator[Piece]:
 
 
 def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -> Iterator[Piece]:
-    """The pieces of a file; exits with one line if it cannot be used."""
+    """Yields the pieces of a file; exits with one line if it cannot be read."""
     position = 0
     cuts = counts["cuts"]
     try:
@@ -246,20 +259,20 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
                 yield piece
                 bar.update(raw.tell() - position)
                 position = raw.tell()
-    except Exception as error:  # ours, of the file system, of four libraries
+    except Exception as error:  # from the readers above, the file system, or four libraries
         why = "it is no UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
     if counts["cuts"] > cuts and not args.bytes:
-        times = counts["cuts"] - cuts
-        bar.write(f"{path}: {times} cuts within runs of more than {PIECE} characters; the tokens "
-                  "there are not those of the whole run")  # fmt: skip
+        added = counts["cuts"] - cuts
+        bar.write(f"{path}: {added} cuts within runs of more than {PIECE} characters; the tokens "
+                  "there differ from those of the whole run")  # fmt: skip
 
 
-def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces together, as many as are worth sending to another process."""
+def bundles(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Collects pieces until they have PIECE characters, which is enough work for one task."""
     bundle = []
     size = 0
-    for piece in of_all:
+    for piece in all_pieces:
         bundle.append(piece)
         size += len(piece[1])
         if size >= PIECE:
@@ -273,6 +286,7 @@ def bundles(of_all: Iterable[Piece]) -> Iterator[list[Piece]]:
 # ---- Tokens --------------------------------------------------------------------------------------
 @functools.cache
 def gpt2() -> Any:
+    """tiktoken's GPT-2 encoding; exits if it cannot be loaded."""
     try:
         return shards.gpt2()
     except shards.Fault as fault:
@@ -280,7 +294,7 @@ def gpt2() -> Any:
 
 
 def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
-    """The tokens of all pieces, and EOT where a document begins."""
+    """The tokens of all pieces, with EOT where a document begins, as uint16."""
     parts = []
     eot = np.array([256 if by_bytes else shards.GPT2["eot"]], "<u2")
     for begins, text in bundle:
@@ -288,15 +302,15 @@ def encode(by_bytes: bool, bundle: list[Piece]) -> np.ndarray:
             parts.append(eot)
         if by_bytes:
             parts.append(np.frombuffer(text.encode(), np.uint8))
-        else:  # what encode_ordinary gives, without a list; special tokens are text
+        else:  # the same as encode_ordinary, but without a list of Python integers
             tokens = gpt2().encode_to_numpy(text, disallowed_special=())
             parts.append(tokens.astype("<u2"))
     return np.concatenate(parts, dtype="<u2")
 
 
 def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarray]:
-    """map(work, tasks) by so many threads, with a bounded number of results that wait. tiktoken
-    lets go of Python's lock while it works."""
+    """map(work, tasks) with `workers` threads, at most QUEUE * workers tasks ahead. Threads are
+    enough, because tiktoken releases Python's lock while it works."""
     threads = ThreadPoolExecutor(workers)
     waiting = collections.deque()
     try:
@@ -312,7 +326,8 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
 
 # ---- Shards --------------------------------------------------------------------------------------
 def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[np.ndarray]]:
-    """The same tokens, sizes[0], sizes[1] ... of them at a time, and what remains, maybe []."""
+    """Regroups the tokens: yields lists of arrays that have the next of `sizes` tokens together,
+    and at last the rest, which may be []."""
     taken = []
     missing = next(sizes)
     for array in arrays:
@@ -328,7 +343,8 @@ def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[n
 
 
 def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
-    """A tenth of all tokens, but at most VAL_TOKENS; and all of the arrays."""
+    """A tenth of all tokens, but at most VAL_TOKENS; and an iterator over the same arrays, because
+    some had to be read."""
     ahead = collections.deque()
     tokens = 0
     for array in arrays:
@@ -336,7 +352,7 @@ def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndar
         tokens += len(array)
         if tokens >= 10 * VAL_TOKENS:
             break
-    first = (ahead.popleft() for _ in range(len(ahead)))  # an array is freed after its use
+    first = (ahead.popleft() for _ in range(len(ahead)))  # frees every array after its use
     return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(first, arrays)
 
 
@@ -356,21 +372,23 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict
         name = f"text_{'train' if number else 'val'}_{number:06}.bin"
         rows[name] = shards.write(folder / name, [shards.header(count), *taken])
         rows[name]["documents"] = sum(int(np.count_nonzero(a == args.about["eot"])) for a in taken)
-        taken.clear()  # or they would stay in memory until the next ones are there
+        taken.clear()  # otherwise they would stay in memory while the next shard is collected
     if len(rows) < 2:
         fail(f"{tokens} tokens are too few for {val} of validation and 2 of training: give more")
     if taken:
-        print("dropped the last token: it would be a shard by itself")
+        print("dropped the last token, because a shard needs two")
     return rows
 
 
 def refuse_used(out: pathlib.Path) -> None:
-    for path in sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")]):
-        fail(f"{path} is there already: delete it, or choose another --out")
+    """Exits if the folder has shards or a manifest."""
+    used = sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")])
+    if used:
+        fail(f"{used[0]} is there already: delete it, or choose another --out")
 
 
 def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
-    """Moves finished files to their place, all or none."""
+    """Moves finished files from `part` to `out`, all or none."""
     refuse_used(out)
     try:
         for name in names:
@@ -383,22 +401,24 @@ def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
 
 # ---- Run -----------------------------------------------------------------------------------------
 def parse() -> argparse.Namespace:
+    """The command line's arguments, and in `about` the vocabulary's size and its EOT."""
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = cli.add_argument
-    text = f"files, or folders of them: {' '.join(SUFFIXES)}"
-    add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=text)
+    formats = f"files, or folders of them: {' '.join(SUFFIXES)}"
+    add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=formats)
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
     add("--bytes", action="store_true", help="a token is a byte of UTF-8, and EOT is 256")
     add("--shard_tokens", type=int, default=10**8, metavar="N", help="default: %(default)s")
-    text = f"the first N (default: a tenth, but at most {VAL_TOKENS})"
-    add("--val_tokens", type=int, metavar="N", help=text)
+    size = f"tokens for validation (default: a tenth of all, but at most {VAL_TOKENS})"
+    add("--val_tokens", type=int, metavar="N", help=size)
     add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
-    text = "threads; the shards are the same for any number (default: %(default)s)"
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help=text)
+    threads = "threads; the shards are the same for any number (default: %(default)s)"
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help=threads)
     args = cli.parse_args()
     for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
-        if getattr(args, name) is not None and not low <= getattr(args, name) < 2**31:
-            cli.error(f"--{name} {getattr(args, name)} is not from {low} to {2**31 - 1}")
+        value = getattr(args, name)
+        if value is not None and not low <= value < 2**31:
+            cli.error(f"--{name} {value} is not from {low} to {2**31 - 1}")
     if "\n" in (args.separator or ""):
         cli.error("--separator is one line")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
@@ -406,6 +426,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Writes the shards and prints what they are."""
     refuse_used(args.out)
     paths = find(args.paths)
     counts = collections.Counter()
@@ -416,14 +437,15 @@ def run(args: argparse.Namespace) -> None:
     size = sum(path.stat().st_size for path in paths)
     bar = tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)
     tasks = bundles(piece for path in paths for piece in read(path, args, counts, bar))
-    over = contextlib.closing(in_order(args.workers, functools.partial(encode, args.bytes), tasks))
-    with shards.workplace(args.out) as part, bar, over as arrays:
-        refuse_used(args.out)  # by another process, for which this one has waited
+    work = functools.partial(encode, args.bytes)
+    encoded = contextlib.closing(in_order(args.workers, work, tasks))
+    with shards.workplace(args.out) as part, bar, encoded as arrays:
+        refuse_used(args.out)  # another process, for which this one waited, may have filled it
         rows = write(part, arrays, args)
         source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
-        publish(part, args.out, [*train, "MANIFEST.json", val])
+        publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
     for name, row in rows.items():
         tokens = (row["size"] - shards.HEADER) // 2
         print(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
@@ -437,8 +459,9 @@ def main() -> None:
     args = parse()
     try:
         run(args)
-    except OSError as error:  # of inputs only before they are read: read() has its own line
-        where, why = error.filename or args.out, error.strerror or error
+    except OSError as error:  # from the outputs, or while find() looks for inputs
+        where = error.filename or args.out
+        why = error.strerror or error
         fail(f"{where}: {why}: see to room and permissions, or choose another place")
 
 

@@ -2,17 +2,17 @@
 estimates the milliseconds of a step.
 
     python dev/compile_8xh100.py [--write]             about 18 minutes on two idle cores
-    python dev/compile_8xh100.py --lowered [--write]   seconds: are they the programs of the record?
+    python dev/compile_8xh100.py --lowered [--write]   seconds: does the page need to be renewed?
 
-The first needs jax[cuda12] or jax[cuda13], but no GPU and no driver; --write renews
-records/gpu/h100_compile.md. The second needs nothing: it lowers some programs without compiling
-them, and compares a digest of their text. An edit that changes no text needs no new compilation.
-The text differs between versions of JAX; with --write, it adds the digest of the version that runs
-it, if train_gpt.py is as it was when it was compiled.
+The first command needs jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, it
+writes the page records/gpu/h100_compile.md. The second command runs with any JAX: it lowers some
+programs without compiling them, and looks for a digest of their text in the page. If it is there,
+an edit has changed no program. The text differs between versions of JAX: with --write, the digest
+of this version is added, provided that train_gpt.py has not changed since the page was written.
 
-What comes out: kernels, collectives and their order, memory, instructions. What does not: speed and
-results. Products are not tuned, and cuDNN builds its plans only on a real GPU. The parts are in
-dev/h100/; how bytes and milliseconds are counted stands at the head of dev/h100/estimate.py.
+The compiler shows kernels, collectives and their order, memory and instructions. It shows neither
+speed nor results: products are not tuned, and cuDNN builds its plans only on a real GPU. The parts
+are in dev/h100/; dev/h100/estimate.py begins with how bytes and milliseconds are counted.
 """
 
 import argparse
@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
-from h100.checks import KINDS, Result, check, expected_program  # noqa: E402
+from h100.checks import Result, check, expected_program  # noqa: E402
 from h100.estimate import cost_by_cause, step_ms, transfers  # noqa: E402
 from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
@@ -49,19 +49,19 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-RECORD = ROOT / "records/gpu/h100_compile.md"
+PAGE = ROOT / "records/gpu/h100_compile.md"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
-RECORD_21_MS = 103, 113  # what the rates must give for it
+RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are wrong
 DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
 
 
 class Setting(NamedTuple):
-    """Flags for one GPU, and whether they are enough."""
+    """Flags of the record for one GPU."""
 
-    GB: int
+    GB: int  # memory of the GPU
     flags: dict[str, Any]
-    fits: bool
+    fits: bool  # whether that memory should be enough
 
 
 SETTINGS = (
@@ -79,34 +79,38 @@ SETTINGS = (
 
 # ---- The record's programs -----------------------------------------------------------------------
 def compile_step(kind: str, stage: int, c: train_gpt.Config, mesh: Mesh) -> Any:
-    """Compiles a program of train_gpt.py."""
+    """Compiles a program of train_gpt.py; `kind` is one of checks.KINDS."""
     if kind == "val":
         return train_gpt.compile_val_step(stage, c, mesh)
     return train_gpt.compile_train_step(stage, kind == "second", c, mesh)
 
 
 def record_config(attention: str) -> train_gpt.Config:
-    """The record with a kernel for attention."""
+    """The record preset with this kernel for attention."""
     return dataclasses.replace(train_gpt.PRESETS["record"], attention=attention, seed=1)
 
 
 def any_prefixes(c: train_gpt.Config) -> np.ndarray:
-    """In place of train_gpt.prefix_table: any numbers compile to the same program, so that the file
-    of the right ones is not needed."""
+    """Stands in for train_gpt.prefix_table, so that its file is not needed: any numbers compile to
+    the same program."""
     return np.arange(c.vocab, dtype="int32")
 
 
-# ---- Whether the record is of this train_gpt.py --------------------------------------------------
-# One program with all targets, one with all updates, one of validation.
+# ---- Whether the page is of this train_gpt.py ----------------------------------------------------
+# Kind and stage of a program with all targets, of one with all updates, and of one of validation.
 LOWERED = ("first", 0), ("second", 3), ("val", 4)
 
 
 def lowered_digest() -> str:
-    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with XLA's attention in
-    place of cuDNN's, the options, and what tells the other stages' programs from these."""
-    c = record_config("xla")
+    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with banded attention in
+    place of cuDNN's, the compiler's options, and that in which the other stages' programs differ
+    from these."""
+    c = record_config("band")
     mesh = train_gpt.make_mesh(jax.devices()[:8])
-    stages = [(s.tokens, s.short, s.long, list(train_gpt.target_weights(s))) for s in c.stages]
+    stages = []
+    for stage in c.stages:
+        targets = list(train_gpt.target_weights(stage))
+        stages.append((stage.tokens, stage.short, stage.long, targets))
     digest = hashlib.sha256(repr((stages, train_gpt.OPTIONS["gpu"])).encode())
 
     def as_text(lowered, *_):
@@ -116,8 +120,8 @@ def lowered_digest() -> str:
         mock.patch.object(train_gpt, "prefix_table", any_prefixes),
         mock.patch.object(jax.stages.Lowered, "compile", as_text),
     ):
-        for kind, stage in LOWERED:
-            digest.update(compile_step(kind, stage, c, mesh).encode())
+        for kind, number in LOWERED:
+            digest.update(compile_step(kind, number, c, mesh).encode())
     return digest.hexdigest()
 
 
@@ -132,22 +136,26 @@ def source_line() -> str:
 
 
 def check_lowered(write: bool) -> int:
-    """Whether the programs are those of the record; the exit status."""
+    """Compares the programs with those of the page, and returns the exit status."""
     line = digest_line()
     print(line)
-    record = RECORD.read_text(encoding="utf-8")
-    name = RECORD.relative_to(ROOT)
-    if line in record.splitlines():
-        print(f"{name} is of these programs")
+    page = PAGE.read_text(encoding="utf-8")
+    name = PAGE.relative_to(ROOT)
+    if line in page.splitlines():
+        print(f"{name} is of these programs and need not be renewed")
         return 0
-    if not write or source_line() not in record.splitlines():
-        print(f"{name} is not of these programs, or not by this version of JAX")
+    source = source_line()
+    if source not in page.splitlines():
+        print(f"{name} has no such digest, and train_gpt.py has changed: --write renews it")
         return 1
-    start = re.escape(line.rpartition(": ")[0])
-    record = re.sub(f"{start}: .*\n", "", record)
-    record = record.replace(source_line(), f"{source_line()}\n{line}")
-    RECORD.write_text(record, encoding="utf-8")
-    print(f"added to {name}")
+    if not write:
+        print(f"{name} has no such digest by this version of JAX: --lowered --write adds it")
+        return 1
+    beginning = re.escape(line.rpartition(": ")[0])
+    page = re.sub(f"{beginning}: .*\n", "", page)  # an older digest by this version of JAX
+    page = page.replace(source, f"{source}\n{line}")
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"added this digest to {name}")
     return 0
 
 
@@ -161,13 +169,14 @@ def cudnn_version() -> str | None:
 
 
 def answer_for_hopper() -> None:
-    """JAX asks the machine for its chip and its cuDNN; there is no chip here, so this answers."""
+    """Replaces what JAX asks a GPU about its compute capability and its cuDNN by an H100's
+    answers."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     major, minor, patch = (int(number) for number in cudnn_version().split(".")[:3])
 
     def has_capability(least: str) -> bool:
-        """H100s have 9.0."""
+        """Whether an H100, whose compute capability is 9.0, has at least this one."""
         return tuple(int(number) for number in least.split(".")) <= (9, 0)
 
     fused.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
@@ -176,7 +185,7 @@ def answer_for_hopper() -> None:
 
 
 def make_mesh(devices: int) -> Mesh:
-    """H100s in one host."""
+    """A mesh of H100s in one host."""
     target = Path(__file__).parent.joinpath("h100/target.txtpb").read_text()
     topology = topologies.get_topology_desc(
         "h100", platform="cuda", topology=f"1x1x{devices}", target_config=target
@@ -187,13 +196,14 @@ def make_mesh(devices: int) -> Mesh:
 class Compiled(NamedTuple):
     """What XLA made of a program."""
 
-    memory: Any  # its memory_analysis
+    memory: Any  # the result of memory_analysis()
     program: Program
     seconds: float  # that compiling took
 
 
 def compile_for_h100(compiler: Callable, *arguments: Any, devices: int) -> Compiled:
-    """Compiles a program, by compile_step or record 21's, and reads it."""
+    """Compiles a program and parses it. The compiler is a function like compile_step; its last
+    argument, the mesh, is added here."""
     shutil.rmtree(DUMP, ignore_errors=True)
     mesh = make_mesh(devices)
     start = time.perf_counter()
@@ -204,8 +214,8 @@ def compile_for_h100(compiler: Callable, *arguments: Any, devices: int) -> Compi
 
 
 def record_21_ms() -> float:
-    """Milliseconds of record 21's file, the mean of its first and last window. It checks the
-    rates."""
+    """Estimated milliseconds of a step of record 21's file, the mean of those with its first and
+    its last window. They show whether the rates are still right."""
     spec = importlib.util.spec_from_file_location("record_21", RECORD_21)
     script = importlib.util.module_from_spec(spec)
     sys.modules["record_21"] = script  # dataclasses look it up
@@ -218,14 +228,14 @@ def record_21_ms() -> float:
     return total / 2
 
 
-@functools.cache  # some settings of memory_table are compiled already
+@functools.cache  # because measure_settings() asks again for programs of compile_everything()
 def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
-    """Compiles a program and counts."""
+    """Compiles a program and derives all its figures."""
     memory, program, seconds = compile_for_h100(compile_step, kind, stage, c, devices=devices)
     expected = expected_program(kind, stage, c, devices)
     sent = transfers(program)
     weights = sum(t.bytes for t in sent if not t.name.startswith("all-reduce"))
-    ideal = 2 * expected.ideal * (devices - 1) / devices
+    ideal = 2 * expected.ideal * (devices - 1) / devices  # two bytes an element, in a ring
     return Result(
         kind=kind,
         stage=stage,
@@ -242,24 +252,30 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
 
 
 def measure_settings(c: train_gpt.Config) -> tuple[str, list[str]]:
-    """A table of what one GPU needs in each setting, and what is not as expected. It counts all of
-    the state, which validation does not read."""
+    """A table of the memory that one GPU needs in each of SETTINGS, and a list of what is not as
+    expected. All of the state counts, although validation does not read it."""
     rows = [("GPU", "flags", "state GB", "training GB", "validation GB", "together GB", "fits")]
     wrong = []
     tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
-    largest = tokens.index(max(tokens))
+    largest = tokens.index(max(tokens))  # the number of the stage with the longest sequences
     for GB, flags, fits in SETTINGS:
         small = dataclasses.replace(c, **flags)
-        first, second, val = (measure(kind, largest, small, 1) for kind in KINDS)
+        first = measure("first", largest, small, 1)
+        second = measure("second", largest, small, 1)
+        val = measure("val", largest, small, 1)
         state = second.arguments_GB
         training = max(first.temporaries_GB, second.temporaries_GB)
         validation = val.temporaries_GB
         together = state + max(training, validation)
-        words = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
+        text = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
         numbers = [f"{n:.1f}" for n in (state, training, validation, together)]
-        rows.append((f"{GB} GB", words, *numbers, "yes" if fits else "no"))
-        if (together <= 0.9 * GB) != fits:
-            wrong.append(f"{words}: {together:.1f} GB of {GB} GB, expected to fit: {fits}")
+        rows.append((f"{GB} GB", text, *numbers, "yes" if fits else "no"))
+        found = together <= 0.9 * GB
+        if found != fits:
+            wrong.append(
+                f"{together:.1f} GB of {GB} GB with the flags {text}: fits is {found}, not {fits} "
+                "as in SETTINGS"
+            )
     return report.table(*rows), wrong
 
 
@@ -267,7 +283,8 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
     """Kind and stage of every program of a run, in the order of their first use."""
     programs = []
     for step in range(c.total_steps):
-        programs.append((KINDS[step % 2], c.stage_at(step)))
+        kind = "second" if c.updates_all(step) else "first"
+        programs.append((kind, c.stage_at(step)))
     for step in range(c.total_steps + 1):
         if c.validates_before(step):
             programs.append(("val", c.stage_at(step)))
@@ -275,8 +292,9 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
 
 
 def compile_everything(timed: bool) -> tuple[str, list[str]]:
-    """The text of the page, and what is wrong."""
-    # Without tuning, which would compile variants that nobody times.
+    """Returns the text of the page, and a list of what is wrong. Without `timed`, the seconds of
+    compiling may be anything."""
+    # Tuning is off: it would compile variants that no GPU can time.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
     answer_for_hopper()
@@ -285,9 +303,10 @@ def compile_everything(timed: bool) -> tuple[str, list[str]]:
     results = []
     wrong = []
     old_ms = record_21_ms()
-    print(f"record 21 by these rates: {old_ms:.1f} ms", flush=True)
+    print(f"a step of record 21, estimated by these rates: {old_ms:.1f} ms", flush=True)
     if not RECORD_21_MS[0] <= old_ms <= RECORD_21_MS[1]:
-        wrong.append(f"record 21 takes {old_ms:.1f} ms by these rates, not {RECORD_21_MS}")
+        low, high = RECORD_21_MS
+        wrong.append(f"record 21 takes {old_ms:.1f} ms by these rates, not {low} to {high} ms")
     for devices in (8, 1):
         for kind, stage in record_programs(c):
             result = measure(kind, stage, c, devices)
@@ -306,9 +325,9 @@ def compile_everything(timed: bool) -> tuple[str, list[str]]:
 def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    cli.add_argument("--write", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
-    cli.add_argument("--untimed", action="store_true", help="do not judge seconds")
-    cli.add_argument("--lowered", action="store_true", help="compare the programs' text alone")
+    cli.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    cli.add_argument("--untimed", action="store_true", help="accept any seconds of compiling")
+    cli.add_argument("--lowered", action="store_true", help="compare only the programs' text")
     arguments = cli.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_compilation_cache", False)
@@ -323,7 +342,7 @@ def main(argv: list[str]) -> int:
     if wrong:
         return 1
     if arguments.write:
-        RECORD.write_text(page, encoding="utf-8")
+        PAGE.write_text(page, encoding="utf-8")
     return 0
 
 

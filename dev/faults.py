@@ -1,12 +1,12 @@
 """Plants faults in copies of the repository, one at a time, and names the test that catches each.
 
-    .venv/bin/python dev/faults.py                        all faults of dev/faults/*.toml
-    .venv/bin/python dev/faults.py window "dev/faults"    those whose name or file contains a word
-    .venv/bin/python dev/faults.py --out FILE             also writes a log
+    .venv/bin/python dev/faults.py                       all faults of dev/faults/*.toml
+    .venv/bin/python dev/faults.py window evals/loss.py  those whose name or file contains a word
+    .venv/bin/python dev/faults.py --out FILE            also writes a log
 
-A test that no fault needs, and a fault that no test catches, both show here. This takes half an
-hour and is no part of the suite; .github/workflows/faults.yml runs it every week. Exit status 1: a
-fault survived, or a test fails without any fault.
+This shows faults that no test catches. It takes half an hour, so it is no part of the suite;
+.github/workflows/faults.yml runs it every week. The exit status is 1 if a fault survived, or if a
+test fails without any fault.
 """
 
 import argparse
@@ -32,16 +32,16 @@ class Fault(NamedTuple):
 
     name: str  # what is wrong, in a sentence
     file: str  # relative to the repository
-    old: str  # stands once in the file
-    new: str  # takes its place
+    old: str  # text that the file contains once
+    new: str  # text that replaces it
     tests: str  # arguments for pytest; one of these tests must fail
 
 
 class Outcome(NamedTuple):
-    """What pytest said of a copy."""
+    """How pytest ended in a copy."""
 
     failed: str  # the first test that failed; "" if all passed
-    broken: str  # why there is no answer: nothing was collected, or pytest itself failed
+    broken: str  # why there is no result: nothing was collected, or pytest itself failed
     seconds: float
 
 
@@ -55,16 +55,20 @@ def read_faults() -> list[Fault]:
 
 
 def planted(fault: Fault) -> str:
-    """The text of the fault's file with the fault in it."""
+    """The text of the fault's file with the fault in it. Raises ValueError if none can be made."""
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     count = text.count(fault.old)
     if count != 1 or fault.old == fault.new:
-        raise ValueError(f"{fault.name}: {fault.file} has {count} places with {fault.old!r}")
+        raise ValueError(
+            f"{fault.name}: {fault.file} must contain `old` once, and `new` must be different; "
+            f"{fault.old!r} is there {count} times"
+        )
     return text.replace(fault.old, fault.new)
 
 
 def copy_tree(folder: Path) -> None:
-    """Copies what git knows and does not ignore. All copies share one folder of programs."""
+    """Copies what git knows or does not ignore. All copies share .cache, which has the compiled
+    programs."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listed.splitlines():
@@ -99,13 +103,15 @@ def run_tests(tests: str, fault: Fault | None = None) -> Outcome:
 
 
 def report(faults: list[Fault], jobs: int) -> Iterator[tuple[bool, str]]:
-    """Yields a verdict and a line for every selection of tests, and then for every fault."""
+    """Yields a verdict and a line for every selection of tests that fails without a fault, and
+    after that for every fault."""
     selections = list(dict.fromkeys(fault.tests for fault in faults))
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = pool.map(run_tests, selections)
         for tests, outcome in zip(selections, outcomes, strict=True):
             if outcome.failed or outcome.broken:
-                yield False, f"FAILS WITHOUT A FAULT  {tests}: {outcome.failed}{outcome.broken}"
+                why = outcome.failed or outcome.broken
+                yield False, f"FAILS WITHOUT A FAULT  {tests}: {why}"
         outcomes = pool.map(run_tests, [fault.tests for fault in faults], faults)
         for fault, outcome in zip(faults, outcomes, strict=True):
             where = f"{fault.file}: {fault.name}"
@@ -116,6 +122,7 @@ def report(faults: list[Fault], jobs: int) -> Iterator[tuple[bool, str]]:
 
 
 def main() -> int:
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -125,9 +132,13 @@ def main() -> int:
     args = parser.parse_args()
     faults = read_faults()
     if args.words:
-        faults = [f for f in faults if any(w in f"{f.file}: {f.name}" for w in args.words)]
+        chosen = []
+        for fault in faults:
+            if any(word in f"{fault.file}: {fault.name}" for word in args.words):
+                chosen.append(fault)
+        faults = chosen
     for fault in faults:
-        planted(fault)  # refuses before anything runs
+        planted(fault)  # raises ValueError before any test runs
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     lines = [f"{len(faults)} faults, {date.today()}, commit {commit}, jax {version('jax')}"]
@@ -137,7 +148,7 @@ def main() -> int:
         print(line, flush=True)
         verdicts.append(passed)
         lines.append(line)
-    lines.append(f"{sum(verdicts)} caught, {verdicts.count(False)} not")
+    lines.append(f"{verdicts.count(True)} caught, {verdicts.count(False)} not")
     print(lines[-1])
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

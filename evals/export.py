@@ -1,4 +1,5 @@
-"""Weights as a folder that stands alone: safetensors, config.json, a model card, reference.py."""
+"""Weights as a folder that works without this repository: safetensors, config.json, a model card,
+reference.py."""
 
 import dataclasses
 import json
@@ -14,26 +15,29 @@ FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}
 
 
 def describe(w: weights.Weights) -> dict:
-    """config.json: the run's Config, and what each layer does as in the last validation."""
-    c, stage = w.c, w.c.stages[w.stage]
+    """config.json: the run's Config, and what each layer does, as in the last validation. Windows
+    are in positions, of which paired heads have two a token."""
+    c = w.c
+    stage = c.stages[w.stage]
     windows = {w.code.SHORT: stage.short, w.code.LONG: stage.long, None: None}
-    table = w.code.param_table(c)
-    banks = {name: param.layers for name, param in table.items() if param.layers}
+    banks = {name: param.layers for name, param in w.code.param_table(c).items() if param.layers}
     layers = []
     for i, layer in enumerate(c.layers):
-        about = dataclasses.asdict(layer) | {"window": windows[layer.window]}
-        about["matrices"] = {  # window: in positions, of paired heads two a token
+        entry = dataclasses.asdict(layer)
+        entry["window"] = windows[layer.window]
+        entry["matrices"] = {
             name: [n for n, owner in enumerate(owners) if owner == i]
             for name, owners in banks.items()
         }
-        layers.append(about)
+        layers.append(entry)
     nets = {
         net: [(output, len(start)) for output, start in outputs.items()]
         for net, outputs in w.code.nets(c).items()
     }
     frequencies, scale = w.code.rope_frequencies(c, w.stage)
-    kinds = {(257, 256): "bytes", (50257, 50256): "gpt2"}
-    names = {k: Path(w.config[k]).name for k in ("data", "prefixes", "resume")}  # no paths of ours
+    tokenizers = {(257, 256): "bytes", (50257, 50256): "gpt2"}
+    # Only the names, because the paths of this machine are of no use elsewhere.
+    names = {key: Path(w.config[key]).name for key in ("data", "prefixes", "resume")}
     return (
         w.config
         | names
@@ -43,57 +47,80 @@ def describe(w: weights.Weights) -> dict:
             "layers": layers,
             "nets": nets,
             "rotation": {"frequencies": [*frequencies], "score_scale": scale},
-            "tokenizer": kinds.get((c.vocab, c.eot)),
+            "tokenizer": tokenizers.get((c.vocab, c.eot)),
             "parameters": sum(x.size for x in w.arrays.values()),
         }
     )
 
 
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
-    header, at = {"__metadata__": about}, 0
+    """Writes float32 arrays, with `about` as metadata. The format: the header's length as uint64,
+    the header as JSON, the arrays; all little-endian."""
+    header = {"__metadata__": about}
+    start = 0
     for name, x in arrays.items():
-        header[name] = dict(dtype="F32", shape=x.shape, data_offsets=[at, at + x.nbytes])
-        at += x.nbytes
+        stop = start + x.nbytes
+        header[name] = dict(dtype="F32", shape=x.shape, data_offsets=[start, stop])
+        start = stop
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the arrays are aligned to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in arrays.values():  # one by one: the record's are 2.5 GB
             file.write(np.ascontiguousarray(x, "<f4"))
 
 
+def largest_gap(w: weights.Weights, out: Path) -> float:
+    """By how much the logits of reference.py, for the weights in `out`, and those of the script
+    differ at most: in float32, over 256 tokens."""
+    tokens = np.resize([w.c.eot, *range(99)], 257)  # the last one is not read
+    exact = w._replace(c=dataclasses.replace(w.c, compute="float32").without_fp8())
+    run = weights.runner(exact, lambda x, head, _: weights.logits(w, x, head), 1)
+    z = run(tokens[None])[0]
+    return float(
+        np.abs(reference.logits(tokens[:-1], *reference.load(out)) - z[:, : w.c.vocab]).max()
+    )
+
+
 def main() -> None:
     cli = weights.parser(__doc__)
-    cli.add_argument("out", type=Path, metavar="OUT", help="folder: new, empty or of an export")
+    cli.add_argument(
+        "out", type=Path, metavar="OUT", help="a new or empty folder, or an old export"
+    )
     args = cli.parse_args()
-    weights.jax.config.update("jax_platforms", "cpu")  # float32, not a GPU's TF32
-    w, out = weights.open_weights(args.weights, args.script), args.out
-    log, found = w.path.with_suffix(".txt"), {path.name for path in out.glob("[!_]*")}
-    if out.is_file() or found and not {"reference.py"} <= found <= FILES:
-        refuse(f"{out} is neither empty nor an export, to be replaced: name a new folder")
+    # On a CPU, because a GPU would multiply float32 matrices in TF32.
+    weights.jax.config.update("jax_platforms", "cpu")
+    w = weights.open_weights(args.weights, args.script)
+    out = args.out
+    log = w.path.with_suffix(".txt")
+    present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
+    is_export = "reference.py" in present and present <= FILES
+    if out.is_file() or (present and not is_export):
+        refuse(f"{out} is neither empty nor an export: name a new folder")
     try:
         text = log.read_text(encoding="utf-8") if log.exists() else ""
-        if text and json.dumps(w.result)[1:-1] not in text:
+        result = json.dumps(w.result)
+        fields = result[1:-1]  # without braces, because RESULT in the log has more fields
+        if text and fields not in text:
             refuse(f"{log} is not the log of {w.path}: put the right one there, or none")
-        out.mkdir(parents=True, exist_ok=True)  # reference.py first: by it an export is known
+        out.mkdir(parents=True, exist_ok=True)
+        # reference.py comes first: with it, an interrupted export is recognized and replaced.
         (out / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
-        config, about = describe(w), dict(run=w.path.stem, result=json.dumps(w.result))
+        config = describe(w)
+        about = dict(run=w.path.stem, result=result)
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         write_safetensors(out / "model.safetensors", w.arrays, about)
-        # Whether that is the model: the script may have been changed, and reference.py not.
-        tokens = np.resize([w.c.eot, *range(99)], 257)
-        exact = w._replace(c=dataclasses.replace(w.c, compute="float32").without_fp8())
-        z = weights.runner(exact, lambda x, head, _: weights.logits(w, x, head), 1)(tokens[None])[0]
-        gap = np.abs(reference.logits(tokens[:-1], *reference.load(out)) - z[:, : w.c.vocab]).max()
-        if not gap < 0.01:
+        gap = largest_gap(w, out)  # not 0 if the script was changed and reference.py was not
+        if not gap < 0.01:  # also if it is NaN
             refuse(f"evals/reference.py does not compute {args.script}'s model: change it, too")
         facts = re.findall(r'^(?:versions|devices|driver|git|seed|data) [\[{"\d].*', text, re.M)
-        more = dict(facts="\n".join(facts) or "There was no log.", gap=float(gap))
+        more = dict(facts="\n".join(facts) or "There was no log.", gap=gap)
         card = (ROOT / "evals/card.md").read_text() + (ROOT / "LICENSE").read_text()
         (out / "README.md").write_text(card.format(**config | w.result | about | more))
-    except Exception as error:  # of a disk, a log, or a model that reference.py does not know
-        refuse(f"{out} is not whole: {type(error).__name__}: {error}")
-    print(f"{out}: {', '.join(sorted(FILES))}\nnext: .venv/bin/python '{out}/reference.py' 'The'")
+    except Exception as error:  # from the disk, the log, or a model unknown to reference.py
+        refuse(f"{out} is incomplete, because the export failed: {type(error).__name__}: {error}")
+    print(f"wrote {', '.join(sorted(FILES))} to {out}")
+    print(f"next: .venv/bin/python '{out}/reference.py' 'The'")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     ./run.sh loss logs/<run>.npz data/source_code [--S N] [--L N] [--T N] [--tokens N]
 
-Without flags it is the loss of the run's last validation. End-of-text tokens have no bytes, but
-their nats count. At position n a token is predicted from n: those of its document, end-of-text
-first, that its sequence holds.
+On the run's validation data and without flags, this is the loss of the run's last validation. An
+end-of-text token adds its nats but no bytes. At position n, a token is predicted from n tokens:
+those of its document, with the end-of-text, that are in its sequence.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from plot import STYLE, plt, save
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
-    """Tokens (count, T + 1) of the shard's first sequences, and their losses (count, T) in nats.
-    Windows are those of a stage without steps, so that rotations stay as they were trained."""
+    """Tokens (count, T + 1) of the shard's first sequences, and their losses (count, T) in nats,
+    with windows of S and L tokens. The windows are set by one more stage, which has no steps: it
+    leaves the rotations as they were trained."""
     stages = w.c.stages[: w.stage + 1]
     windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
     c = dataclasses.replace(w.c, stages=(*stages, windows))
@@ -32,26 +33,28 @@ def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count
         def one(pair):
             return cross_entropy(weights.logits(w, pair[0], head), pair[1])
 
-        pairs = x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1)
+        pairs = x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1)  # (B T, D), (B T,)
         return lax.map(one, pairs, batch_size=c.head_chunk).reshape(x.shape[:2])
 
     run = weights.runner(w._replace(c=c, stage=w.stage + 1), losses_of, devices)
     tokens = next(w.code.read_batches([shard], [(count, T, 0)], c))
-    B = len(w.devices[:devices])
-    steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)  # one on each device
-    return tokens, np.concatenate([*map(run, steps)])[:count]
+    B = len(w.devices[:devices])  # a step reads one sequence on every device
+    steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)
+    return tokens, np.concatenate([run(step) for step in steps])[:count]
 
 
 def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
-    """A row for positions 1, 2, 3-4, 5-8, ...: first, last, tokens, mean loss, standard error."""
-    at = np.arange(losses.shape[1])
-    begun = np.maximum.accumulate(np.where(tokens[:, :-1] == eot, at, 0), axis=1)
-    bits = np.frexp(at - begun)[1].ravel()  # of position - 1
+    """Bins of positions 1, 2, 3-4, 5-8, ...; a row of first and last position, number of tokens,
+    mean loss and its standard error for each."""
+    index = np.arange(losses.shape[1])
+    document_start = np.maximum.accumulate(np.where(tokens[:, :-1] == eot, index, 0), axis=1)
+    position = 1 + index - document_start
+    bins = np.frexp(position - 1)[1].ravel()  # the number of binary digits
     nats = np.float64(losses.ravel())
-    n = np.bincount(bits)
-    mean = np.bincount(bits, nats) / n
-    variance = np.maximum(np.bincount(bits, nats**2) / n - mean**2, 0)
-    last = 2 ** np.arange(bits.max() + 1)
+    n = np.bincount(bins)
+    mean = np.bincount(bins, nats) / n
+    variance = np.maximum(np.bincount(bins, nats**2) / n - mean**2, 0)
+    last = 2 ** np.arange(bins.max() + 1)
     first = last // 2 + 1
     return np.stack((first, last, n, mean, (variance / n) ** 0.5), axis=1)
 
@@ -61,7 +64,8 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
     first, last, _, mean, error = rows.T
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
-        axes.errorbar((first * last) ** 0.5, mean, error, marker="o", markersize=4, capsize=3)
+        center = (first * last) ** 0.5  # on a logarithmic axis
+        axes.errorbar(center, mean, error, marker="o", markersize=4, capsize=3)
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="tokens of the document read", ylabel="nats per token")
         save(figure, out)
@@ -70,12 +74,12 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
 def main() -> None:
     """Prints the losses that the command line asks for, and draws them."""
     cli = weights.parser(__doc__)
-    cli.add_argument("shards", type=Path, metavar="SHARDS", help="one, or a folder: its *_val_*")
+    cli.add_argument("shards", type=Path, metavar="SHARDS", help="*_val_*.bin, or its folder")
     cli.add_argument("--S", type=int, help="tokens of short windows; default: the run's")
     cli.add_argument("--L", type=int, help="tokens of long windows; default: the run's")
     cli.add_argument("--T", type=int, help="tokens of a sequence; default: the run's validation")
     cli.add_argument("--tokens", type=int, help="tokens in all; default: the run's validation")
-    cli.add_argument("--out", type=Path, metavar="NAME", help="of the picture, NAME.svg")
+    cli.add_argument("--out", type=Path, metavar="NAME", help="the picture is NAME.svg")
     args = cli.parse_args()
     w = weights.open_weights(args.weights, args.script)
     c = w.c
@@ -83,7 +87,7 @@ def main() -> None:
     out = args.out or Path(f"{args.weights.with_suffix('')}_loss")
     T = c.val_T if args.T is None else args.T
     wanted = c.val_tokens if args.tokens is None else args.tokens
-    S = min(stage.short if args.S is None else args.S, T)  # a longer window is the same
+    S = min(stage.short if args.S is None else args.S, T)  # a longer window sees no more
     L = min(stage.long if args.L is None else args.L, T)
     if min(S, L) < 0:
         weights.refuse(f"--S {S} --L {L}: a window has at least 0 tokens")
@@ -109,8 +113,8 @@ def main() -> None:
     rows = by_position(tokens, losses, c.eot)
     print(f"{loss:.4f} nats per token, {bits:.4f} bits per byte")
     print(f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes")
-    print(f"windows {S}, {L}; T {T}")
-    print("position      to    tokens  nats/token")
+    print(f"windows of {S} and {L} tokens, sequences of {T}")
+    print("position      to    tokens  nats/token +- standard error")
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
     draw(rows, f"{args.weights.stem}: {loss:.4f} nats per token", out)
 

@@ -1,10 +1,11 @@
-"""jNanoGPT in plain NumPy: logits and greedy text of model.safetensors and config.json beside it.
+"""jNanoGPT in plain NumPy: logits and greedy text from the model.safetensors and config.json that
+are in the same folder.
 
     python reference.py "prompt" [--tokens N]
 
 Written to be read from the top down, not to be fast: one sequence, float32, no cache.
-Dims    T position  S position of a key  D model  R hidden of a gate net  H head  K head channel
-        F hidden of the MLP  V token  N term of a sum; x residual stream
+Names end in their dimensions: T position, S position of a key, D model, R hidden of a gate net,
+H head, K head channel, F hidden of the MLP, V token, N term of a sum. x is the residual stream.
 """
 
 import argparse
@@ -20,18 +21,21 @@ def load(folder):
     """(c, weights): config.json with its keys as attributes, and a dict of float32 arrays."""
     text = (Path(folder) / "config.json").read_text(encoding="utf-8")
     c = json.loads(text, object_hook=lambda entries: SimpleNamespace(**entries))
-    # safetensors: length of the header as uint64, the header as JSON, arrays; all little-endian.
+    # safetensors: the header's length as uint64, the header as JSON, arrays; all little-endian.
     file = np.asarray(np.memmap(Path(folder) / "model.safetensors", np.uint8, "r"))
     start = 8 + int(file[:8].view("<u8")[0])
-    header, weights = json.loads(bytes(file[8:start])), {}
+    header = json.loads(bytes(file[8:start]))
+    weights = {}
     for name in header.keys() - {"__metadata__"}:
-        first, last = (start + offset for offset in header[name]["data_offsets"])
-        weights[name] = file[first:last].view("<f4").reshape(header[name]["shape"])
+        first, last = header[name]["data_offsets"]
+        values = file[start + first : start + last].view("<f4")
+        weights[name] = values.reshape(header[name]["shape"])
     return c, weights
 
 
 def logits(tokens, c, weights):
-    """(T, V), between 0 and 23, of what follows each of tokens (T,); c.eot starts a document."""
+    """(T, V), between 0 and 23: row t is for the token that follows tokens[t]. tokens is (T,);
+    c.eot starts a document."""
     x = forward(np.asarray(tokens, np.int32), c, weights)
     z_TV = norm(x) @ weights["head"][: c.vocab].T  # the rows beyond are padding
     return 23 * sigmoid((z_TV + 5) / 7.5)
@@ -39,13 +43,13 @@ def logits(tokens, c, weights):
 
 def forward(tokens_T, c, weights):
     """(T, D): the residual stream after the last layer."""
-    saved = embed_tokens(tokens_T, c, weights)  # streams by name, (T, D) each
+    saved = embed_tokens(tokens_T, c, weights)  # streams of (T, D), by name
     document_T = np.cumsum(tokens_T == c.eot)
     gates = run_net("gates_input", saved["x0"], c, weights, weights["gate_scale"])
     x = saved["x0"] + gates["input.bigram"] * saved["bigram"]
     saved["input"] = x
     for i, layer in enumerate(c.layers):
-        if layer.new_gates:  # until the next such layer
+        if layer.new_gates:  # of this layer and the next ones, until they are renewed
             gates |= run_net(f"gates{i}", x, c, weights, weights["gate_scale"])
         gate = {name.split(".")[1]: g for name, g in gates.items() if name.startswith(f"layer{i}.")}
         if layer.skip_from is not None:
@@ -56,18 +60,19 @@ def forward(tokens_T, c, weights):
         else:
             x = block(x, i, gate, saved, document_T, c, weights)
         saved[f"layer{i}"] = x
-    if c.mudd_head:  # the head reads earlier streams, too
+    if c.mudd_head:  # the head also reads earlier streams
         mix_TN = run_net("mudd_head", x, c, weights, 0.1)["x"]
         x = x + mix(mix_TN, [saved[name] for name, _ in c.mudd_head])
     return x
 
 
 def run_net(name, x, c, weights, scale):
-    """A small net's outputs by name, (T, n) each: scale * (w2 gelu(w1 x) + b2)."""
+    """A small net's outputs of shape (T, n), by name: scale * (w2 gelu(w1 x) + b2)."""
     z_TR = x @ weights[f"{name}.w1"].T
     hidden_TR = z_TR * (1 + np.vectorize(math.erf, "f")(z_TR / 2**0.5)) / 2  # GELU
     y_TN = scale * (hidden_TR @ weights[f"{name}.w2"].T + weights[f"{name}.b2"])
-    outputs, first = {}, 0
+    outputs = {}
+    first = 0
     for output, size in vars(c.nets)[name]:
         outputs[output] = y_TN[:, first : first + size]
         first += size
@@ -75,39 +80,44 @@ def run_net(name, x, c, weights, scale):
 
 
 def embed_tokens(tokens_T, c, weights):
-    """By name, (T, D) each: the embedding of each token, that of its pair with the token before it,
-    and its row of every value table."""
+    """Streams of (T, D) by name: x0, the token's embedding; bigram, the embedding of the pair that
+    the token forms with the previous one; the token's row of every value table."""
     saved = {}
     for name in weights:
         if name[:5] == "value" and name[5:].isdigit():
             saved[name] = weights[name][tokens_T]
     embed = weights["embed"][tokens_T]
     smear_T = weights["smear_lambda"] * sigmoid(embed[:, :12] @ weights["smear_gate"])
-    previous = np.concatenate((0 * embed[:1], embed[:-1]))
-    saved["x0"] = norm(embed + smear_T[:, None] * previous)
-    # A pair has a row, by a hash in int32 that wraps around, and signs, by one in uint32.
-    first, last, token = c.bigrams - 1, tokens_T[:-1].copy(), tokens_T[1:]
-    number_T = np.append(0, (token ^ last) % 8192)
-    last[:1] = first
-    row_T = np.append(first, (36313 * token ^ 27191 * last) % first)
-    bits_TD = (number_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32) * np.uint32(0x9E3779B1)
-    bits_TD = (bits_TD ^ bits_TD >> 15) * np.uint32(0x85EBCA77) >> 31
-    saved["bigram"] = weights["bigram"][row_T] * (1 - 2 * bits_TD.astype(np.float32))
+    embed_before = np.concatenate((0 * embed[:1], embed[:-1]))
+    saved["x0"] = norm(embed + smear_T[:, None] * embed_before)
+    # A hash of the pair in int32, which may wrap around, is its row in the table. A hash in uint32
+    # is the sign of every channel. As upstream, the second token hashes last_row for the first one.
+    last_row = c.bigrams - 1
+    token = tokens_T[1:]
+    previous = tokens_T[:-1].copy()
+    seed_T = np.append(0, (token ^ previous) % 8192)
+    previous[:1] = last_row
+    row_T = np.append(last_row, (36313 * token ^ 27191 * previous) % last_row)
+    bits_TD = (seed_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32)
+    bits_TD = bits_TD * np.uint32(0x9E3779B1)
+    bits_TD = (bits_TD ^ (bits_TD >> 15)) * np.uint32(0x85EBCA77)
+    sign_TD = 1 - 2 * (bits_TD >> 31).astype(np.float32)
+    saved["bigram"] = weights["bigram"][row_T] * sign_TD
     return saved
 
 
 def matrices(name, i, c, weights):
-    """Layer i's matrices of a bank."""
+    """Layer i's matrices in a bank, an array of the matrices of all layers."""
     return [weights[name][n] for n in vars(c.layers[i].matrices)[name]]
 
 
 def block(x, i, gate, saved, document_T, c, weights):
-    """One layer, (T, D) to (T, D); gate has its gates by name, (T, n) each."""
+    """One layer, (T, D) to (T, D); gate has the layer's gates of shape (T, n), by name."""
     layer = c.layers[i]
     if layer.window is not None:
         source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
         extra = 0
-        if layer.value_table is not None:  # v also has the token's value, as each head wants
+        if layer.value_table is not None:  # v also reads a token table, by a gate for each head
             value = saved[f"value{layer.value_table}"]
             gate_input = np.concatenate((norm(source)[:, :6], value[:, :6]), axis=1)
             gate_TH = 2 * sigmoid(gate_input @ weights["value_gates"][i].T)
@@ -122,13 +132,14 @@ def block(x, i, gate, saved, document_T, c, weights):
 
 
 def mudd_block(x, i, gate, saved, document_T, c, weights):
-    """MUDD: v, the layer's input and its sums mix several streams, anew for each token."""
+    """A layer with MUDD (arXiv:2502.12170): v, the layer's input and its sums mix several streams
+    with weights that a net computes for each token."""
     layer = c.layers[i]
     mudd = run_net(f"mudd{i}", x, c, weights, 0.1)
     source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
     streams = [*(saved[name] for name in layer.mudd), x]
     extra = mix(mudd["v"], streams)
-    if layer.value_table is not None:  # a weight for each half of the heads
+    if layer.value_table is not None:  # one weight for each half of the heads
         value = saved[f"value{layer.value_table}"]
         extra = extra + np.repeat(mudd["value"], c.D // 2, axis=1) * value
     y = attention(source, extra, i, gate, document_T, c, weights)
@@ -138,24 +149,27 @@ def mudd_block(x, i, gate, saved, document_T, c, weights):
 
 
 def attention(x, extra, i, gate, document_T, c, weights):
-    """(T, D); extra is what v has beside its product with x."""
-    layer, T, h = c.layers[i], len(x), norm(x)
+    """(T, D); extra is added to v, beside the product with x."""
+    layer = c.layers[i]
+    T = len(x)
+    h = norm(x)
     w_v, w_o = matrices("vo", i, c, weights)
     v_lambda, o_lambda = weights["vo_lambdas"][i]
     w_qk = np.concatenate(matrices("qk", i, c, weights))
     q, k = (part.reshape(T, c.H, -1) for part in np.split(h @ w_qk.T, 2, axis=1))
     v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, -1)
-    q, k = rotate(norm(q), layer, c), rotate(norm(k), layer, c, offset=layer.key_offset)
-    # Of paired heads each sees the other's keys, too: twice the positions for half the heads.
+    q = rotate(norm(q), layer, c)
+    k = rotate(norm(k), layer, c, offset=layer.key_offset)
+    # Two paired heads see each other's keys: they become one head with twice the positions.
     pair = 1 + layer.paired_heads
     fold = lambda y_THK: y_THK.reshape(pair * T, c.H // pair, -1)
     A_HTS = attend(fold(q), fold(k), layer.window, np.repeat(document_T, pair), c)
     y = np.einsum("HTS,SHK->THK", A_HTS, fold(v)).reshape(v.shape)
-    if layer.dc:  # all heads also read by one mixture of their views of near keys
+    if layer.dc:  # all heads also read v through one mixture of their attention to near keys
         A_HTS = attend(q, k, c.dc_window - 1, document_T, c)
         A_TS = np.einsum("HTS,TH->TS", A_HTS, norm(gate["dc_in"], 1e-6))
         y = y + gate["dc_out"][..., None] * np.einsum("TS,SHK->THK", A_TS, v)
-    if layer.xsa:  # each head may take out of y what is parallel to its own v
+    if layer.xsa:  # each head may remove from y what is parallel to v of the same position
         dot = lambda a, b: (a * b).sum(axis=-1, keepdims=True)
         y = y - np.tanh(gate["xsa"])[..., None] * dot(y, v) / np.maximum(dot(v, v), 1e-8) * v
     if layer.head_gate:
@@ -164,30 +178,32 @@ def attention(x, extra, i, gate, document_T, c, weights):
 
 
 def rotate(h_THK, layer, c, offset=False):
-    """Rotates channels j and j + K/4, j < K/4, by an angle; with offset, the other half is that of
-    the position before. The last four are 0: in training they tell documents apart."""
+    """RoPE of the pairs of channels j and j + K/4, for j < K/4. With offset, the other half of the
+    channels comes from the previous position. The last four channels become 0: in training they
+    hold document codes, here attend() masks other documents."""
     T, H, K = h_THK.shape
     pair = 1 + layer.paired_heads
-    t_TH = pair * np.arange(T)[:, None] + np.arange(H) % pair  # paired heads take turns
+    t_TH = pair * np.arange(T)[:, None] + np.arange(H) % pair  # positions of paired heads alternate
     angle = t_TH[..., None].astype(np.float32) * np.float32(c.rotation.frequencies)
     cos, sin = np.cos(angle), np.sin(angle)
     a, b, rest = np.split(h_THK, [K // 4, K // 2], axis=2)
     rest = np.concatenate((rest[:1], rest[:-1])) if offset else rest
-    turned = np.concatenate((a * cos + b * sin, b * cos - a * sin, rest), axis=-1)
-    return np.where(np.arange(K) < K - 4, turned, 0)
+    rotated = np.concatenate((a * cos + b * sin, b * cos - a * sin, rest), axis=-1)
+    return np.where(np.arange(K) < K - 4, rotated, 0)
 
 
 def attend(q_THK, k_SHK, window, document, c):
-    """(H, T, S): a query sees itself and `window` keys before it, of its own document."""
+    """(H, T, S): a query attends to itself and the `window` keys before it, if they are of the same
+    document."""
     back = np.arange(len(q_THK))[:, None] - np.arange(len(k_SHK))
     sees = (back >= 0) & (back <= window) & (document[:, None] == document)
     scores = c.rotation.score_scale * np.einsum("THK,SHK->HTS", q_THK, k_SHK)
-    A_HTS = np.where(sees, np.exp(scores), 0)  # bounded, for q and k are normalised
+    A_HTS = np.where(sees, np.exp(scores), 0)  # does not overflow, because q and k are normalised
     return A_HTS / A_HTS.sum(axis=-1, keepdims=True)
 
 
 def mlp(x, i, c, weights):
-    """(T, D), of squared ReLU."""
+    """(T, D); the activation is a squared ReLU."""
     fc_FD, proj_FD = matrices("mlp", i, c, weights)
     return np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
 
@@ -203,26 +219,29 @@ def norm(x, epsilon=2**-23):
 
 
 def mix(weights_TN, streams):
-    """The sum of N streams (T, D), with weights of each token."""
+    """The sum of N streams (T, D), with N weights for each token."""
     return sum(w[:, None] * x for w, x in zip(weights_TN.T, streams, strict=True))
 
 
 def main():
     cli = argparse.ArgumentParser(description="Prints a prompt and its greedy continuation.")
-    cli.error = lambda what: cli.exit(2, f"reference.py: {what}\n")
+    cli.error = lambda message: cli.exit(2, f"reference.py: {message}\n")
     cli.add_argument("prompt")
     cli.add_argument("--tokens", type=int, default=100, help="of the continuation, at most")
-    args, out = cli.parse_args(), open(1, "wb", buffering=0, closefd=False)
+    args = cli.parse_args()
+    out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
     try:
         c, weights = load(Path(__file__).resolve().parent)
-        encode, piece = lambda text: [*text.encode()], lambda token: bytes([token])
+        encode = lambda text: [*text.encode()]
+        piece = lambda token: bytes([token])
         if c.tokenizer != "bytes":
             import tiktoken  # its vocabulary comes from the network, or TIKTOKEN_CACHE_DIR
 
             vocabulary = tiktoken.get_encoding(c.tokenizer)
-            encode, piece = vocabulary.encode_ordinary, vocabulary.decode_single_token_bytes
+            encode = vocabulary.encode_ordinary
+            piece = vocabulary.decode_single_token_bytes
         tokens = [c.eot, *encode(args.prompt)]
-    except Exception as error:  # of the files, the vocabulary, the prompt
+    except Exception as error:  # from the files, the vocabulary or the prompt
         cli.error(f"{type(error).__name__}: {error}")
     out.write(args.prompt.encode())
     for _ in range(args.tokens):

@@ -1,6 +1,8 @@
-"""Text by a trained model, as it is made. The prompt begins a document, whose end ends the text;
-Ctrl-C does, too. Of several samples the first streams. Each token takes a whole forward pass, over
-a padded length: there is no cache that could differ from training."""
+"""Continues a prompt with a trained model, and prints the text while it is made.
+
+The prompt begins a document; the text ends where the model ends that document, or at Ctrl-C. Of
+several samples, the first is printed token by token and the others at the end. Every token takes a
+whole forward pass over a padded length, without a cache of keys and values that could be wrong."""
 
 import argparse
 import codecs
@@ -18,29 +20,35 @@ import weights
 from weights import refuse
 
 
-def draw(logits_V: np.ndarray, how: argparse.Namespace, rng: np.random.Generator) -> int:
-    """A token by its probability, among the top_k likeliest (0: all), of these among the fewest
-    that have top_p of it together (Holtzman et al. 2020, arXiv:1904.09751)."""
-    order = np.argsort(-logits_V, kind="stable")[: how.top_k or None]
-    if how.temperature == 0:
+def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
+    """Draws a token by its probability from the top_k likeliest (0: all), and among these from the
+    smallest set with top_p of their probability (Holtzman et al. 2020, arXiv:1904.09751).
+    Temperature 0 takes the likeliest."""
+    order = np.argsort(-logits_V, kind="stable")  # likeliest first
+    if args.top_k:
+        order = order[: args.top_k]
+    if args.temperature == 0:
         return int(order[0])
-    p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / how.temperature)
+    p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
     p /= p.sum()
-    p *= np.cumsum(p) - p < how.top_p
+    p_before = np.cumsum(p) - p  # of all likelier tokens together
+    p = np.where(p_before < args.top_p, p, 0)
     return int(rng.choice(order, p=p / p.sum()))
 
 
-def generate(run: Callable, tokens: list[int], how: argparse.Namespace, longest: int,
+def generate(run: Callable, tokens: list[int], args: argparse.Namespace, longest: int,
              number: int) -> Iterator[list[int]]:  # fmt: skip
-    """The next token of every sample, again and again."""
-    rngs = [np.random.default_rng([how.seed, number, i]) for i in range(how.samples)]
-    rows = np.array([tokens] * how.samples)
-    while rows.shape[1] < min(len(tokens) + how.tokens, longest):
+    """Yields the next token of every sample, until `args.tokens` are made or `longest` is reached.
+    `number` counts the prompts, so that equal ones get different text."""
+    rngs = [np.random.default_rng([args.seed, number, i]) for i in range(args.samples)]
+    rows = np.array([tokens] * args.samples)
+    while rows.shape[1] < min(len(tokens) + args.tokens, longest):
         length = rows.shape[1]
-        T = max(256, 1 << (length - 1).bit_length())  # so that few programs compile
-        padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))  # what is later has no influence
-        logits_BV = np.asarray(run(padded, np.full(how.samples, length - 1)))
-        step = [draw(logits, how, rng) for logits, rng in zip(logits_BV, rngs, strict=True)]
+        T = max(256, 1 << (length - 1).bit_length())  # powers of two: few programs compile
+        # Attention is causal, so that the padding after the text has no effect on it.
+        padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))
+        logits_BV = np.asarray(run(padded, np.full(args.samples, length - 1)))
+        step = [draw(logits, args, rng) for logits, rng in zip(logits_BV, rngs, strict=True)]
         yield step
         rows = np.concatenate((rows, np.array(step)[:, None]), axis=1)
 
@@ -56,7 +64,8 @@ class Sample:
         self.ended = False
 
     def add(self, token: int) -> str:
-        """Takes in a token; returns the characters that are complete now."""
+        """Appends a token; returns the characters that it completes. Tokens after the end of the
+        document are ignored."""
         self.ended = self.ended or token == self.eot
         piece = b"" if self.ended else self.coder.piece(token)
         characters = self.decoder.decode(piece)
@@ -65,19 +74,19 @@ class Sample:
 
 
 def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleNamespace,
-                  how: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
-    """Prints prompt and continuations. The first appears as it is made, the others at the end. The
-    rate is without the first token, for which a program compiles."""
+                  args: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
+    """Prints the prompt and its continuations: the first while it is made, the others at the end.
+    The rate excludes the first token, for which a program compiles."""
     tokens = [w.c.eot, *coder.encode(prompt)]
     longest = max(256, w.c.val_T)
     if len(tokens) >= longest:
         refuse(f"the prompt has {len(tokens) - 1} tokens, more than {longest - 2}: make it shorter")
-    samples = [Sample(w.c.eot, coder) for _ in range(how.samples)]
-    heading = "=" * 20 + " {}\n" if how.samples > 1 else ""
+    samples = [Sample(w.c.eot, coder) for _ in range(args.samples)]
+    heading = "=" * 20 + " {}\n" if args.samples > 1 else ""
     times = []
     print(heading.format(1) + prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for step in generate(run, tokens, how, longest, number):
+        for step in generate(run, tokens, args, longest, number):
             times.append(time.perf_counter())
             pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
             print(pieces[0], end="", flush=True)
@@ -88,43 +97,46 @@ def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleN
         print(f"{heading.format(i)}{prompt}{sample.text}")
     rate = 0.0
     if len(times) > 1:
-        rate = how.samples * (len(times) - 1) / (times[-1] - times[0])
-    print(f"[{how.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
+        rate = args.samples * (len(times) - 1) / (times[-1] - times[0])
+    print(f"[{args.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("prompt", nargs="?", default="")
-    cli.add_argument("--tokens", type=int, default=256, help="at most")
-    cli.add_argument("--samples", type=int, default=1, help="at once")
-    cli.add_argument("--seed", type=int, default=0, help="the same seed makes the same text")
-    cli.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
-    cli.add_argument("--top_k", type=int, default=0, help="only so many likeliest tokens; 0: all")
-    cli.add_argument("--top_p", type=float, default=0.95, help="only this share of probability")
-    cli.add_argument("--interactive", action="store_true", help="prompt after prompt")
-    how = cli.parse_args()
-    least = min(how.tokens - 1, how.samples - 1, how.top_k, how.seed)
-    if least < 0 or not how.temperature >= 0 or not 0 < how.top_p <= 1:
-        refuse("--tokens and --samples begin at 1, others at 0; --top_p is above 0, 1 at most")
-    if how.interactive == bool(how.prompt):
+    cli.add_argument("--tokens", type=int, default=256, help="at most, for each sample")
+    cli.add_argument("--samples", type=int, default=1, help="made at once")
+    cli.add_argument("--seed", type=int, default=0, help="the same one makes the same text")
+    cli.add_argument("--temperature", type=float, default=0.8, help="0: take the likeliest token")
+    cli.add_argument("--top_k", type=int, default=0, help="draw from this many likeliest; 0: all")
+    cli.add_argument("--top_p", type=float, default=0.95, help="total probability to draw from")
+    cli.add_argument("--interactive", action="store_true", help="ask for prompts")
+    args = cli.parse_args()
+    if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
+        refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
+    if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
+        refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
+    if args.prompt and args.interactive:
+        refuse("give a prompt or --interactive, not both")
+    if not args.prompt and not args.interactive:
         refuse('give a prompt that is not empty, "like this", or --interactive')
-    w = weights.open_weights(how.weights, how.script)
+    w = weights.open_weights(args.weights, args.script)
     coder = weights.tokenizer(w.c)
 
     def last_logits(x, head, _, last):
         return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])
 
     run = weights.runner(w, last_logits, 1)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show
-    if how.prompt:
-        print_samples(how.prompt, run, w, coder, how)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends it without a traceback
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+    if args.prompt:
+        print_samples(args.prompt, run, w, coder, args)
         return
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for number in itertools.count():
             prompt = input("\n> ") or "\n"
-            with contextlib.suppress(SystemExit):  # a prompt that is too long, with its message
-                print_samples(prompt, run, w, coder, how, number)
+            with contextlib.suppress(SystemExit):  # of a prompt that is too long: ask for another
+                print_samples(prompt, run, w, coder, args, number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tools of evals/ share: the weights of a run, checked, and the model that they are of."""
+"""What the tools of evals/ share: reading and checking a run's weights, and running its model."""
 
 import argparse
 import dataclasses
@@ -22,65 +22,75 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
-NEEDS = "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_bigrams "
-NEEDS += "take_rows norm softcap attend attention block mlp run_net weighted_sum"
+NEEDS = (  # what the tools call of a script
+    "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_bigrams "
+    "take_rows norm softcap attend attention block mlp run_net weighted_sum"
+)
 
 
 class Weights(NamedTuple):
+    """A run's weights, and what is needed to run its model."""
+
     path: Path
-    code: ModuleType  # the train_gpt.py whose model they are of
-    c: Any  # its Config, in formats of validation, with the attention that this machine has
+    code: ModuleType  # train_gpt.py, or the --script
+    c: Any  # its Config with the number formats of validation, and attention for this machine
     devices: list[jax.Device]  # 1, 2, 4 or 8
-    stage: int  # whose windows and rotation the last validation had
+    stage: int  # the last validation used this stage's windows and rotations
     arrays: dict[str, np.ndarray]  # by name, float32, without padding
-    config: dict[str, Any]  # as the run had it
-    result: dict[str, Any]  # its RESULT
+    config: dict[str, Any]  # the run's Config as JSON
+    result: dict[str, Any]  # the run's RESULT
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: object) -> NoReturn:
+    """Exits with status 2 and one line that begins with the tool's name."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Of a tool whose first argument is WEIGHTS; it, too, refuses in one line."""
+    """A parser for a tool whose first argument is WEIGHTS. It reports bad arguments by refuse()."""
     form = argparse.RawDescriptionHelpFormatter
     cli = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=form)
     cli.error = refuse
     cli.add_argument("weights", type=Path, metavar="WEIGHTS", help="logs/<run>.npz")
-    cli.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="that trained them")
+    cli.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="what trained them")
     return cli
 
 
 def open_script(path: Path) -> ModuleType:
+    """Imports a copy of train_gpt.py; exits with status 2 if it is none."""
     try:
         spec = importlib.util.spec_from_file_location("train_gpt", path)
         code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
     except (Exception, SystemExit) as error:
         refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
-    code.refuse = refuse  # by the name of the tool
-    lacks = [name for name in NEEDS.split() if not hasattr(code, name)]
-    if lacks:
-        refuse(f"--script {path} has no {lacks[0]}: it is older than evals/, or no train_gpt.py")
+    code.refuse = refuse  # so that its messages begin with the tool's name
+    missing = [name for name in NEEDS.split() if not hasattr(code, name)]
+    if missing:
+        refuse(f"--script {path} has no {missing[0]}: it is older than evals/, or no train_gpt.py")
     return code
 
 
 def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
-    """The script's Config from its JSON, in which tuples are lists and layers are dicts."""
+    """The script's Config from JSON, where tuples have become lists, and layers and stages
+    dicts."""
 
     def as_tuples(value):
         return tuple(as_tuples(x) for x in value) if isinstance(value, list) else value
 
     config = {name: as_tuples(value) for name, value in config.items()}
     for name, kind in ("layers", code.Layer), ("stages", code.Stage):
-        rows = [{k: as_tuples(v) for k, v in row.items()} for row in config[name]]
-        config[name] = tuple(kind(**row) for row in rows)
+        rows = []
+        for row in config[name]:
+            rows.append(kind(**{key: as_tuples(value) for key, value in row.items()}))
+        config[name] = tuple(rows)
     return code.Config(**config)
 
 
 def open_weights(path: Path, script: Path) -> Weights:
-    """Exits 2 where the file is not whole, or not of the script's model."""
+    """Reads logs/<run>.npz; exits with status 2 if it is damaged, or its model is not the
+    script's."""
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end
@@ -91,38 +101,38 @@ def open_weights(path: Path, script: Path) -> Weights:
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
     except Exception as error:
-        why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
-        refuse(f"{path} is no whole file of weights, as train_gpt.py now leaves them: {why}")
+        why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
+        refuse(f"{path} is no whole file of weights as train_gpt.py now writes them: {why}")
     code = open_script(script)
     hint = "name the script that trained it by --script"
-    differ = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
-    if differ:
-        refuse(f"{path} and {script}: only one of them has the field {min(differ)}; {hint}")
+    unshared = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
+    if unshared:
+        refuse(f"{path} and {script}: only one of them has the field {min(unshared)}; {hint}")
     try:
         c = make_config(code, config)
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
-    except Exception as error:  # layers with fields that it does not know, or alike
-        refuse(f"{path} is not of {script}'s form: {error!r}; {hint}")
+    except Exception as error:  # for instance a layer with a field that the script lacks
+        refuse(f"{path} is not of the form that {script} writes: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
     shapes = {name: param.model_shape for name, param in table.items()}
     for name in shapes | arrays:
-        there, here = found.get(name), shapes.get(name)
-        if there != here:
-            refuse(f"{path}: the shape of {name} is {there}, in {script} it is {here}; {hint}")
+        shape = found.get(name)
+        expected = shapes.get(name)
+        if shape != expected:
+            refuse(f"{path}: the shape of {name} is {shape}, in {script} it is {expected}; {hint}")
     if source != crc32(code.SOURCE.encode()):
-        print(f"warning: {script} has changed since {path}; if its model has, {hint}",
+        print(f"warning: {script} has changed since {path}; if its model has changed, {hint}",
               file=sys.stderr)  # fmt: skip
     count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
     devices = jax.devices()[:count]
-    gpu = devices[0].platform == "gpu" and "NVIDIA" in devices[0].device_kind
-    has_cudnn = gpu and c.compute == "bfloat16"
-    c = dataclasses.replace(c.for_validation(), attention=c.attention if has_cudnn else "xla")
+    c = code.fit_kernels(devices[0], c.for_validation())
     return Weights(path, code, c, devices, stage, arrays, config, result)
 
 
 def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
-    """The tokens of the file, or of the folder's *_val_*.bin, checked for sequences of T."""
+    """The tokens of a shard, or of the first *_val_*.bin in a folder. Exits with status 2 if it is
+    incomplete, or the run's model cannot read it in sequences of T tokens."""
     path = min(place.glob("[!.]*_val_*.bin"), default=place)
     if not path.is_file():
         refuse(f"{place} is no shard of tokens and holds no *_val_*.bin: see data/README.md")
@@ -132,11 +142,12 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
-    """run(tokens, *more) of read(x, head, tokens, *more): x (B, T, D) is normalised, head is
-    (V, D), and V more than the vocabulary, as in training. tokens (B, T + 1) have one more than the
-    model reads; their rows, and those of `more` and of what comes back, are spread over devices."""
-    cache = jax.config.jax_compilation_cache_dir or str(ROOT / ".cache/jax")
-    jax.config.update("jax_compilation_cache_dir", cache)
+    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
+
+    tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
+    (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
+    the result are spread over the first `devices` devices (None: all)."""
+    w.code.set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
     c = w.c
     stored = {}
@@ -144,16 +155,16 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     for name, param in w.code.param_table(c).items():
         padded = np.zeros(param.shape, np.float32)
         is_bank = param.sharding == w.code.BANK
-        flat = padded.reshape(-1, *param.shape[2:]) if is_bank else padded
-        flat[: len(w.arrays[name])] = w.arrays[name]
+        rows = padded.reshape(-1, *param.shape[2:]) if is_bank else padded  # a view
+        rows[: len(w.arrays[name])] = w.arrays[name]
         specs[name] = param.sharding
         stored[name] = jax.device_put(padded, NamedSharding(mesh, param.sharding))
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
 
-    def on_device(whole: dict, given: tuple[Array, ...]) -> Any:
-        tokens, *more = given
+    def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
+        tokens, *more = arguments
         row, _ = w.code.hash_bigrams(tokens[:, :-1], c)
         weights = whole | {"bigram_rows": w.code.take_rows(whole["bigram"], row)}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
@@ -165,11 +176,12 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
 
 
 def logits(w: Weights, x: Array, head: Array) -> Array:
-    """(..., V) in float32, of x (..., D)."""
+    """The model's logits (..., V) in float32, after the softcap, for x (..., D), head (V, D)."""
     return w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
 
 
 def tokenizer(c: Any) -> SimpleNamespace:
+    """shards.coder for a Config; exits with status 2 if there is none."""
     try:
         return shards.coder(c.vocab, c.eot)
     except shards.Fault as fault:

@@ -3,9 +3,9 @@
     python records/plot.py [NAME=]FOLDER ... [--out curves] [--x steps tokens time] [--target LOSS]
                            [--title TEXT] [--upstream] [--differences]
 
-Every folder is one curve: the mean of its runs, in a band of a standard deviation to each side.
---upstream adds modded-nanogpt's record 21; --differences a panel of final losses against the first
-folder's, pair by pair of equal seeds. Writes OUT.svg.
+Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
+side. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
+final losses minus those of the first folder, for every seed that both have run. Writes OUT.svg.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import stats
 import verify
+from runs import Run, Validation
 
 try:
     import matplotlib
@@ -25,11 +26,11 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError:
-    words = "matplotlib is missing: pip install -r tests/requirements.txt, as ./run.sh look does"
-    print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr)
+    remedy = "pip install -r tests/requirements.txt, as ./run.sh look does"
+    print(f"{Path(sys.argv[0]).name}: matplotlib is missing: {remedy}", file=sys.stderr)
     sys.exit(2)
 
-# Record 21's loss is the mean of nine runs of it and of its equals, its time that of one of them.
+# Losses of record 21 are means of nine runs, of it and of scripts like it; times are of one run.
 UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
 LABELS = dict(steps="steps", tokens="training tokens, millions", time="training time, seconds")
 STYLE = {
@@ -40,138 +41,169 @@ STYLE = {
 
 
 class Curve(NamedTuple):
-    """Of a set of runs, at every step at which all of them were validated."""
+    """Losses of a set of runs, at every step for which all of them have one."""
 
     name: str
-    x: dict[str, list[float]]  # by unit: a key of LABELS
+    x: dict[str, list[float]]  # by unit, which is a key of LABELS
     mean: list[float]
     sd: list[float]
-    train: "Curve | None" = None  # of the batches, where the logs have them
+    train: "Curve | None" = None  # the training losses of batches, where all logs have them
 
 
 def curve(name: str, evidence: verify.Evidence) -> Curve:
-    """The curve of a folder's complete runs."""
+    """Returns the curve of a folder's complete runs, which validated at the same steps."""
     runs = evidence.ended
     if not runs:
         sys.exit(f"plot.py: {evidence.folder} has no complete run")
     label = f"{name} (n = {len(runs)})".replace("$", r"\$")
     training = [run.training for run in runs]
     train = mean_of(runs, training, "training loss") if all(training) else None
-    return mean_of(runs, [run.validations for run in runs], label)._replace(train=train)
+    mean = mean_of(runs, [run.validations for run in runs], label)
+    return mean._replace(train=train)
 
 
-def mean_of(runs: list[verify.Run], losses: list[list], name: str) -> Curve:
-    """Means and deviations at the steps that all runs have."""
+def mean_of(runs: list[Run], losses: list[list[Validation]], name: str) -> Curve:
+    """Returns means and deviations of the losses of runs, at the steps that all runs have."""
     points = collections.defaultdict(list)
-    for of_one_run in losses:
-        for v in of_one_run:
+    for losses_of_run in losses:
+        for v in losses_of_run:
             points[v.step].append(v)
     steps = [step for step, found in sorted(points.items()) if len(found) == len(runs)]
-    losses = [[v.loss for v in points[step]] for step in steps]
+    if not steps:
+        sys.exit(f"plot.py: the runs of {name} have no common step")
     x = dict(steps=steps, time=[fmean(v.ms for v in points[step]) / 1000 for step in steps])
     if runs[0].tokens:
         x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
-    deviations = [stdev(values) if len(values) > 1 else 0.0 for values in losses]
-    if not steps:
-        sys.exit(f"plot.py: the runs of {name} have no common step")
-    return Curve(name, x, [fmean(values) for values in losses], deviations)
+    means = []
+    deviations = []
+    for step in steps:
+        values = [v.loss for v in points[step]]
+        means.append(fmean(values))
+        deviations.append(stdev(values) if len(values) > 1 else 0.0)
+    return Curve(name, x, means, deviations)
 
 
 def upstream() -> Curve:
-    """The curve of modded-nanogpt's record 21."""
+    """Returns the curve of modded-nanogpt's record 21."""
     with UPSTREAM.open() as file:
         rows = [{key: float(value) for key, value in line.items()} for line in csv.DictReader(file)]
-    x = dict(steps=[r["step"] for r in rows], tokens=[r["tokens"] / 1e6 for r in rows],
-             time=[r["seconds"] for r in rows])  # fmt: skip
+    x = dict(
+        steps=[row["step"] for row in rows],
+        tokens=[row["tokens"] / 1e6 for row in rows],
+        time=[row["seconds"] for row in rows],
+    )
     name = "modded-nanogpt, record 21 (n = 9)"
-    return Curve(name, x, [r["mean"] for r in rows], [r["sd"] for r in rows])
+    return Curve(name, x, [row["mean"] for row in rows], [row["sd"] for row in rows])
 
 
-def draw_curves(axes, curves: list[Curve], unit: str, target: float | None, key: bool) -> None:
-    """The later part of training, where curves differ; the first third goes off the top."""
+def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> None:
+    """Draws the later part of training, where curves differ: the y axis ends at the highest of the
+    losses after a third of the validations."""
     colors = plt.get_cmap("tab10").colors
-    ends, tops = [], []
+    lowest = []
+    highest = []
     for i, c in enumerate(curves):
         if unit not in c.x:
             continue
-        x, style = c.x[unit], "-" if i < 10 else "--"
-        axes.plot(x, c.mean, style, color=colors[i % 10], label=c.name, linewidth=1.4, marker=".",
+        x = c.x[unit]
+        color = colors[i % 10]
+        style = "-" if i < 10 else "--"
+        axes.plot(x, c.mean, style, color=color, label=c.name, linewidth=1.4, marker=".",
                   markersize=4)  # fmt: skip
-        if c.train and len(curves) < 3:  # a batch's loss jumps: thin, without a band, of few
-            axes.plot(c.train.x[unit], c.train.mean, color=colors[i % 10], linewidth=0.5, alpha=0.6,
+        # The loss of a batch jumps: a thin line without a band, and only beside few other curves.
+        if c.train and len(curves) < 3:
+            axes.plot(c.train.x[unit], c.train.mean, color=color, linewidth=0.5, alpha=0.6,
                       label=c.train.name if i == 0 else None)  # fmt: skip
-        low, high = ([m + sign * s for m, s in zip(c.mean, c.sd, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, low, high, color=colors[i % 10], alpha=0.18, linewidth=0)
-        ends.append(min(low))
-        tops.append(c.mean[len(c.mean) // 3])
+        low = [mean - sd for mean, sd in zip(c.mean, c.sd, strict=True)]
+        high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
+        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+        lowest.append(min(low))
+        highest.append(c.mean[len(c.mean) // 3])
     if target is not None:
         axes.axhline(
             target, color="black", linewidth=0.9, linestyle=":", label=f"target {target:g}"
         )
-        ends.append(target)
-    if ends:
-        room = 0.06 * (max(tops) - min(ends))
-        axes.set_ylim(min(ends) - room, max(tops) + room)
+        lowest.append(target)
+    if lowest:
+        room = 0.06 * (max(highest) - min(lowest))
+        axes.set_ylim(min(lowest) - room, max(highest) + room)
     axes.set_xlim(left=0)
     axes.set_xlabel(LABELS[unit])
     axes.set_ylabel("validation loss, nats per token")
-    if key and len(curves) <= 4:
+
+
+def draw_legend(axes, count: int) -> None:
+    """Names the curves: inside the panel where it has room for their number, else beside it."""
+    if count <= 4:
         axes.legend(fontsize=8, loc="upper right")
-    elif key:
+    else:
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def draw_differences(axes, arms: list[tuple[str, verify.Evidence]]) -> None:
-    """A row for each arm: every pair's difference, their mean, its 95 % interval. An arm that is
-    far beyond the others is an arrow with its number: on one scale with it they could not be read.
-    """
-    _, first = arms[0]
+class Difference(NamedTuple):
+    """Final losses of a variant minus those of the first one, in nats."""
+
+    mean: float
+    half: float  # half the width of the mean's 95 % interval
+    changes: list[float]  # for every seed that both have run
+    name: str
+
+
+def draw_differences(axes, variants: list[tuple[str, verify.Evidence]]) -> None:
+    """Draws a row for each variant, sorted by the mean: the difference of every pair, their mean,
+    its 95 % interval. A mean far beyond the others is an arrow, which leaves their scale alone."""
+    first_name, first = variants[0]
     rows = []
-    for name, arm in arms[1:]:
-        changes = verify.changes(arm, first)
-        if len(changes) > 1:
-            half = stats.critical(0.025, len(changes) - 1) * stdev(changes) / len(changes) ** 0.5
-            rows.append((fmean(changes), half, changes, name.replace("_", " ")))
+    for name, variant in variants[1:]:
+        changes = verify.changes(variant, first)
+        n = len(changes)
+        if n > 1:
+            half = stats.critical(0.025, n - 1) * stdev(changes) / n**0.5
+            rows.append(Difference(fmean(changes), half, changes, name.replace("_", " ")))
     rows.sort()
-    reach = [max(abs(mean) + half, *map(abs, changes)) for mean, half, changes, _ in rows]
+    reach = [max(abs(row.mean) + row.half, *map(abs, row.changes)) for row in rows]
     widest = max((r for r in reach if r <= 4 * median(reach)), default=1.0) * 1.1
-    for y, (mean, half, changes, _) in enumerate(rows):
-        axes.text(1.02, y, f"{mean:+.4f}", transform=axes.get_yaxis_transform(), va="center")
-        if abs(mean) > widest:
-            end = widest if mean > 0 else -widest
+    for y, row in enumerate(rows):
+        axes.text(1.02, y, f"{row.mean:+.4f}", transform=axes.get_yaxis_transform(), va="center")
+        if abs(row.mean) > widest:
+            end = widest if row.mean > 0 else -widest
             axes.annotate("", (end, y), (0.75 * end, y), arrowprops=dict(arrowstyle="->"))
             continue
-        axes.plot(changes, [y] * len(changes), "o", color="tab:blue", alpha=0.45, markersize=5)
-        axes.errorbar(mean, y, xerr=half, fmt="D", color="black", markersize=4, capsize=3,
+        ys = [y] * len(row.changes)
+        axes.plot(row.changes, ys, "o", color="tab:blue", alpha=0.45, markersize=5)
+        axes.errorbar(row.mean, y, xerr=row.half, fmt="D", color="black", markersize=4, capsize=3,
                       linewidth=1)  # fmt: skip
     axes.axvline(0, color="black", linewidth=0.9)
     axes.set_xlim(-widest, widest)
-    axes.set_yticks(range(len(rows)), [name for *_, name in rows])
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final loss minus {arms[0][0]}'s, nats per token; mean, 95 % interval, pairs")
+    axes.set_xlabel(f"final loss minus {first_name}'s, nats per token; mean, 95 % interval, pairs")
     axes.grid(axis="y", visible=False)
 
 
 def plot(
-    arms: list[tuple[str, verify.Evidence]], out: Path, units: list[str], target: float | None,
-    title: str = "", with_upstream: bool = False, differences: bool = False,
+    variants: list[tuple[str, verify.Evidence]], out: Path, units: list[str],
+    target: float | None, title: str = "", with_upstream: bool = False, differences: bool = False,
 ) -> None:  # fmt: skip
-    """Draws OUT.svg: a panel for each unit of the x axis."""
-    curves = [curve(name, evidence) for name, evidence in arms] + [upstream()] * with_upstream
-    panels = len(units) + differences
+    """Draws OUT.svg: a panel for each unit of the x axis, and one of the differences if wanted."""
+    curves = [curve(name, evidence) for name, evidence in variants]
+    if with_upstream:
+        curves.append(upstream())
+    panels = len(units) + (1 if differences else 0)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, 4.4), squeeze=False,
                                     layout="constrained")  # fmt: skip
         for i, unit in enumerate(units):
-            draw_curves(axes[0, i], curves, unit, target, key=i == 0)
+            draw_curves(axes[0, i], curves, unit, target)
+        draw_legend(axes[0, 0], len(curves))
         if differences:
-            draw_differences(axes[0, -1], arms)
+            draw_differences(axes[0, -1], variants)
         figure.suptitle(title.replace("$", r"\$"))
         save(figure, out)
 
 
-def plot_log(run: verify.Run, out: Path) -> None:
-    """One run's losses from first to last, for evals/look.py."""
+def plot_log(run: Run, out: Path) -> None:
+    """Draws the losses of one run from first to last, for evals/look.py."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
         for losses, style in (run.training, "-"), (run.validations, "o-"):
@@ -183,33 +215,34 @@ def plot_log(run: verify.Run, out: Path) -> None:
 
 
 def save(figure, out: Path) -> None:
-    """Writes OUT.svg, the same bytes for the same picture."""
+    """Writes OUT.svg. The same picture makes the same bytes."""
     figure.savefig(out.with_name(f"{out.name}.svg"), metadata={"Date": None})
     plt.close(figure)
 
 
 def main() -> None:
-    """Draws what the command line names."""
+    """Draws the curves of the folders that the command line names."""
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER")
-    cli.add_argument("--out", type=Path, default=Path("curves"))
-    cli.add_argument("--x", nargs="+", choices=LABELS, default=["steps"])
-    cli.add_argument("--target", type=float)
+    cli.add_argument("--out", type=Path, default=Path("curves"), help="picture, without .svg")
+    cli.add_argument("--x", nargs="+", choices=LABELS, default=["steps"], help="a panel for each")
+    cli.add_argument("--target", type=float, help="loss at which to draw a line")
     cli.add_argument("--title", default="")
     cli.add_argument("--upstream", action="store_true")
     cli.add_argument("--differences", action="store_true")
     args = cli.parse_args()
     if not args.out.absolute().parent.is_dir():
-        sys.exit(f"plot.py: there is no folder for {args.out}")
-    arms = []
-    for word in args.folders:
-        name, _, folder = word.rpartition("=")
+        sys.exit(f"plot.py: make the folder of --out first: {args.out} cannot be written")
+    variants = []
+    for named_folder in args.folders:
+        name, _, folder = named_folder.rpartition("=")
         try:
-            arms.append((name or Path(folder).resolve().name, verify.collect(Path(folder))))
+            evidence = verify.collect(Path(folder))
         except verify.Unreadable as error:
             sys.exit(f"plot.py: {error}")
-    plot(arms, args.out, args.x, args.target, args.title, args.upstream, args.differences)
+        variants.append((name or Path(folder).resolve().name, evidence))
+    plot(variants, args.out, args.x, args.target, args.title, args.upstream, args.differences)
 
 
 if __name__ == "__main__":

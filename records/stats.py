@@ -1,6 +1,6 @@
 """Student's t, the tests that rest on it, and their power: for verify.py, which needs no packages.
 
-Statistics of samples are in their own units (nats, seconds, tokens); p is a probability.
+Samples and targets are in one unit (nats, seconds, tokens); p is a probability.
 """
 
 import math
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """Of a t-test: the statistic, its degrees of freedom, the probability (NaN: undefined)."""
+    """The result of a t-test; all three are NaN where it is undefined."""
 
     t: float
-    df: float
+    df: float  # degrees of freedom
     p: float
 
 
@@ -21,70 +21,88 @@ UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or al
 
 
 def tail(t: float, df: float, shift: float = 0.0) -> float:
-    """P(T > t) of Student's t, with a shift of the noncentral one: the density of u, a sample's
-    standard deviation by the true one, times P(normal > t u - shift), summed over log u. There
-    both ends fall off so fast that equal steps leave no error but of rounding."""
-    width = 1 / math.sqrt(2 * df)  # of the density
+    """Returns P(T > t) of Student's t with df degrees of freedom, noncentral where shift is not 0.
+
+    T > t where a normal variable exceeds t u - shift; u is the sample's standard deviation divided
+    by the true one. So P(T > t) is the integral of u's density times that normal tail. It is summed
+    over log u in equal steps: both ends fall off so fast that only rounding errors remain."""
+    width = 1 / math.sqrt(2 * df)  # about the standard deviation of log u
     constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
-    start = -math.log1p(t * t / df) / 2 - 9 * width - 40 / df  # far tails are of small u
-    total, step = 0.0, min(width, 1 / (1 + abs(shift))) / 4
+    # Where t is large, the integrand has its peak at a small u, about 1 / sqrt(1 + t^2 / df).
+    start = -math.log1p(t * t / df) / 2 - 9 * width - 40 / df
+    step = min(width, 1 / (1 + abs(shift))) / 4
+    total = 0.0
     for i in range(math.ceil((9 * width - start) / step)):
-        x = start + i * step
-        u = math.exp(x)
-        density = math.exp(constant + df * (x - u * u / 2))
+        log_u = start + i * step
+        u = math.exp(log_u)
+        density = math.exp(constant + df * (log_u - u * u / 2))
         total += density * math.erfc((t * u - shift) / math.sqrt(2)) / 2
     return total * step
 
 
 def below(values: Sequence[float], target: float) -> Result:
-    """Is the mean below the target? One sample, one-sided."""
-    sd = stdev(values) if len(values) > 1 else 0.0
-    if not sd:
+    """Tests whether the mean is below the target: one sample, one-sided."""
+    n = len(values)
+    sd = stdev(values) if n > 1 else 0.0
+    if sd == 0:
         return UNDEFINED
-    t = (fmean(values) - target) / (sd / math.sqrt(len(values)))
-    return Result(t, len(values) - 1, tail(-t, len(values) - 1))
+    t = (fmean(values) - target) / (sd / math.sqrt(n))
+    return Result(t, n - 1, tail(-t, n - 1))
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
-    """Is the mean of a below that of b? One-sided, variances may differ (Welch 1947)."""
-    if min(len(a), len(b)) < 2 or not stdev(a) + stdev(b):
+    """Tests whether the mean of a is below that of b: one-sided, variances may differ (Welch)."""
+    if min(len(a), len(b)) < 2 or stdev(a) + stdev(b) == 0:
         return UNDEFINED
-    u, v = stdev(a) ** 2 / len(a), stdev(b) ** 2 / len(b)
-    t = (fmean(a) - fmean(b)) / math.sqrt(u + v)
-    df = (u + v) ** 2 / (u**2 / (len(a) - 1) + v**2 / (len(b) - 1))
+    var_a = stdev(a) ** 2 / len(a)  # of the mean
+    var_b = stdev(b) ** 2 / len(b)
+    t = (fmean(a) - fmean(b)) / math.sqrt(var_a + var_b)
+    df = (var_a + var_b) ** 2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
     return Result(t, df, tail(-t, df))
 
 
 def paired(differences: Sequence[float]) -> Result:
-    """Of pairs: is their mean another than zero? Two-sided."""
-    t, df, p = below(differences, 0.0)
-    return Result(t, df, p if math.isnan(p) else 2 * tail(abs(t), df))
+    """Tests whether the mean difference of pairs is not zero: two-sided."""
+    test = below(differences, 0.0)
+    if math.isnan(test.p):
+        return test
+    return test._replace(p=2 * tail(abs(test.t), test.df))
 
 
 def critical(alpha: float, df: float) -> float:
-    """t with P(T > t) = alpha, for alpha < 1/2, by bisection."""
-    low, high = 0.0, 1.0
+    """Returns the t with P(T > t) = alpha, for alpha < 1/2, by bisection."""
+    low = 0.0
+    high = 1.0
     while tail(high, df) > alpha:
         high *= 2
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle, df) > alpha else (low, middle)
+        if tail(middle, df) > alpha:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def power(effect: float, n: int, alpha: float = 0.01) -> float:
-    """Chance that n runs whose mean is truly `effect` standard deviations below the target pass."""
+    """Returns the chance that n runs pass whose true mean is `effect` standard deviations below the
+    target."""
     return tail(critical(alpha, n - 1), n - 1, effect * math.sqrt(n))
 
 
 def runs_needed(effect: float, chance: float = 0.8, alpha: float = 0.01) -> int | None:
-    """The fewest runs that pass at alpha with that chance; None where it takes over 10,000."""
-    if not effect > 0.03:
+    """Returns the fewest runs that pass at alpha with this chance; None if more than 10,000."""
+    if not effect > 0.03:  # NaN, too
         return None
-    low, high = 1, 2
+    low = 1
+    high = 2
     while power(effect, high, alpha) < chance:
-        low, high = high, 2 * high
+        low = high
+        high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, middle, alpha) >= chance else (middle, high)
+        if power(effect, middle, alpha) >= chance:
+            high = middle
+        else:
+            low = middle
     return high if high <= 10_000 else None

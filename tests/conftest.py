@@ -1,7 +1,7 @@
 """Tests run on 8 simulated devices of a CPU, with programs that compile fast and are cached.
 
-`./run.sh test` leaves out the tests marked slow, `--all` runs them as well, `--quick` runs a
-selection of less than a minute.
+`./run.sh test` leaves out the tests marked slow, `--all` runs them as well, and `--quick` runs a
+selection that takes less than a minute.
 """
 
 import gc
@@ -13,14 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "basics", "data", "dev", "evals", "records")]
 
-# Variables, not jax.config: processes that tests start inherit them.
+# These are variables, not jax.config, because processes that tests start inherit them.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM took most of the time
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's took most of the time
 if int(version("jax").split(".")[1]) < 11:  # later versions abort at the first flag
     os.environ["XLA_FLAGS"] = (
         "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     )
-# Both workers and all processes share compiled programs, and so does the next run of the suite.
+# All workers and processes share compiled programs, and so does the next run of the suite.
 CACHE = ROOT / ".cache" / "tests"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -37,28 +37,30 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="run a selection, in under a minute")
 
 
-# Files that take half a minute or more, the longest first: a worker that began one of them last
-# would leave the other without work.
+# Files that take half a minute or more, the longest first: if a worker began one of them last, the
+# other workers would wait for it.
 LONG_FILES = "hosts golden resume run run_ab devices tweaks check_gpu basics_gpt2 export".split()
 
 
 def place(item):
-    """Where a test comes in the suite."""
+    """Sort key of a test: the place of its file in LONG_FILES; other files come after those."""
     name = item.path.stem.removeprefix("test_")
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Sorts files, and deselects what was not asked for. A test that is named by its id runs."""
+    """Sorts the files, and deselects tests by their marks. A test that is named by its id runs."""
     items.sort(key=place)
     if config.option.all or any("::" in argument for argument in config.args):
         return
-    mark = "quick" if config.option.quick else "slow"
     chosen = []
     left_out = []
     for item in items:
-        marked = item.get_closest_marker(mark) is not None
-        if marked == config.option.quick:
+        if config.option.quick:
+            wanted = item.get_closest_marker("quick") is not None
+        else:
+            wanted = item.get_closest_marker("slow") is None
+        if wanted:
             chosen.append(item)
         else:
             left_out.append(item)
@@ -69,14 +71,16 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     """Says what did not run, and how to run it."""
     if config.option.quick:
-        terminalreporter.write_line("This was a selection. The suite: ./run.sh test")
+        terminalreporter.write_line("This was a selection. To run the suite: ./run.sh test")
     elif not config.option.all:
-        terminalreporter.write_line("Slow tests were left out. All tests: ./run.sh test --all")
+        terminalreporter.write_line(
+            "Slow tests were left out. To run them as well: ./run.sh test --all"
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def clear_programs():
-    """Without this, each worker would grow to 5 GB of programs."""
+    """Drops a file's programs after it: with all of them, a worker would grow to 5 GB."""
     yield
     jax.clear_caches()
     gc.collect()

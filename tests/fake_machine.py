@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "dev" / "machines.md"
 BASH = shutil.which("bash")
 
-# A Python of any version: answers `-c` truly but for its version and modules, runs dev/machine.py,
-# makes a .venv of itself, gets a pip by ensurepip, and only notes what else it is asked to run.
+# A fake Python. It executes `-c`, with the version and without the modules that a test wants, and
+# dev/machine.py. `-m venv` makes a .venv that has this fake, and `-m ensurepip` gives it a pip. All
+# other commands are only written into the log.
 FAKE_PYTHON = """#!{real} -S
 import os, sys
 argv = sys.argv[1:]
@@ -106,10 +107,12 @@ KINDS = {
 
 
 class Machine:
-    """A folder with run.sh and a PATH on which there is nothing but the fakes."""
+    """A folder with run.sh, and a PATH that has the fakes and a few tools of the shell."""
 
     def __init__(self, folder: Path):
-        self.root, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
+        self.root = folder / "repo"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
         self.pci = folder / "pci"
         self.started = []
         self.bin.mkdir()
@@ -160,7 +163,7 @@ class Machine:
         return self.script(name, FAKE_PYTHON.format(**parts))
 
     def foreign_venv(self, minor: int, missing=()) -> Path:
-        """As uv makes one: without pip, and nobody knows what else lies there."""
+        """A .venv that run.sh did not make: without pip, as uv makes it, and with a user's file."""
         precious = self.root / ".venv" / "bin" / "precious"
         precious.parent.mkdir(parents=True)
         precious.touch()
@@ -168,7 +171,8 @@ class Machine:
         return precious
 
     def start(self, *argv, before=None, **env) -> subprocess.Popen:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit "ignored"
+        # Where SIGINT is ignored, as in a background job, children would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         env = {"PATH": str(self.bin), "JNANO_PCI": str(self.pci), **env}
         command = [BASH, self.root / "run.sh", *argv]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -178,7 +182,7 @@ class Machine:
         return process
 
     def run(self, *argv, **env) -> list[str]:
-        """What the fakes were asked to do since the last call."""
+        """Runs run.sh to its end; the lines that the fake Pythons wrote into the log."""
         self.log.write_text("")
         process = self.start(*argv, **env)
         output = process.communicate(timeout=60)
@@ -193,29 +197,22 @@ class Machine:
         return {path for path in self.root.rglob("*") if "__pycache__" not in path.parts}
 
     def refusal(self, *argv, **env) -> str:
+        """The line on stderr of a run.sh that must refuse, before it runs anything."""
         assert self.run(*argv, **env) == [] and not (self.root / ".venv").exists()
         assert self.done.returncode == 1 and self.done.stderr.count("\n") == 1
         return self.done.stderr
 
 
 def fits_source() -> str:
-    """The lines of train_gpt.py that dev/machine.py reads."""
+    """The lines of train_gpt.py that dev/machine.py reads: the whole file takes longer."""
     source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FITS":
-            return ast.get_source_segment(source, node)
-    return PROVISIONAL
+    (fits,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FITS"
+    )
+    return ast.get_source_segment(source, fits)
 
-
-PROVISIONAL = """
-FITS = (
-    ({}, {1: 34.0, 2: 28.0, 4: 25.0, 8: 23.0}),
-    ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.0, 4: 20.0, 8: 18.5}),
-    ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 19.5, 2: 15.0, 4: 12.0, 8: 11.0}),
-    ({"batch": 64, "head_chunk": 2048, "val_T": 32768, "bigrams": 65536},
-     {1: 14.0, 2: 11.0, 4: 9.0, 8: 8.0}),
-)
-"""
 
 INTRODUCTION = """# What `./run.sh` does on which machine
 

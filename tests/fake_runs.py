@@ -1,4 +1,4 @@
-"""Logs as train_gpt.py and modded-nanogpt write them, without the training."""
+"""Writes logs like those of train_gpt.py and modded-nanogpt, without training."""
 
 import hashlib
 import json
@@ -10,8 +10,8 @@ SOURCE = "print('not executed')\n"
 BORDER = "=" * 100 + "\n"
 LAYERS = [dict(window="short", value_table=0, mudd=[]), dict(window=None, skip_from=0, mudd=[])]
 STAGES = [dict(steps=500, tokens=2048, targets=[1.0, [0.5, 0.0]], prefix=0.0)]
-# Final losses and times as upstream published them. Records are folders of modded-nanogpt.
-RECURSIVE = [  # 2026-06-11_RecursiveFromBest, its pull request 322: loss, ms
+# Final losses (nats) and training times (ms) that modded-nanogpt published, by the folder there.
+RECURSIVE = [  # 2026-06-11_RecursiveFromBest, pull request 322
     (3.2791, 77933), (3.2800, 77446), (3.2790, 77299), (3.2798, 77194), (3.2819, 77401),
     (3.2795, 77431), (3.2801, 77149), (3.2766, 77247), (3.2780, 77336), (3.2778, 77186),
     (3.2785, 77318), (3.2776, 77224), (3.2782, 77225),
@@ -21,16 +21,16 @@ FP8_DOWN = [  # 2026-07-17_FP8DownProjection
     (3.2775, 79629), (3.2793, 80231), (3.2772, 79653), (3.2769, 79641), (3.2775, 79532),
     (3.2806, 79539), (3.2779, 79682), (3.2816, 79656),
 ]  # fmt: skip
-XSA = [  # 2026-05-07_XSAGatedLayers, this
+XSA = [  # 2026-05-07_XSAGatedLayers
     (3.2792, 85188), (3.2769, 85258), (3.2775, 85313), (3.2785, 85251), (3.2798, 85299),
     (3.2790, 85198), (3.2805, 85206), (3.2798, 85260), (3.2803, 85213), (3.2787, 85123),
     (3.2777, 85081),
 ]  # fmt: skip
-XSA_MASTER = [  # its baseline
+XSA_MASTER = [  # the baseline of 2026-05-07_XSAGatedLayers
     (3.2794, 85993), (3.2803, 85850), (3.2794, 85967), (3.2797, 85919), (3.2797, 85890),
     (3.2798, 85905), (3.2808, 85788),
 ]  # fmt: skip
-MEDIUM = [  # pull request 139: 22 values, of which its text says "over 10 runs"
+MEDIUM = [  # losses of pull request 139: 22 values, where its text has "over 10 runs"
     2.919485, 2.918384, 2.918878, 2.918476, 2.920099, 2.919609, 2.918705, 2.91872, 2.919772,
     2.918594, 2.917798, 2.919295, 2.920676, 2.919743, 2.920052, 2.919843, 2.920081, 2.919675,
     2.919486, 2.919177, 2.919529, 2.919678,
@@ -38,17 +38,19 @@ MEDIUM = [  # pull request 139: 22 values, of which its text says "over 10 runs"
 
 
 def sha(text: str) -> str:
-    """The sha256 of a text."""
+    """Returns the sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data(shards: str) -> list[dict]:
-    """What a log states of a track's shards."""
-    return [dict(file=f"{i}.bin", sha256=f"{sha:0<64}") for i, sha in enumerate(shards.split())]
+    """Returns what a log states of shards, given as in Track.shards."""
+    names = enumerate(shards.split())
+    return [dict(file=f"{i}.bin", sha256=f"{digits:0<64}") for i, digits in names]
 
 
 def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE, **facts) -> str:
-    """The text of a log of ours; facts replace what it states."""
+    """Returns a log of train_gpt.py; facts replace those that it would state. tokens=0: as many as
+    its steps have."""
     config = dict(preset="tiny", layers=LAYERS, stages=STAGES, batch=8, steps=0, val_tokens=65536,
                   val_every=250, target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
     stated = dict(
@@ -58,12 +60,14 @@ def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE,
         argv=["tiny", "--target", "0", "--seed", str(seed)], seed=seed, config=config,
         prefixes=0, parameters={}, compile={"seconds": 1.0},
     ) | facts  # fmt: skip
-    trace = [(0, 5.9506, 0), (steps // 2, 2.0 + loss / 10, ms / 2), (steps, loss, ms)]
+    validation = "step:{}/{} val_loss:{:.4f} train_time:{:.0f}ms step_avg:1.00ms"
     lines = [f"{name} {json.dumps(value)}" for name, value in stated.items()]
-    lines += [f"step:{at}/{steps} val_loss:{value:.4f} train_time:{t:.0f}ms step_avg:1.00ms"
-              for at, value, t in trace]  # fmt: skip
-    lines[-2:-2] = [f"step:{at}/{steps} train_loss:{5 - at / 10:.4f} train_time:{at * 180}ms"
-                    for at in (10, 20)]  # fmt: skip
+    lines.append(validation.format(0, steps, 5.9506, 0))
+    for step in (10, 20):
+        train_loss = 5 - step / 10
+        lines.append(f"step:{step}/{steps} train_loss:{train_loss:.4f} train_time:{step * 180}ms")
+    lines.append(validation.format(steps // 2, steps, 2.0 + loss / 10, ms / 2))
+    lines.append(validation.format(steps, steps, loss, ms))
     result = dict(reason="end of schedule", val_loss=loss, target=config["target"], steps=steps,
                   tokens=tokens or steps * 2048, seed=seed, devices=len(stated["devices"]),
                   train_time_ms=ms, resumed=False, peak_memory_bytes=1,
@@ -72,12 +76,12 @@ def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE,
 
 
 def upstream(loss: float, ms: float, *, steps: int = 1390, i: int = 0) -> str:
-    """The text of a log of modded-nanogpt; i tells runs apart before their end."""
+    """Returns a log of modded-nanogpt; its loss at step 250 depends on i."""
     gpu = "|   {}  NVIDIA H100 80GB HBM3          On  |   00000000:8D:00.0 Off |              0 |"
     lines = ["Running Python 3.12.3 (main) [GCC 13.3.0]",
              "Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8", "Running Triton version 3.6.0",
              "| NVIDIA-SMI 580.159.04   Driver Version: 580.159.04     CUDA Version: 13.0 |",
-             *(gpu.format(i) for i in range(8)), BORDER.rstrip(),
+             *(gpu.format(number) for number in range(8)), BORDER.rstrip(),
              f"step:0/{steps} val_loss:10.8296 train_time:0ms step_avg:0.04ms",
              f"step:1/{steps} train_time:90ms step_avg:90.29ms",
              f"step:250/{steps} val_loss:{4.5 + i / 1000:.4f} train_time:9000ms step_avg:36.00ms",
@@ -88,7 +92,7 @@ def upstream(loss: float, ms: float, *, steps: int = 1390, i: int = 0) -> str:
 
 
 def write_upstream(folder: Path, results: list[tuple[float, float]], steps: int = 1390) -> Path:
-    """A folder with a log of modded-nanogpt for each (loss, ms)."""
+    """Writes a folder with a log of modded-nanogpt for each (loss, ms)."""
     folder.mkdir(parents=True)
     for i, (loss, ms) in enumerate(results):
         (folder / f"run{i:02}.txt").write_text(upstream(loss, ms, steps=steps, i=i))
@@ -99,7 +103,8 @@ LOSSES = (1.4633, 1.4655, 1.4457, 1.4541, 1.4698)
 
 
 def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **facts) -> Path:
-    """A folder as run_ab.py leaves it: logs, source, plan. Every run takes a ms more."""
+    """Writes a folder like one of run_ab.py: logs, source, plan. Each run takes 1 ms
+    longer than the one before it."""
     (folder / "logs").mkdir(parents=True)
     source = facts.get("source", SOURCE)
     (folder / "train_gpt.py").write_text(source)
@@ -111,7 +116,7 @@ def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **fac
 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
-    """The plan of one arm, as run_ab.py writes it; changes replace what it states."""
+    """Writes the plan of one variant, as run_ab.py does; changes replace what it states."""
     plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
                 arguments=["tiny", "--target", "0"], arms={folder.name: sha(source)})  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan | changes))

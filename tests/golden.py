@@ -1,6 +1,6 @@
 """The golden numbers of record #89 and their parameters, under our names.
 
-They come from the original PyTorch modules in float32 (head_small.md says how). The fixture is
+They come from the original PyTorch modules in float32 (head_small.md explains how). The fixture is
 `tests/head_small.npz`, or the file that GOLDEN_HEAD_NPZ names; every size is read from it.
 """
 
@@ -20,18 +20,25 @@ from tests.tools import FLOAT32, make_mesh
 
 PATH = os.environ.get("GOLDEN_HEAD_NPZ", Path(__file__).with_name("head_small.npz"))
 GOLDEN = np.load(PATH, allow_pickle=False)
-META = {
-    key[5:]: GOLDEN[key].item() for key in GOLDEN if key[:5] == "meta/" and not GOLDEN[key].shape
-}
-BASE, V, VOCAB, D, H, L, T = (
-    META[k] for k in ("base", "vocab", "vocab_real", "dim", "heads", "layers", "T")
-)
-K, BLOCK, ROWS = META["head_dim"], META["block"], META["bigram_rows"]
+META = {}
+for key in GOLDEN:
+    if key.startswith("meta/") and not GOLDEN[key].shape:
+        META[key.removeprefix("meta/")] = GOLDEN[key].item()
+BASE = META["base"]  # of the random seeds
+V = META["vocab"]  # with padding
+VOCAB = META["vocab_real"]
+D = META["dim"]
+H = META["heads"]
+L = META["layers"]
+T = META["T"]
+K = META["head_dim"]
+BLOCK = META["block"]  # tokens in a unit of the windows
+ROWS = META["bigram_rows"]
 RECORD = train_gpt.PRESETS["record"]
 
 
 def config(windows=None, **changes) -> train_gpt.Config:
-    """The record at the size of the fixture; windows, in blocks, of each stage."""
+    """The record at the fixture's size. `windows` are (short, long) of each stage, in blocks."""
     windows = GOLDEN["meta/windows_blocks"].tolist() if windows is None else windows
     stages = []
     for stage, (short, long) in zip(RECORD.stages, windows, strict=True):
@@ -39,7 +46,7 @@ def config(windows=None, **changes) -> train_gpt.Config:
         stages.append(dataclasses.replace(stage, **size))
     small = dict(
         D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, batch=1, head_chunk=T // 4,
-        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="xla", **FLOAT32,
+        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band", **FLOAT32,
     )  # fmt: skip
     return dataclasses.replace(RECORD, **small | changes)
 
@@ -49,6 +56,7 @@ C = config()
 
 # ---- The parameters ------------------------------------------------------------------------------
 def random_of(name: str) -> np.random.Generator:
+    """The generator of an array, as N in head_small.md has it."""
     return np.random.Generator(np.random.PCG64((zlib.crc32(name.encode()) + BASE) % 2**32))
 
 
@@ -57,26 +65,26 @@ def normal(name: str, shape: tuple) -> np.ndarray:
 
 
 def scale_of_rows() -> np.ndarray:
+    """(V,): s_v of head_small.md, for each entry of the vocabulary."""
     return 0.005 * 100.0 ** ((np.arange(V) % 16) / 15)
 
 
 @functools.cache
 def parameters() -> dict[str, np.ndarray]:
-    """Under the names of the original."""
+    """The fixture's parameters, under the names of the original (formulas: head_small.md)."""
     scalars = np.array([0.5, 1.0] * L + [0.4, -0.7])
-    mudd, gate = np.zeros((2, 14)), np.zeros((2, 41))
-    mudd[0, [6, 7, 8, 9, 11, 12, 13]] = (
-        20,
-        20,
-        10 * 1.1**0.5,
-        10,
-        0.5,
-        10 * 1.1**0.5,
-        10,
-    )
-    mudd[1, 1] = -5
-    gate[:, 12:18], gate[0, 19:26:2], gate[1, 19:28:2], gate[1, 28] = 2.5, 0.5, 0.5, 5
-    gate[1, 29:35] = 10
+    # Upstream's initial biases, ten times what they add. MUDD and GATES have the places.
+    mudd = np.zeros((2, 14))
+    mudd[0, 6:8] = 20  # value
+    mudd[0, 8:12] = 10 * 1.1**0.5, 10, 0, 0.5  # attn
+    mudd[0, 12:14] = 10 * 1.1**0.5, 10  # mlp
+    mudd[1, 1] = -5  # of the head
+    gate = np.zeros((2, 41))
+    gate[:, 12:18] = 2.5  # head
+    gate[0, 19:26:2] = 0.5  # bigram
+    gate[1, 19:28:2] = 0.5  # bigram
+    gate[1, 28] = 5  # skip
+    gate[1, 29:35] = 10  # dc_in
     params = {
         "lm_head.weight": normal("lm_head", (D, V)) * scale_of_rows(),
         "value_embeds": 0.3 * normal("value_embeds", (5 * V, D)),
@@ -103,18 +111,17 @@ def parameters() -> dict[str, np.ndarray]:
 
 
 def untied() -> np.ndarray:
+    """(V, D): the embedding of the "untied" keys."""
     return np.float32(normal("embed_untied", (V, D)) * scale_of_rows()[:, None])
 
 
 # ---- Their names and places ----------------------------------------------------------------------
 SIX = np.arange(6)
-GATES = {"input.bigram": (0, [19])}  # each gate: which of the two nets, and which rows of it
+# For each gate, the fixture's net (0 or 1) and the gate's rows in it.
+GATES = {"input.bigram": (0, [19])}  # the row that would be layer 0's, which has no bigram gate
 for i in range(4):
     GATES[f"layer{i}.x0"] = (0, [18 + 2 * i])
-    GATES[f"layer{i}.bigram"] = (
-        0,
-        [19 + 2 * i],
-    )  # layer 0 has none: its row is the input's
+    GATES[f"layer{i}.bigram"] = (0, [19 + 2 * i])
 for n, i in enumerate((4, 5, 7, 8, 9)):
     GATES[f"layer{i}.x0"] = (1, [18 + 2 * n])
     GATES[f"layer{i}.bigram"] = (1, [19 + 2 * n])
@@ -129,14 +136,16 @@ GATES |= {
     "layer10.dc_in": (1, 29 + SIX),
     "layer10.dc_out": (1, 35 + SIX),
 }
+# The first and the end of the rows of each output of layer 10's MUDD net.
 MUDD = {"v": (0, 3), "x": (3, 6), "value": (6, 8), "attn": (8, 12), "mlp": (12, 14)}
-NETS = {  # ours: first the fixture's arrays, then the net's number, then its rows in our order
+# For each of our nets, the name of the fixture's arrays and the net's number in them.
+NETS = {
     "gates_input": ("mudd_gate", 0),
     "gates4": ("mudd_gate", 1),
     "mudd10": ("mudd", 0),
     "mudd_head": ("mudd", 1),
 }
-VALUE_LAYERS = [1, 2, 8, 9]  # whose value tables have gates
+VALUE_LAYERS = [1, 2, 8, 9]  # layers with a gate of their value table
 SKIP_LAYER = 6
 
 
@@ -152,7 +161,8 @@ def net_rows(net: str) -> np.ndarray:
     return np.concatenate([places for _, places in rows])
 
 
-# Interleaved channel pairs of the half that rotates, as pairs (j, j + K/4), for two heads.
+# The original rotates channels 2j and 2j + 1 of a head's first half, we rotate j and j + K/4. This
+# is the original's channel of each of ours, for two heads.
 HALF = np.r_[0 : K // 2 : 2, 1 : K // 2 : 2, K // 2 : K]
 ROPE = np.r_[HALF, K + HALF]
 
@@ -160,18 +170,22 @@ ROPE = np.r_[HALF, K + HALF]
 def ours(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Parameters or gradients under our names, without padding; but head, embed and the value
     tables have the V rows of the fixture."""
-    p, out = theirs, {}
-    out["head"], out["embed"] = p["lm_head.weight"].T, p["embed.weight"]
+    p = theirs
+    out = {}
+    out["head"] = p["lm_head.weight"].T
+    out["embed"] = p["embed.weight"]
     out |= {f"value{i}": table for i, table in enumerate(p["value_embeds"].reshape(5, V, D))}
     out["bigram"] = p["bigram_embed.weight"]
-    out["qk"], out["vo"] = p["qk_bank"][:, ROPE], p["vo_bank"]
+    out["qk"] = p["qk_bank"][:, ROPE]
+    out["vo"] = p["vo_bank"]
     out["mlp"] = p["mlp_bank"][:L].reshape(2 * L, 4 * D, D)
     out["vo_lambdas"] = p["scalars"][: 2 * L].reshape(L, 2)
     out["smear_lambda"] = p["scalars"][22:23]
     out["skip_lambdas"] = np.zeros(L, np.float32)
     out["skip_lambdas"][SKIP_LAYER] = p["scalars"][23]
     lambdas = np.stack((p["resid_lambdas"], p["post_lambdas"]), axis=-1)
-    out["attn_lambdas"], out["mlp_lambdas"] = lambdas[:, 0], lambdas[:, 1]
+    out["attn_lambdas"] = lambdas[:, 0]
+    out["mlp_lambdas"] = lambdas[:, 1]
     out["value_gates"] = np.zeros((L, H, 12), np.float32)
     out["value_gates"][VALUE_LAYERS] = p["ve_gate_bank"][:4]
     out["smear_gate"] = p["smear_gate.weight"][0]
@@ -185,17 +199,21 @@ def ours(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The way back; what is stored there and never used is as in start."""
-    o, p = ours, {name: np.array(array) for name, array in start.items()}
-    p["lm_head.weight"], p["embed.weight"] = o["head"].T, o["embed"]
+    """The inverse of ours(). What the original stores and never uses is copied from `start`."""
+    o = ours
+    p = {name: np.array(array) for name, array in start.items()}
+    p["lm_head.weight"] = o["head"].T
+    p["embed.weight"] = o["embed"]
     p["value_embeds"] = np.concatenate([o[f"value{i}"] for i in range(5)])
     p["bigram_embed.weight"] = o["bigram"]
-    p["qk_bank"], p["vo_bank"] = o["qk"][:, np.argsort(ROPE)], o["vo"]
+    p["qk_bank"] = o["qk"][:, np.argsort(ROPE)]
+    p["vo_bank"] = o["vo"]
     p["mlp_bank"][:L] = o["mlp"].reshape(L, 2, 4 * D, D)
     skip = o["skip_lambdas"][SKIP_LAYER : SKIP_LAYER + 1]
     p["scalars"] = np.concatenate((o["vo_lambdas"].ravel(), o["smear_lambda"], skip))
     for i, name in enumerate(("resid_lambdas", "post_lambdas")):
-        p[name][:, 0], p[name][:, 1] = o["attn_lambdas"][:, i], o["mlp_lambdas"][:, i]
+        p[name][:, 0] = o["attn_lambdas"][:, i]
+        p[name][:, 1] = o["mlp_lambdas"][:, i]
     p["ve_gate_bank"][:4] = o["value_gates"][VALUE_LAYERS]
     p["smear_gate.weight"] = o["smear_gate"][None]
     for net, (kind, number) in NETS.items():
@@ -208,7 +226,8 @@ def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[st
 
 
 def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """As a state stores them, padded; but the fixture's tables have V rows, all of them real."""
+    """Parameters of ours(), padded as a state stores them. The fixture's tables have V rows, of
+    which none is padding."""
     out = {}
     for name, param in train_gpt.param_table(c).items():
         shape = param.shape
@@ -221,11 +240,11 @@ def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np
 
 
 def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """Stored parameters, or gradients of whole weights, as ours() gives them."""
+    """The inverse of stored(); also gradients of whole weights, in the shapes of ours()."""
     out = {}
     for name, param in train_gpt.param_table(c).items():
         array = params[name]
-        if isinstance(array, dict):  # of a bank: each layer's matrices
+        if isinstance(array, dict):  # a bank's matrices by layer
             array = np.stack([matrix for layer in array for matrix in array[layer]])
         array = np.asarray(array)
         if param.sharding == train_gpt.BANK:
@@ -236,7 +255,7 @@ def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
 
 # ---- Running and comparing -----------------------------------------------------------------------
 def on_one_device(function):
-    """Run under shard_map on a mesh of one device, where the collectives have nothing to do."""
+    """The function under shard_map on one device, where the collectives have nothing to do."""
     return jax.jit(
         jax.shard_map(function, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
     )
@@ -244,16 +263,18 @@ def on_one_device(function):
 
 @functools.lru_cache(maxsize=64)
 def directions(n: int, k: int) -> np.ndarray:
+    """P(n, k) of head_small.md."""
     return np.random.Generator(np.random.PCG64(n)).standard_normal((k, n))
 
 
 def checksum(x: np.ndarray, k: int) -> np.ndarray:
+    """(1 + k,): the norm of x, and its products with k random directions."""
     x = np.asarray(x, np.float64).ravel()
     return np.concatenate([[np.linalg.norm(x)], directions(x.size, k) @ x])
 
 
 def parts(name: str, array: np.ndarray) -> list[np.ndarray]:
-    """What the fixture has one checksum each of."""
+    """The matrices of a parameter that have a checksum in the fixture, in its order."""
     if array.size < 5000:
         return [array]
     if name == "mlp_bank":
@@ -264,13 +285,16 @@ def parts(name: str, array: np.ndarray) -> list[np.ndarray]:
 
 
 def errors(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-    """Relative, of each tensor that the fixture tells of, by the worst of its matrices."""
+    """The relative error of every array that the fixture has whole or as checksums; of several
+    matrices, the largest error."""
     out = {}
     for name, array in arrays.items():
-        if (key := f"{prefix}/full/{name}") in GOLDEN:
-            out[name] = relative(array, GOLDEN[key])
-        if (key := f"{prefix}/sum/{name}") in GOLDEN:
-            pairs = zip(parts(name, array), GOLDEN[key], strict=True)
+        whole = f"{prefix}/full/{name}"
+        if whole in GOLDEN:
+            out[name] = relative(array, GOLDEN[whole])
+        sums = f"{prefix}/sum/{name}"
+        if sums in GOLDEN:
+            pairs = zip(parts(name, array), GOLDEN[sums], strict=True)
             out[name] = max(
                 np.abs(checksum(x, len(want) - 1) - want).max() / (want[0] or 1)
                 for x, want in pairs
@@ -279,11 +303,12 @@ def errors(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def relative(a, b) -> float:
+    """The norm of a - b, as a share of that of b."""
     return float(np.linalg.norm(np.asarray(a) - b) / (np.linalg.norm(b) or 1))
 
 
 def patch_fixture(patch) -> None:
-    """The fixture's own random signs and prefixes."""
+    """Gives the model the fixture's random signs and prefixes in place of its own."""
     signs = jnp.asarray(np.sign(normal("bigram_sign_table", (META["sign_rows"], D))), jnp.float32)
     patch.setattr(train_gpt, "random_signs", lambda rows, c: signs[rows % META["sign_rows"]])
     patch.setattr(train_gpt, "prefix_table", lambda c: GOLDEN["prefix_table"])

@@ -1,8 +1,9 @@
-"""A hub on loopback: what huggingface_hub asks one for, and troubles on demand.
+"""A server on loopback that answers as huggingface.co does, and fails where a test wants it to.
 
-It speaks as huggingface.co did to huggingface_hub 2.4.0: a commit of a branch (`info`), sizes and
-hashes of files (`paths`), where a file is and which (`head`), and its bytes, after a redirect
-(`get`) to another host (`cdn`). Troubles wait in `plans`, each for one request of a kind.
+It answers the requests of huggingface_hub 2.4.0, by kind: `info` is the commit of a branch, `paths`
+the sizes and hashes of files, `head` the address and the hash of a file, `get` a redirect to
+another host, and `cdn` the bytes there. A failure ("trouble") is a function that changes a reply:
+those in `plans` apply to one request each, those in `always` to every request.
 """
 
 import collections
@@ -25,7 +26,7 @@ ROUTES = {
 
 
 def hurry(script, assign: Callable) -> None:
-    """Pauses are cut short; chunks are so small that something is left of a cut one."""
+    """Makes a download script's pauses short, and chunks so small that a cut file has some."""
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http
 
@@ -41,15 +42,19 @@ class Hub:
     """Serves `commits`, {commit: {name: bytes}}, of one repository; "main" is the first of them."""
 
     def __init__(self, repo: str, commits: dict[str, dict[str, bytes]]):
-        self.repo, self.commits, self.main = repo, commits, next(iter(commits))
-        self.requests = []  # of kind, name, revision, headers
+        self.repo = repo
+        self.commits = commits
+        self.main = [*commits][0]
+        self.requests = []  # namespaces of kind, name, revision, headers
         self.plans = collections.defaultdict(list)  # (kind, name) -> troubles of the next requests
         self.always = {}  # (kind, name) -> trouble of all requests
-        self.released = threading.Event()  # ends the stalls
+        self.released = threading.Event()  # when it is set, stalled replies go on
         self.lock = threading.Lock()
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.hub, self.server.daemon_threads, self.server.block_on_close = self, True, False
-        self.server.handle_error = lambda *_: None  # connections that clients have broken
+        self.server.hub = self
+        self.server.daemon_threads = True
+        self.server.block_on_close = False
+        self.server.handle_error = lambda *_: None  # clients may break connections
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -59,7 +64,7 @@ class Hub:
         self.server.server_close()
 
     def asked(self, kind: str) -> list[str]:
-        """Names of the files asked for (revisions, of kind info), in order."""
+        """The file names in the requests of a kind, in order; for kind info, the revisions."""
         return [r.name or r.revision for r in list(self.requests) if r.kind == kind]
 
     def wait_for(self, kind: str, count: int) -> None:
@@ -70,9 +75,12 @@ class Hub:
 
     def answer(self, method: str, url: str, headers: dict, body: bytes) -> types.SimpleNamespace:
         path = urllib.parse.unquote(url.split("?")[0])
-        routes = {kind: re.fullmatch(pattern, path) for kind, pattern in ROUTES.items()}
-        kind, route = next((kind, route.groupdict()) for kind, route in routes.items() if route)
-        kind, name = "head" if method == "HEAD" else kind, route.get("name")
+        matches = {kind: re.fullmatch(pattern, path) for kind, pattern in ROUTES.items()}
+        (kind,) = [kind for kind, match in matches.items() if match]
+        route = matches[kind].groupdict()
+        name = route.get("name")
+        if method == "HEAD":
+            kind = "head"
         asked = dict(kind=kind, name=name, revision=route["revision"], headers=headers)
         with self.lock:
             self.requests.append(types.SimpleNamespace(**asked))
@@ -98,7 +106,8 @@ class Hub:
             paths = urllib.parse.parse_qs(body.decode())["paths"]
             known = []
             for path in set(paths) & files.keys():
-                size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
+                size = len(files[path])
+                digest = hashlib.sha256(files[path]).hexdigest()
                 file = dict(type="file", path=path, oid="0" * 40, size=size)
                 known.append(file | dict(lfs=dict(oid=digest, size=size, pointerSize=134)))
             return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
@@ -107,8 +116,8 @@ class Hub:
         etag = f'"{hashlib.sha256(files[name]).hexdigest()}"'
         if kind == "cdn":
             return make_reply(200, files[name], {"ETag": etag})
-        # localhost is another host than 127.0.0.1 to huggingface_hub, as a CDN is. Xet is offered,
-        # as for most files of the real one.
+        # For huggingface_hub, localhost is another host than 127.0.0.1, as a CDN is. Most files of
+        # the real hub offer Xet, so it is offered here.
         url = self.endpoint.replace("127.0.0.1", "localhost") + f"/cdn/{commit}/{name}?signed=yes"
         file = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(files[name])), "Location": url}
         xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{self.endpoint}/xet/{commit}>; rel="xet-auth"'}
@@ -122,10 +131,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key.lower(): value for key, value in self.headers.items()}
         reply = self.server.hub.answer(self.command, self.path, headers, body)
-        start, content = 0, reply.body
+        start = 0
+        content = reply.body
         asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
         if reply.status == 200 and asked:
-            start, reply.status = int(asked[1]), 206
+            start = int(asked[1])
+            reply.status = 206
             reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.send_response(reply.status)
         for key, value in reply.headers.items():
@@ -134,7 +145,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = max(start, int((1 if reply.share is None else reply.share) * len(content)))
+        end = len(content)
+        if reply.share is not None:
+            end = max(start, int(reply.share * len(content)))
         self.wfile.write(content[start:end])
         if reply.stalls:
             self.server.hub.released.wait(60)
@@ -149,7 +162,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def make_reply(status: int, body: object, headers: dict | None = None) -> types.SimpleNamespace:
-    """share: of the body, where the reply is cut, or stalls."""
+    """A whole reply. A trouble may set `share`, the part of the body that is sent before the
+    connection is cut or, if `stalls`, before the reply waits."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     about = dict(status=status, body=body, headers=headers or {})
     return types.SimpleNamespace(**about, share=None, stalls=False)
@@ -166,7 +180,7 @@ def says(status: int, code: str | None = None, message: str = "of the test") -> 
 
 
 def sends(body: object, status: int = 200) -> Callable:
-    """Something else entirely."""
+    """Another body in place of the right one."""
     return lambda reply: vars(reply).update(vars(make_reply(status, body)))
 
 
@@ -175,7 +189,8 @@ def cut(reply) -> None:
 
 
 def stall(reply) -> None:
-    reply.share, reply.stalls = 0.5, True
+    reply.share = 0.5
+    reply.stalls = True
 
 
 def flip(reply) -> None:
@@ -183,5 +198,5 @@ def flip(reply) -> None:
 
 
 def states(**changes: object) -> Callable:
-    """Of kind paths: something else about every file."""
+    """For kind paths: other facts about every file."""
     return lambda reply: sends([file | changes for file in json.loads(reply.body)])(reply)

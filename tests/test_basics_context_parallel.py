@@ -1,4 +1,4 @@
-"""basics/context_parallel.py: it runs, faults are seen, and the answers of its exercises."""
+"""basics/context_parallel.py runs, finds faults that people make, and its exercises' answers."""
 
 import math
 import types
@@ -30,7 +30,7 @@ def test_a_fault_is_found(tmp_path):
 
 
 def spread(attention):
-    """Compiled for 8 devices, contiguous tokens; and arguments."""
+    """The program of attention on 8 devices, tokens in plain order; and its arguments."""
     mesh = jax.make_mesh((cp.N,), ("seq",), axis_types=(AxisType.Auto,))
     program = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=P("seq"), out_specs=P("seq")))
     qkv = np.random.default_rng(1).normal(size=(3, cp.T, cp.H, cp.K)).astype("f4")
@@ -39,7 +39,8 @@ def spread(attention):
 
 def changed(*edits):
     """The file as a module, with these texts replaced."""
-    source, module = Path(cp.__file__).read_text(encoding="utf-8"), types.ModuleType("changed")
+    source = Path(cp.__file__).read_text(encoding="utf-8")
+    module = types.ModuleType("changed")
     for old, new in edits:
         assert source.count(old) == 1
         source = source.replace(old, new)
@@ -48,7 +49,7 @@ def changed(*edits):
 
 
 def test_exercise_1_a_window_needs_one_neighbour():
-    """Tokens see themselves and the T / 8 before them: of their device, and of the one before."""
+    """A token sees itself and the T / 8 before it, which are on its device and the one before."""
     near = changed(
         (
             "    visible = jnp.arange(C)[:, None] + behind >= jnp.arange(C)\n",
@@ -70,14 +71,14 @@ def test_exercise_2_all_keys_at_once():
 
     def attention(q, k, v):
         k, v = (lax.all_gather(x, "seq", tiled=True) for x in (k, v))
-        at = lax.axis_index("seq") * len(q) + jnp.arange(len(q))
+        position = lax.axis_index("seq") * len(q) + jnp.arange(len(q))
         scores = jnp.einsum("QHK,SHK->HQS", q, k) / math.sqrt(cp.K)
-        scores = jnp.where(at[:, None] >= jnp.arange(cp.T), scores, -jnp.inf)
+        scores = jnp.where(position[:, None] >= jnp.arange(cp.T), scores, -jnp.inf)
         return jnp.einsum("HQS,SHK->QHK", jax.nn.softmax(scores), v)
 
     program, qkv = spread(attention)
     assert np.abs(program(*qkv) - cp.plain(*qkv)[0]).max() < 1e-5
     ring, _ = spread(lambda *qkv: cp.ring_attention(*qkv, jnp.asarray(cp.PLAIN))[0])
     bytes_of_keys_and_values = 2 * 4 * cp.T * cp.H * cp.K
-    held = [p.memory_analysis().temp_size_in_bytes for p in (program, ring)]
-    assert held[0] > bytes_of_keys_and_values > held[1]
+    assert program.memory_analysis().temp_size_in_bytes > bytes_of_keys_and_values
+    assert ring.memory_analysis().temp_size_in_bytes < bytes_of_keys_and_values

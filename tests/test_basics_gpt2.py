@@ -39,14 +39,14 @@ def test_a_fault_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "says"), [(0, "train_000001.bin is no whole"), (500, "val shard")]
+    ("missing", "message"), [(500, "train_000001.bin is no whole"), (0, "val shard")]
 )
-def test_bad_input_gets_a_line(tmp_path, size, says):
-    """A shard that was cut off, and one alone."""
+def test_bad_input_gets_a_line(tmp_path, missing, message):
+    """A training shard of which bytes are missing, and a whole one without a validation shard."""
     shard = write_shard(tmp_path / "a_train_000001.bin", range(500))
-    os.truncate(shard, shard.stat().st_size - 500 + size)
+    os.truncate(shard, shard.stat().st_size - missing)
     done = basic(tmp_path, "gpt2", "--data", str(tmp_path))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and says in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
 
 
 # ---- OpenAI's model in NumPy, from its file ------------------------------------------------------
@@ -61,10 +61,11 @@ def reference(w: dict[str, np.ndarray], tokens: np.ndarray, H: int) -> np.ndarra
     linear = lambda x, name: x @ w[f"{name}.weight"] + w[f"{name}.bias"]
     T = len(tokens)
     x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    for h in (f"h.{i}" for i in range(sum(name.endswith("ln_1.bias") for name in w))):
+    layers = len([name for name in w if name.endswith("ln_1.bias")])
+    for h in (f"h.{i}" for i in range(layers)):
         heads = []
-        qkv = linear(normal(x, f"{h}.ln_1"), f"{h}.attn.c_attn")
-        for q, k, v in np.stack(np.split(qkv, 3 * H, axis=1)).reshape(3, H, T, -1).swapaxes(0, 1):
+        qkv = linear(normal(x, f"{h}.ln_1"), f"{h}.attn.c_attn").reshape(T, 3, H, -1)
+        for q, k, v in qkv.transpose(2, 1, 0, 3):  # by head
             scores = q @ k.T / math.sqrt(q.shape[1])
             scores[np.triu_indices(T, 1)] = -np.inf
             p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -77,8 +78,9 @@ def reference(w: dict[str, np.ndarray], tokens: np.ndarray, H: int) -> np.ndarra
 
 
 def openai_names(c: gpt2.Config, seed: int) -> dict[str, np.ndarray]:
-    """Random weights, none 0 or 1, as OpenAI's file has them; and what it has besides."""
-    rng, file = np.random.default_rng(seed), {}
+    """Random weights, none 0 or 1, under the names of OpenAI's file, with the masks it has, too."""
+    rng = np.random.default_rng(seed)
+    file = {}
     for name, (shape, *_) in gpt2.table(c).items():
         scale = 0.3 if len(shape) > 2 else 1.0
         values = scale * rng.standard_normal(shape, np.float32)
@@ -87,7 +89,9 @@ def openai_names(c: gpt2.Config, seed: int) -> dict[str, np.ndarray]:
             p = p.reshape(len(p), -1) if p.shape == (c.D, 3, c.D) else p
             file[name.replace("h.", f"h.{i}.", 1)] = p.reshape(-1) if "bias" in name else p
     mask = np.tril(np.ones((1, 1, c.T, c.T), np.float32))
-    file["wte.weight"][0], file["wpe.weight"][0] = 1e-3 * file["wte.weight"][0], 0  # eps shows
+    # Token 0 at position 0 has small numbers, so that the epsilon of LayerNorm counts.
+    file["wte.weight"][0] *= 1e-3
+    file["wpe.weight"][0] = 0
     return file | {f"h.{i}.attn.bias": mask for i in range(c.L)}
 
 
@@ -104,7 +108,7 @@ def test_openais_file_is_read_and_the_model_is_its_model(tmp_path, monkeypatch):
     log_p = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
     loss = -np.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
     assert abs(gpt2.loss_fn(params, tokens, SMALL) - loss) < 1e-4
-    # The sample takes, as here k is 1, the likeliest token after all that stand there so far.
+    # With k = 1 the sample takes the likeliest token after all tokens so far.
     top_k = jax.lax.top_k
     monkeypatch.setattr(jax.lax, "top_k", lambda x, k: top_k(x, 1))
     text = [7, *gpt2.sample(params, [7, 3, 5], 6, SMALL, 0)]
@@ -114,7 +118,7 @@ def test_openais_file_is_read_and_the_model_is_its_model(tmp_path, monkeypatch):
 
 
 def test_openais_own_weights_continue_a_text():
-    """Where the hub can be reached: the same comparison, and a text that is no surprise to them."""
+    """Where the hub can be reached: the same comparison, and a text with an obvious next token."""
     try:
         urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=5).close()
     except OSError:
@@ -138,19 +142,22 @@ def gpt2_tokens(text: str) -> np.ndarray:
 
 # ---- Training ------------------------------------------------------------------------------------
 def test_batches_are_the_text_in_order_and_then_again():
-    found = [next(pair) for pair in 2 * [gpt2.batches(np.arange(10), 2, 3)]]
-    assert np.array_equal(found[0], [[0, 1, 2, 3], [3, 4, 5, 6]])
-    assert np.array_equal(found[1], [[6, 7, 8, 9], [9, 0, 1, 2]])
+    batches = gpt2.batches(np.arange(10), 2, 3)
+    assert np.array_equal(next(batches), [[0, 1, 2, 3], [3, 4, 5, 6]])
+    assert np.array_equal(next(batches), [[6, 7, 8, 9], [9, 0, 1, 2]])
 
 
 def test_the_optimizer_clips_warms_up_decays_matrices_and_falls_by_a_cosine():
-    """40 steps: two of warm-up from 0, then down to a tenth."""
+    """40 steps: two of warm-up from 0, and a cosine down to a tenth."""
     rng = np.random.default_rng(0)
     p = {"h.mlp.c_fc.weight": rng.normal(size=(2, 3)), "h.mlp.c_fc.bias": rng.normal(size=3)}
     p["ln_f.weight"] = rng.normal(size=3)
     tx = gpt2.optimizer(0.1, 40, 1)
-    params, m, v = jax.tree.map(jnp.float32, p), dict.fromkeys(p, 0.0), dict.fromkeys(p, 0.0)
-    state, update = tx.init(params), jax.jit(tx.update)
+    params = jax.tree.map(jnp.float32, p)
+    m = dict.fromkeys(p, 0.0)
+    v = dict.fromkeys(p, 0.0)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
     for n in range(40):
         g = {name: rng.normal(size=x.shape) * 3 ** (n % 3 - 1) for name, x in p.items()}
         updates, state = update(jax.tree.map(np.float32, g), state, params)
@@ -159,11 +166,12 @@ def test_the_optimizer_clips_warms_up_decays_matrices_and_falls_by_a_cosine():
         rate = 0.1 * n / 2 if n < 2 else 0.01 + 0.09 * (1 + math.cos(math.pi * (n - 2) / 38)) / 2
         for name, x in g.items():
             x = x / max(1, norm)
-            m[name], v[name] = 0.9 * m[name] + 0.1 * x, 0.95 * v[name] + 0.05 * x * x
-            step = (
-                m[name] / (1 - 0.9 ** (n + 1)) / (np.sqrt(v[name] / (1 - 0.95 ** (n + 1))) + 1e-8)
-            )
-            p[name] = p[name] - rate * (step + 0.1 * p[name] * (name == "h.mlp.c_fc.weight"))
+            m[name] = 0.9 * m[name] + 0.1 * x
+            v[name] = 0.95 * v[name] + 0.05 * x * x
+            mean = m[name] / (1 - 0.9 ** (n + 1))
+            mean_square = v[name] / (1 - 0.95 ** (n + 1))
+            decay = 0.1 * p[name] if name == "h.mlp.c_fc.weight" else 0
+            p[name] = p[name] - rate * (mean / (np.sqrt(mean_square) + 1e-8) + decay)
             np.testing.assert_allclose(params[name], p[name], atol=2e-5, err_msg=f"{name} {n}")
 
 
@@ -191,10 +199,13 @@ def test_exercise_1_medium_is_a_row_of_sizes():
 
 def test_exercise_2_four_microbatches_are_one_batch():
     tokens = np.random.default_rng(1).integers(0, SMALL.V, (8, SMALL.T + 1))
-    ends, gradient = [], jax.jit(jax.grad(lambda p, tokens: gpt2.loss_fn(p, tokens, SMALL)))
+    gradient = jax.jit(jax.grad(lambda p, tokens: gpt2.loss_fn(p, tokens, SMALL)))
+    ends = []
     for parts in 1, 4:
-        params, tx = jax.device_put(gpt2.initial(SMALL, 0)), gpt2.optimizer(0.01, 20, parts)
-        state, update = tx.init(params), jax.jit(tx.update)
+        params = jax.device_put(gpt2.initial(SMALL, 0))
+        tx = gpt2.optimizer(0.01, 20, parts)
+        state = tx.init(params)
+        update = jax.jit(tx.update)
         for _ in range(3):  # the first has rate 0
             for part in np.split(tokens, parts):
                 updates, state = update(gradient(params, part), state, params)

@@ -1,4 +1,4 @@
-"""basics/tensor_parallel.py: it runs, faults are seen, and the answers of its exercises."""
+"""basics/tensor_parallel.py runs, finds faults that people make, and its exercises' answers."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,11 @@ def test_it_runs(tmp_path):
     ran = basic(tmp_path, "tensor_parallel")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.count("ok   ") == 11 and "WRONG" not in ran.stdout
-    sent = [line.split()[-3:] for line in ran.stdout.splitlines()[-4:]]  # kB by arithmetic: a ring
-    assert sent[0] == ["196.6", "344.1", "0.0"] and sent[2] == ["49.2", "49.2", "196.6"]
-    assert sent[3] == ["49.2", "49.2", "641.3"]  # of p passes (p - 1) / p, of an all-reduce twice
+    rows = [line.split()[-3:] for line in ran.stdout.splitlines()[-4:]]
+    # By arithmetic: on a ring of p devices each sends (p - 1) / p, and twice that in an all-reduce.
+    assert rows[0] == ["196.6", "344.1", "0.0"]
+    assert rows[2] == ["49.2", "49.2", "196.6"]
+    assert rows[3] == ["49.2", "49.2", "641.3"]
 
 
 @pytest.mark.slow  # dev/faults.py plants more
@@ -39,8 +41,8 @@ def test_exercise_1_attention_whole_on_every_device():
     split = tp.SPLIT | dict(qkv=P(), out=P())
     _, forward, both = tp.run(2, split, args, jax.device_get(jax.jit(tp.step)(*args)))
     sums = [("all-reduce over model", tp.B // 4 * tp.T * tp.D)]  # the MLP's, no more
-    assert [call for call in forward if "model" in call[0]] == sums
-    assert [call for call in both if "model" in call[0]] == 2 * sums
+    assert [exchange for exchange in forward if "model" in exchange[0]] == sums
+    assert [exchange for exchange in both if "model" in exchange[0]] == 2 * sums
 
 
 def test_exercise_2_qkv_as_one_matrix(monkeypatch):
@@ -51,7 +53,8 @@ def test_exercise_2_qkv_as_one_matrix(monkeypatch):
         x = x + jnp.einsum("BTHK,HKD->BTD", y, w["out"])
         return x + jnp.square(jax.nn.relu(tp.norm(x) @ w["up"])) @ w["down"]
 
-    (w, x, target), whole = arguments(), (tp.D, 3 * tp.D)
+    w, x, target = arguments()
+    whole = (tp.D, 3 * tp.D)
     loss, (dw, dx) = jax.device_get(jax.jit(tp.step)(w, x, target))  # of the file's own block
     expected = loss, (dw | dict(qkv=dw["qkv"].reshape(whole)), dx)
     loss_fn = lambda w, x, target: jnp.square(block(w, x) - target).mean()
@@ -61,4 +64,5 @@ def test_exercise_2_qkv_as_one_matrix(monkeypatch):
     _, forward, both = tp.run(2, tp.SPLIT | dict(qkv=P(None, "model")), args, expected)
     for found, backward in (forward, False), (both, True):
         assert set(tp.theory(2, backward)) <= set(found)
-        assert any("all-reduce" not in what for what, _ in found)  # to bring heads together
+        # Other collectives bring the parts of each head together.
+        assert any("all-reduce" not in collective for collective, _ in found)

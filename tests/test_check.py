@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_manifest(data, run):
 
 @pytest.mark.parametrize("change, says", [
     (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "04.bin is not in MANIFEST.json"),
-    (lambda d: ((d / SECOND).unlink(), write_manifest(d)), f"lacks {SECOND}, in whose place"),
+    (lambda d: ((d / SECOND).unlink(), write_manifest(d)), f"lacks {SECOND}, the next file is"),
     (lambda d: ((d / "x_val_000000.bin").unlink(), write_manifest(d)), "has no val shard"),
     (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
     (lambda d: d.rename(d.with_name("e")), "cannot be read: No such file or directory"),

@@ -1,5 +1,5 @@
-"""1, 2, 4 and 8 devices do the same: tokens, validation, gradients, losses; and how they
-communicate. Where nothing depends on a power of two in between, 4 devices are left out."""
+"""1, 2, 4 and 8 devices compute the same: tokens, validation, gradients, losses. And their compiled
+programs communicate no more than they should. Most tests leave out 4 devices, to save time."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
+from tests import tools
 from tests.tools import (
     FLOAT32,
-    MINI,
     make_mesh,
     make_random_state,
     place_on,
@@ -28,7 +28,8 @@ from tests.tools import (
 from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
 
 COUNTS = (1, 2, 8)
-# Every kind of parameter in two layers; second steps before and after the untie.
+# Two layers that use every kind of parameter. The untie is between the first second step and the
+# next one.
 LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, xsa=True, head_gate=True, dc=True, value_table=1, attend_to=0,
@@ -39,7 +40,7 @@ STAGES = (
     Stage(3, 512, short=8, long=24, max_doc=0, lr=1.5),
 )
 MINI = dataclasses.replace(
-    MINI,
+    tools.MINI,
     layers=LAYERS,
     stages=STAGES,
     mudd_head=(("input", 0.0), ("layer0", -0.5), ("value0", 0.0)),
@@ -57,26 +58,26 @@ BANKS = [name for name, param in TABLE.items() if param.sharding == BANK]
 
 
 def batch(step: int) -> np.ndarray:
-    """A step's tokens."""
+    """The tokens of a step, (MINI.batch, T + 1)."""
     return sequences(MINI, T, seed=step, count=MINI.batch)
 
 
 @functools.cache
 def train_program(stage: int, update_all: bool, devices: int, c: train_gpt.Config = MINI32):
-    """A stage's program for steps with or without update_all."""
+    """The program of a stage's first steps or, with update_all, of its second steps."""
     return train_gpt.compile_train_step(stage, update_all, c, make_mesh(devices))
 
 
 @functools.cache
 def val_program(devices: int, c: train_gpt.Config = MINI32):
-    """The second stage's validation program."""
+    """The validation program of the second stage."""
     return train_gpt.compile_val_step(1, c, make_mesh(devices))
 
 
 @functools.cache
 def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]:
-    """The first step's loss and whole gradients: those of Adam wait for the next step, and Muon's
-    momentum is 0.15 of them."""
+    """The loss and the gradients of the first step. Adam's gradients wait for the next step; those
+    of the banks are in Muon's momentum, which is 0.15 of them."""
     mesh = make_mesh(devices)
     tokens, row = place_on(mesh, batch(0)), schedule_row(c, 0, mesh)
     state, loss = train_program(0, False, devices, c)(make_random_state(c, mesh), tokens, row)
@@ -89,22 +90,22 @@ def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]
 
 @functools.cache
 def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
-    """Losses of all steps; parameters and lookups before the first one and after each. Windows and
-    targets change between a first step and the second one that takes its gradients; after that they
-    change back, so that two programs suffice."""
+    """The losses of all steps, and the parameters and lookups before the first and after every
+    step. First steps are of stage 0 and second steps of stage 1: so windows and targets change
+    while gradients wait, and two programs suffice."""
     mesh = make_mesh(devices)
     state = make_random_state(c, mesh)
 
     def snapshot():
-        copies = jax.tree.map(np.array, (state.params, state.lookups))
-        return SimpleNamespace(params=copies[0], lookups=copies[1])
+        params, lookups = jax.tree.map(np.array, (state.params, state.lookups))
+        return SimpleNamespace(params=params, lookups=lookups)
 
     losses = []
     snapshots = [snapshot()]
     for step in range(c.total_steps):
         stage = step % 2
         row = schedule_row(c, step, mesh)
-        if stage == 0:  # its targets are those of the first step
+        if stage == 0:  # with the loss weights of the first step
             row = row._replace(loss_weights=schedule_row(c, 0, mesh).loss_weights)
         program = train_program(stage, step % 2 == 1, devices, c)
         state, loss = program(state, place_on(mesh, batch(step)), row)
@@ -116,7 +117,7 @@ def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
 # ---- Tokens and first weights --------------------------------------------------------------------
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_the_stream_of_tokens_is_the_same(devices):
-    """Every step is on the devices in the order of its rows, with its row of the schedule."""
+    """The devices have the sequences of a step in order, beside its row of the schedule."""
     stages = (
         Stage(3, 512, short=4, long=12, max_doc=40, lr=1.0, targets=(1.0, 0.5)),
         Stage(3, 256, short=4, long=12, max_doc=0, lr=1.0),
@@ -160,7 +161,8 @@ def test_the_first_state_is_the_same():
 
 @pytest.mark.parametrize("update_all", [False, True])
 def test_a_step_takes_the_memory_of_the_state_before_it(update_all):
-    """All of it: also that of waiting gradients which a first step overwrites without reading."""
+    """A program gives its outputs the memory of its inputs, also that of the waiting gradients,
+    which a first step overwrites without reading."""
     mesh = make_mesh(8)
     state = make_random_state(MINI32, mesh)
     stage = int(update_all)
@@ -180,7 +182,7 @@ def by_hand() -> tuple[float, dict, float]:
         return x
 
     def loss(params, tokens, targets, stage):
-        with pytest.MonkeyPatch.context() as patch:  # there is but one device
+        with pytest.MonkeyPatch.context() as patch:  # outside shard_map there are no collectives
             patch.setattr(train_gpt.lax, "all_gather", same)
             patch.setattr(train_gpt.lax, "pcast", same)
             weights = train_gpt.whole_weights(params, MINI32)
@@ -215,8 +217,8 @@ def test_validation_is_the_same(devices):
     [pytest.param(n, marks=() if n == 2 else pytest.mark.quick) for n in COUNTS],
 )
 def test_gradients_are_the_same_to_the_factor(devices):
-    """Adam and Muon hide a lost factor of 8, so what they are given is compared: the mean over the
-    sequences, also by hand."""
+    """Adam and Muon do not depend on the scale of a gradient, so a lost factor of 8 would not show
+    in the weights. So the gradients are compared, with their mean over single sequences."""
     loss, grads = first_step(devices)
     assert loss == pytest.approx(by_hand()[0], rel=1e-6)
     assert grads.keys() == by_hand()[1].keys() == TABLE.keys()
@@ -226,7 +228,7 @@ def test_gradients_are_the_same_to_the_factor(devices):
 
 
 def test_one_sequence_at_a_time_trains_alike():
-    """Above, a device runs all of its 16, 8 or 2 at once."""
+    """In other tests a device runs all of its 16, 8 or 2 sequences as one microbatch."""
     loss, grads = first_step(2, dataclasses.replace(MINI32, microbatch=1))
     assert loss == pytest.approx(first_step(1)[0], rel=1e-6)
     for name, expected in first_step(1)[1].items():
@@ -235,7 +237,8 @@ def test_one_sequence_at_a_time_trains_alike():
 
 @pytest.mark.parametrize("devices", COUNTS[1:])
 def test_losses_are_the_same_over_a_change_of_stage_and_the_untie(devices):
-    losses, one = run(devices)[0], run(1)[0]
+    losses, _ = run(devices)
+    one, _ = run(1)
     assert losses[0] == pytest.approx(one[0], rel=1e-6)
     np.testing.assert_allclose(losses, one, rtol=1e-5)
     assert len(set(one)) == len(one)
@@ -259,13 +262,13 @@ def test_head_and_embedding_are_one_until_the_untie(devices):
     assert same == [True, True, True, True, False]
 
 
-# Rows of layers that use a parameter, where not all do: layer 1 is a MUDD layer.
+# The rows that the model uses of parameters with a row for each layer: layer 1 is a MUDD layer.
 USED_ROWS = dict(attn_lambdas=[0], mlp_lambdas=[0], value_gates=[0], skip_lambdas=[1])
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_all_of_the_model_changes_and_none_of_its_padding(devices):
-    """For padding, NorMuon's norms of rows and matrices are 0 / 0."""
+    """In padding, NorMuon divides 0 by 0, which must not become NaN."""
     _, snapshots = run(devices)
     first, last = snapshots[0].params, snapshots[-1].params
     padding = 0
@@ -277,7 +280,7 @@ def test_all_of_the_model_changes_and_none_of_its_padding(devices):
         padding += np.sum(~real)
         assert np.isfinite(last[name]).all(), name
         assert not (changed & ~real).any(), f"padding of {name}"
-        if name in BANKS:
+        if name in BANKS:  # every matrix
             assert changed[: param.model_shape[0]].any(axis=(1, 2)).all(), name
         elif name in LOOKUPS:
             assert changed.any(), name
@@ -301,7 +304,8 @@ SHAPE = re.compile(r"(?:bf16|f32)\[([\d,]*)\]")
 
 
 def collectives(text: str, kind: str) -> list[int]:
-    """Elements of every array that the collectives of a kind return, tuples taken apart."""
+    """The sizes, in elements, of all arrays that collectives of a kind return; of tuples, of every
+    element."""
     sizes = []
     for line in re.findall(rf"= (.*?) {kind}(?:-start)?\(", text):
         for dims in SHAPE.findall(line):
@@ -311,8 +315,8 @@ def collectives(text: str, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("update_all", [False, True])
 def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
-    """Groups of matrices in every step, lookups in second ones; each gradient to its owner alone,
-    but those of bigram rows, token by token, to all."""
+    """All-gathers: matrices in every step, lookups in second steps. Reduce-scatters: gradients, to
+    their owners. Only the gradients of bigram rows are all-gathered, token by token."""
     hlo = train_program(1, update_all, 8, MINI).as_text()
     sizes = {name: int(np.prod(TABLE[name].shape)) for name in TABLE}
     groups = []
@@ -320,16 +324,21 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
         count = TABLE[name].shape[0]
         groups += [sizes[name] // count] * count
     lookups = [sizes[name] for name in LOOKUPS]
-    sent = [MINI.batch * T * MINI.D, *groups, *(lookups if update_all else [])]
+    sent = [MINI.batch * T * MINI.D, *groups]
+    if update_all:
+        sent += lookups
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
     owned = sum(groups + lookups) - sizes["bigram"]
     assert sum(collectives(hlo, "reduce-scatter")) == owned // 8
-    smallest = min(groups + lookups) // 8  # of what a device owns
-    assert 0 < max(collectives(hlo, "all-reduce")) < smallest  # replicated ones and the loss
+    # Only the gradients of replicated parameters and the loss are all-reduced. They are smaller
+    # than any part that a device owns.
+    smallest = min(groups + lookups) // 8
+    assert 0 < max(collectives(hlo, "all-reduce")) < smallest
 
 
 def test_training_is_in_fp8_and_validation_is_not():
-    train, val = train_program(1, False, 8, MINI).as_text(), val_program(8, MINI).as_text()
+    train = train_program(1, False, 8, MINI).as_text()
+    val = val_program(8, MINI).as_text()
     for name in "f8e4m3fn", "f8e5m2":
         assert name in train and name not in val
 

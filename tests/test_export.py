@@ -1,4 +1,4 @@
-"""A folder that stands alone: what is in it, and that its NumPy is the model."""
+"""evals/export.py: what its folder has, and that the NumPy code in it computes the model."""
 
 import dataclasses
 import json
@@ -23,11 +23,13 @@ from tests.tools import MINI, SMALL, sequences, text, whole_weights, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
-TRAIN, SOURCE = ROOT / "train_gpt.py", (ROOT / "evals/reference.py").read_text()
-T, replace = 256, dataclasses.replace  # of an export's own comparison; longer than windows here
+TRAIN = ROOT / "train_gpt.py"
+SOURCE = (ROOT / "evals/reference.py").read_text()
+T = 256  # the length that export.py compares; longer than the windows here
+replace = dataclasses.replace
 LAST = replace(MINI.layers[-1], paired_heads=True, skip_from=0)
 THREE = tuple(Stage(1, 512, short, long, 0, 1.0) for short, long in ((4, 12), (6, 20), (8, 40)))
-MODELS = {  # in the first two YaRN has worked
+MODELS = {  # the first two have several stages, so that YaRN has changed their frequencies
     "every technique": replace(MINI, layers=(*MINI.layers[:-1], LAST)),
     "record": replace(
         train_gpt.Config(), D=64, H=4, F=128, R=8, bigrams=80000, dc_window=12, head_chunk=64,
@@ -37,11 +39,12 @@ MODELS = {  # in the first two YaRN has worked
 
 
 def save(path: Path, c: train_gpt.Config) -> None:
-    """Random weights, as a run leaves them."""
-    whole, arrays = whole_weights(c), {}
+    """Saves random weights, in the file format of a run."""
+    whole = whole_weights(c)
+    arrays = {}
     for name, param in train_gpt.param_table(c).items():
         x = whole[name]
-        if isinstance(x, dict):  # a bank
+        if isinstance(x, dict):  # a bank's matrices by layer
             x = [matrix for matrices in x.values() for matrix in matrices]
         arrays[name] = np.asarray(x, "f4")[: param.model_shape[0]].reshape(param.model_shape)
     about = dict(config=dataclasses.asdict(c), source=train_gpt.crc32(train_gpt.SOURCE.encode()))
@@ -50,11 +53,13 @@ def save(path: Path, c: train_gpt.Config) -> None:
 
 
 def start(*command, **how) -> subprocess.CompletedProcess:
+    """Runs a Python command in a process."""
     how = dict(env=os.environ.copy(), text=True) | how
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, **how)
 
 
 def call(tool: ModuleType, *argv) -> None:
+    """Runs a tool in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, argv)])
         tool.main()
@@ -62,11 +67,16 @@ def call(tool: ModuleType, *argv) -> None:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """By name: the folder, what it is of, and what train_gpt.py computes in float32."""
-    folder, made, runner = tmp_path_factory.mktemp("exports"), {}, weights.runner
+    """For each of MODELS: its weights (path), its export (out), tokens, and the logits (z) that
+    train_gpt.py computes in float32."""
+    folder = tmp_path_factory.mktemp("exports")
+    made = {}
+    runner = weights.runner
     with pytest.MonkeyPatch.context() as patch:
         for name, c in MODELS.items():
-            path, out, tokens = folder / f"{name}.npz", folder / name, sequences(c, T, count=1)
+            path = folder / f"{name}.npz"
+            out = folder / name
+            tokens = sequences(c, T, count=1)
             save(path, c)
             w = weights.open_weights(path, TRAIN)
             w = w._replace(c=replace(w.c, compute="float32").without_fp8())
@@ -79,7 +89,7 @@ def exports(tmp_path_factory):
 
 
 def distance(code, made: SimpleNamespace) -> float:
-    """The largest, of logits."""
+    """The largest difference of logits between a reference.py and train_gpt.py."""
     z = code.logits(made.tokens[0, :T], *reference.load(made.out))
     assert z.dtype == np.float32 and z.shape == made.z.shape
     return np.abs(z - made.z).max()
@@ -87,13 +97,14 @@ def distance(code, made: SimpleNamespace) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_is_the_model(exports, name):
-    assert distance(reference, exports[name]) < 1e-3 < 0.1 < exports[name].z.std(axis=0).min()
+    assert distance(reference, exports[name]) < 1e-3
+    assert exports[name].z.std(axis=0).min() > 0.1
 
 
-# More are in dev/faults/evals.toml.
+# Faults to plant in reference.py; more are in dev/faults/evals.toml.
 MUTATIONS = """
 np.float32(c.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
-(36313 * token ^ 27191 * last) -> (36313 * last ^ 27191 * token)
+(36313 * token ^ 27191 * previous) -> (36313 * previous ^ 27191 * token)
 back <= window -> back < window
 np.arange(H) % pair -> np.arange(H) // (H // pair)
 x if layer.attend_to is None else -> x if True else
@@ -106,10 +117,11 @@ c.dc_window - 1 -> c.dc_window
 
 @pytest.mark.parametrize("mutation", MUTATIONS.strip("\n").split("\n"))
 def test_a_fault_in_the_reference_is_noticed(exports, mutation):
-    (old, new), mutant = f"{mutation} ".split(" -> "), ModuleType("mutant")
+    old, new = f"{mutation} ".split(" -> ")
+    mutant = ModuleType("mutant")
     assert old in SOURCE
     exec(SOURCE.replace(old, new.strip()), vars(mutant))
-    # Some need the record's four heads, or its many tokens and pairs.
+    # Some faults show only with the record's four heads or its large tables.
     assert any(distance(mutant, exports[name]) > 1e-3 for name in ("every technique", "record"))
 
 
@@ -120,11 +132,13 @@ get_encoding = dict(gpt2=types.SimpleNamespace(encode_ordinary=lambda text: [*te
 
 @pytest.mark.parametrize("name, piece", [("every technique", b"%c"), ("record", b"%d;")])
 def test_the_folder_alone_continues_a_prompt(exports, tmp_path, name, piece):
-    """No module of ours is found, nor jax; the vocabulary of GPT-2 is another here."""
+    """Neither our modules nor jax can be imported. A fake tiktoken has 256 tokens."""
     for other in "jax", "jaxlib", "train_gpt", "weights":
         (tmp_path / f"{other}.py").write_text("raise ImportError")
     (tmp_path / "tiktoken.py").write_text(TIKTOKEN)
-    made, tokens, how = exports[name], [MODELS[name].eot, *b"def "], dict(PYTHONPATH=str(tmp_path))
+    made = exports[name]
+    tokens = [MODELS[name].eot, *b"def "]
+    how = dict(PYTHONPATH=str(tmp_path))
     for n in range(4, 16):
         tokens.append(int(made.run(np.resize(tokens, (1, T + 1)))[n].argmax()))
     text = b"def " + b"".join(piece % n for n in tokens[5:]) + b"\n"
@@ -142,7 +156,8 @@ def test_the_end_of_a_document_ends_a_text(exports, monkeypatch, capfd):
 
 @pytest.mark.parametrize("name, tokenizer", [("record", "gpt2"), ("tiny", "bytes")])
 def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
-    made, arrays = exports[name], dict(np.load(exports[name].path))
+    made = exports[name]
+    arrays = dict(np.load(made.path))
     found = load_file(made.out / "model.safetensors")
     assert found.keys() == arrays.keys() - {"config", "result", "source"}
     for key, x in found.items():
@@ -153,15 +168,16 @@ def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
     assert size % 8 == 0 and c["tokenizer"] == tokenizer
     paths = {k: getattr(MODELS[name], k).removeprefix("data/") for k in ("data", "prefixes")}
     config = json.loads(json.dumps(dataclasses.asdict(MODELS[name]))) | paths
-    layers, added = config.pop("layers"), c.pop("layers")
+    layers = config.pop("layers")
+    exported = c.pop("layers")
     assert c.items() >= config.items()
-    for layer, more in zip(layers, added, strict=True):
+    for layer, more in zip(layers, exported, strict=True):
         assert more.items() >= {k: v for k, v in layer.items() if k != "window"}.items()
         assert (more["window"] is None) == (layer["window"] is None)
 
 
 def test_the_card_of_a_trained_model(tmp_path):
-    """By the command, whose own comparison is in the card, as what the log states."""
+    """The card has the error that export.py measured, and the facts of the log."""
     write_shard(tmp_path / "x_train_000001.bin", text(2000))
     write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
     layers = (Layer(SHORT, bigram=True, value_table=0), Layer(LONG, key_offset=True))
@@ -172,11 +188,10 @@ def test_the_card_of_a_trained_model(tmp_path):
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("logs/*.npz")
     done = start(ROOT / "evals/export.py", path, "out", "--script", script, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        0,
-        "",
-    ) and "next: .venv/bin/python 'out/ref" in done.stdout
-    card, log = (tmp_path / "out/README.md").read_text(), path.with_suffix(".txt").read_text()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "next: .venv/bin/python 'out/ref" in done.stdout
+    card = (tmp_path / "out/README.md").read_text()
+    log = path.with_suffix(".txt").read_text()
     assert float(re.search(r"within (\S+) of", card)[1]) < 1e-4
     facts = re.findall("^(?:versions|devices|driver|git|seed|data) .*", log, re.M)
     assert len(facts) == 6 and all(f"\n{fact}\n" in card for fact in facts)
@@ -184,7 +199,8 @@ def test_the_card_of_a_trained_model(tmp_path):
     assert "transformers` cannot load it" in card and (ROOT / "LICENSE").read_text() in card
 
 
-@pytest.mark.parametrize("before, argv, told", [
+# The last column begins with the tool that is called.
+@pytest.mark.parametrize("before, argv, message", [
     ("rm -r out; touch out", "w.npz out", "export.py: out is neither empty nor an export"),
     ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
     ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
@@ -196,15 +212,18 @@ def test_the_card_of_a_trained_model(tmp_path):
     ("rm out/config.json", "x", "reference.py: FileNotFoundError"),
     ("true", "", "reference.py: the following arguments are required: prompt"),
 ])  # fmt: skip
-def test_bad_input_is_refused_in_a_line(exports, tmp_path, monkeypatch, capsys, before, argv, told):
+def test_bad_input_is_refused_in_a_line(
+    exports, tmp_path, monkeypatch, capsys, before, argv, message
+):
     shutil.copy(exports["tiny"].path, tmp_path / "w.npz")
     shutil.copytree(exports["tiny"].out, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    another, off = reference.logits, 0.02 if "new" in argv else np.nan
-    monkeypatch.setattr(reference, "logits", lambda *of: another(*of) + off)
+    right = reference.logits
+    error = 0.02 if "new" in argv else np.nan
+    monkeypatch.setattr(reference, "logits", lambda *given: right(*given) + error)
     monkeypatch.setattr(reference, "__file__", tmp_path / "out/reference.py")
     subprocess.run(before, shell=True, check=True)
-    with pytest.raises(SystemExit) as error:
-        call(sys.modules[told.partition(".")[0]], *argv.split())
+    with pytest.raises(SystemExit) as stopped:
+        call(sys.modules[message.partition(".")[0]], *argv.split())
     err = capsys.readouterr().err
-    assert (error.value.code, err.count("\n")) == (2, 1) and err.startswith(told)
+    assert (stopped.value.code, err.count("\n")) == (2, 1) and err.startswith(message)

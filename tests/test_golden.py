@@ -1,7 +1,7 @@
-"""Our model, optimizers, schedule and stream against numbers of record #89's own PyTorch modules.
+"""Our model, optimizers, schedule and stream against numbers of record #89's PyTorch modules.
 
-In float32, so that the comparison is of formulas and not of rounding. Tolerances are those found
-between two correct float32 programs (head_small.md). tests/golden.py has parameters and names.
+All is float32, so that formulas are compared and not rounding. The tolerances are the differences
+between two correct float32 programs (head_small.md). tests/golden.py maps parameters and names.
 """
 
 import dataclasses
@@ -55,7 +55,8 @@ from train_gpt import (
 )
 
 TOKENS = GOLDEN["tokens"]
-SHARES = [  # of targets 1, 2, 3 and 0 in the fixture's training losses
+# Of each stage, the loss weights by target: n is the n-th token ahead, 0 the prefix of the next.
+SHARES = [
     {k: share for k, share in zip((1, 2, 3, 0), (*mtp, prefix), strict=True) if share}
     for mtp, prefix in zip(GOLDEN["loss/train_mtp"], GOLDEN["loss/train_prefix"], strict=True)
 ]
@@ -70,8 +71,11 @@ def exact(monkeypatch):
 
 @functools.cache
 def params(tie: str) -> dict[str, np.ndarray]:
+    """The fixture's parameters as a state stores them; tie: "tied" or "untied"."""
     p = stored(ours(parameters()))
-    return p if tie == "tied" else p | dict(embed=untied())
+    if tie == "untied":
+        p["embed"] = untied()
+    return p
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
@@ -80,23 +84,22 @@ def test_the_parameters_are_the_fixtures_and_every_one_has_a_place():
         np.testing.assert_allclose(checksum(array, 2), GOLDEN[f"param_sum/{name}"], rtol=1e-6)
     zero = {name: np.zeros_like(array) for name, array in parameters().items()}
     there_and_back = theirs(ours(parameters()), zero)
-    dead = {
-        "ve_gate_bank": 1 / 5,
-        "mlp_bank": 1 / 12,
-        "mudd_w2": 9 / 28,
-        "mudd_b2": 9 / 28,
-    }
-    dead |= {"mudd_gate_w2": 15 / 82, "mudd_gate_b2": 15 / 82}
+    # The shares that the original stores and never uses: they come back as zeros.
+    unused = {
+        "ve_gate_bank": 1 / 5, "mlp_bank": 1 / 12, "mudd_w2": 9 / 28, "mudd_b2": 9 / 28,
+        "mudd_gate_w2": 15 / 82, "mudd_gate_b2": 15 / 82,
+    }  # fmt: skip
     for name, array in parameters().items():
         got = there_and_back[name]
         assert ((got == array) | (got == 0)).all()
-        assert (got == 0).mean() == pytest.approx(dead.get(name, 0), abs=1e-4), name
+        assert (got == 0).mean() == pytest.approx(unused.get(name, 0), abs=1e-4), name
 
 
 def test_the_record_has_the_parameters_of_the_spec():
     table = train_gpt.param_table(RECORD)
     count = {name: int(np.prod(param.model_shape)) for name, param in table.items()}
-    V_, D_ = 50304, 768
+    V_ = 50304
+    D_ = 768
     assert count["head"] == count["embed"] == V_ * D_ and count["bigram"] == 377280 * D_
     assert (count["qk"], count["vo"]) == (60 * 256 * D_, 20 * D_ * D_)
     assert count["mlp"] == 22 * 3072 * D_
@@ -105,18 +108,22 @@ def test_the_record_has_the_parameters_of_the_spec():
         "value_gates",
     ]
     small = sum(n for name, n in count.items() if table[name].sharding == REPLICATED)
+    # Four nets with 64 hidden units, whose outputs have 64 weights and a bias; the gates' scale.
     nets = 4 * 64 * D_ + (26 + 41 + 14 + 5) * 65 + 1
-    # A row for each of the 11 layers: two lambdas of v and o, attention and MLP; skip; value gates.
+    # For each of 11 layers: two lambdas of v and o, of attention and of the MLP; a skip lambda; the
+    # value gates of 6 heads. Then the smear's gate and lambda.
     assert small == nets + 3 * 11 * 2 + 11 + 11 * 6 * 12 + 12 + 1
 
 
-# ---- Losses, what is inside, gradients -----------------------------------------------------------
+# ---- Losses, activations, gradients --------------------------------------------------------------
 def loss_of(shares: dict, stage: int):
+    """The loss as a function of whole weights and tokens (T + 1,)."""
     return lambda w, tokens: whole_loss(w, tokens[None], shares, C, stage)
 
 
 def check_losses(program, kind: str, stage: int) -> None:
-    """Of every batch, with head and embedding tied and not; program(params, tokens)[0] is one."""
+    """Compares the loss of every sequence, with head and embedding tied and untied. The loss is
+    program(params, tokens)[0]."""
     for tie in ("tied", "untied"):
         got = [float(program(params(tie), tokens)[0]) for tokens in TOKENS]
         np.testing.assert_allclose(got, GOLDEN[f"loss/{kind}/{tie}"][stage], rtol=1e-6)
@@ -125,15 +132,16 @@ def check_losses(program, kind: str, stage: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("kind, stage", [("train", 1), ("eval", 4)])
 def test_losses(kind, stage):
-    """Those of other stages are checked with what is inside, with gradients and in eight steps."""
+    """The tests of activations, of gradients and of eight steps check the other stages."""
     loss = loss_of(SHARES[stage] if kind == "train" else {1: 1 / T}, stage)
     function = lambda p, tokens: (loss(train_gpt.whole_weights(p, C), tokens),)
     check_losses(on_one_device(function), kind, stage)
 
 
 def recorded(patch) -> dict:
-    """What functions of the model return, under the fixture's names, once it has been traced."""
-    seen = {"nets": {}}
+    """A dict that is filled when the model is traced: what its functions return, under the
+    fixture's names."""
+    results = {"nets": {}}
 
     def watch(name: str, record):
         function = getattr(train_gpt, name)
@@ -146,20 +154,20 @@ def recorded(patch) -> dict:
         patch.setattr(train_gpt, name, watched)
 
     def record_embeddings(arguments, options, result):
-        seen.update(x0=result["x0"], bigram=result["bigram"])
+        results.update(x0=result["x0"], bigram=result["bigram"])
 
     def record_block(arguments, options, result):
-        seen.setdefault("c0", arguments[0])
-        seen[f"layer{arguments[1]}"] = result
+        results.setdefault("c0", arguments[0])
+        results[f"layer{arguments[1]}"] = result
 
     def record_attention(arguments, options, result):
-        seen[f"attn{arguments[2]}"] = result / options.get("out_scale", 1)
+        results[f"attn{arguments[2]}"] = result / options.get("out_scale", 1)
 
     def record_mlp(arguments, options, result):
-        seen[f"mid{arguments[1]}"] = arguments[0]
+        results[f"mid{arguments[1]}"] = arguments[0]
 
     def record_net(arguments, options, result):
-        seen["nets"][arguments[0]] = dict(result)  # forward() adds to the first one
+        results["nets"][arguments[0]] = dict(result)  # a copy, for forward() adds to the first one
 
     watch("embed_tokens", record_embeddings)
     watch("block", record_block)
@@ -167,17 +175,17 @@ def recorded(patch) -> dict:
     watch("attention", record_attention)
     watch("mlp", record_mlp)
     watch("run_net", record_net)
-    return seen
+    return results
 
 
 def net_outputs(net: str, outputs: dict[str, np.ndarray]) -> np.ndarray:
-    """All outputs of a net for one sequence, (T, n), in our order: jit sorts names."""
+    """All outputs of a net for one sequence, (T, n), in our order, which jit does not keep."""
     arrays = [np.asarray(outputs[name])[0] for name in train_gpt.nets(C)[net]]
     return np.concatenate(arrays, axis=-1)
 
 
 def gate_rows(outputs: dict[str, np.ndarray], net: str, n: int) -> np.ndarray:
-    """The outputs of a gate net in the fixture's order, all n of them."""
+    """All n outputs of a gate net, (T, n), in the fixture's order."""
     rows = np.full((T, n), np.nan)
     rows[:, net_rows(net)] = net_outputs(net, outputs)
     assert not np.isnan(rows).any()
@@ -186,11 +194,11 @@ def gate_rows(outputs: dict[str, np.ndarray], net: str, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_everything_inside(stage, monkeypatch):
-    seen = recorded(monkeypatch)
+    results = recorded(monkeypatch)
 
     def forward(p, tokens):
         loss = loss_of({1: 1 / T}, stage)(train_gpt.whole_weights(p, C), tokens)
-        return loss, dict(seen)
+        return loss, dict(results)
 
     program = on_one_device(forward)
     check_losses(program, "eval", stage)
@@ -200,17 +208,20 @@ def test_everything_inside(stage, monkeypatch):
     got["post_gate"] = gate_rows(nets["gates4"], "gates4", 41)
     got["mudd0"] = np.concatenate([nets["mudd10"][name][0] for name in MUDD], axis=-1)
     got["mudd1"] = net_outputs("mudd_head", nets["mudd_head"])
-    prefix, compared = f"trace/stage{stage + 1}/", 0
+    prefix = f"trace/stage{stage + 1}/"
+    compared = 0
     for name, array in got.items():
         if prefix + name in GOLDEN:
             want = GOLDEN[prefix + name]
             error = np.abs(checksum(array, len(want) - 1) - want).max() / want[0]
             assert error < 1e-4, (name, error)
             compared += 1
-        if (key := f"trace_rows/stage{stage + 1}/{name}") in GOLDEN:
+        key = f"trace_rows/stage{stage + 1}/{name}"
+        if key in GOLDEN:
             rows = np.asarray(array).reshape(T, -1)[[0, 1, 2, 7, T - 1]]
             assert relative(rows, GOLDEN[key]) < 1e-4, name
-    assert compared >= sum(key.startswith(prefix) for key in GOLDEN) - 3  # smear, mudd_out, final
+    in_fixture = [key for key in GOLDEN if key.startswith(prefix)]
+    assert compared >= len(in_fixture) - 3  # all but smear, mudd_out and final
 
 
 @pytest.mark.parametrize("stage, tie, key", [
@@ -218,7 +229,7 @@ def test_everything_inside(stage, monkeypatch):
     (2, "untied", "grad/stage3_untied"),
 ])  # fmt: skip
 def test_every_gradient(stage, tie, key):
-    """The true one: not that of upstream's kernel, which counts targets past the end."""
+    """By autodiff. Upstream's kernel has another gradient, for it counts targets past the end."""
 
     def function(p, tokens):
         w = train_gpt.whole_weights(p, C)
@@ -240,7 +251,8 @@ def test_every_gradient(stage, tie, key):
 # ---- Components ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", ["full", "config"])
 def test_rotation(size):
-    """Frequencies and scale after each stage; the tables at the fixture's positions."""
+    """The frequencies and the scale of each stage, and cos and sin at the fixture's positions. The
+    fixture has them as y = factor1 x + factor2 swap_pairs(x), of interleaved pairs."""
     c = C if size == "config" else dataclasses.replace(RECORD, **FLOAT32)
     for table in ("normal", "paired"):
         get = lambda name, table=table: GOLDEN[f"rope/{size}/{table}/{name}"]
@@ -253,23 +265,26 @@ def test_rotation(size):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
             cos, sin = pos.rope_paired if table == "paired" else pos.rope
-            half = c.D // c.H // 2
-            cos, sin = np.asarray(cos)[at][:, :2], np.asarray(sin)[at][:, :2]
-            cos, sin = (np.repeat(x, 2, axis=-1) for x in (cos, sin))
-            want, swap = get(f"{name}/factor1"), get(f"{name}/factor2")
-            heads = want.reshape(len(at), -1, 2 * half)
-            swaps = swap.reshape(len(at), -1, 2 * half)
+            cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
+            sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
+            half = c.D // c.H // 2  # of a head's channels; the other half does not rotate
+            factor1 = get(f"{name}/factor1").reshape(len(at), -1, 2 * half)
+            factor2 = get(f"{name}/factor2").reshape(len(at), -1, 2 * half)
             sign = np.tile([1, -1], half // 2)
-            slack = 1e-6 + 2e-7 * (2 * at[:, None, None] + 1)  # an ulp of a speed, t times
-            assert (np.abs(heads[..., :half] - cos) < slack).all()
-            assert (np.abs(swaps[..., :half] - sign * sin) < slack).all()
-            assert (heads[..., half:] == 1).all() and not swaps[..., half:].any()
+            # An error of one ulp in a frequency grows with the position.
+            slack = 1e-6 + 2e-7 * (2 * at[:, None, None] + 1)
+            assert (np.abs(factor1[..., :half] - cos) < slack).all()
+            assert (np.abs(factor2[..., :half] - sign * sin) < slack).all()
+            assert (factor1[..., half:] == 1).all()
+            assert not factor2[..., half:].any()
 
 
 def component(name: str, extra: bool, layer: Layer) -> None:
-    """One attention call, forward and backward, with everything given."""
+    """One attention call, forward and backward, of the inputs in head_small.md; `extra`: with a
+    further term of the values (aux)."""
     get = lambda what: GOLDEN[f"comp/{name}/{what}"]
-    ends, n = get("cu_seqlens"), int(get("cu_seqlens")[-1])
+    ends = get("cu_seqlens")
+    n = int(ends[-1])
     give = lambda what, *shape: jnp.asarray(normal(f"comp/{name}/{what}", shape), jnp.float32)
     starts = jnp.zeros((1, n), bool).at[0, ends[:-1]].set(True)
     stage = dataclasses.replace(C.stages[1], short=int(get("window")))
@@ -288,10 +303,8 @@ def component(name: str, extra: bool, layer: Layer) -> None:
     if layer.xsa:
         given["xsa"] = 0.5 * give("xsa", 1, n, H)
     if layer.dc:
-        given["dc1"], given["dc2"] = (
-            1 + 0.5 * give("dc1", 1, n, H),
-            0.5 * give("dc2", 1, n, H),
-        )
+        given["dc1"] = 1 + 0.5 * give("dc1", 1, n, H)
+        given["dc2"] = 0.5 * give("dc2", 1, n, H)
 
     def attention(p):
         q, k, v, o = jnp.split(p["w"], 4)
@@ -335,7 +348,8 @@ def test_attention(name, extra, layer, monkeypatch):
 
 
 def test_the_small_nets():
-    w, x = ours(parameters()), 2 * normal("comp/mudd/x", (1, 8, D)).astype(np.float32)
+    w = ours(parameters())
+    x = 2 * normal("comp/mudd/x", (1, 8, D)).astype(np.float32)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     for net, name in ("gates_input", "pre_gate"), ("gates4", "post_gate"):
         outputs = train_gpt.run_net(net, x, w, C, w["gate_scale"])
@@ -348,7 +362,8 @@ def test_the_small_nets():
 
 
 def test_norm_and_hash():
-    x, y = GOLDEN["comp/rms/x"], GOLDEN["comp/rms/y"]
+    x = GOLDEN["comp/rms/x"]
+    y = GOLDEN["comp/rms/y"]
     np.testing.assert_allclose(train_gpt.norm(jnp.asarray(x)), y, rtol=1e-6)
     rows, numbers = train_gpt.hash_bigrams(jnp.asarray(GOLDEN["comp/bigram/tokens"])[None], RECORD)
     np.testing.assert_array_equal(rows[0], GOLDEN["comp/bigram/hash"])
@@ -357,9 +372,10 @@ def test_norm_and_hash():
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
 def test_cross_entropy(stage):
-    """Of given logits: x is the unit matrix, so that dw are their gradients."""
+    """Of given logits: x is the unit matrix, so that the gradient of w is that of the logits."""
     logits = jnp.asarray(6 * normal("comp/ce/logits", (14, 40)), jnp.float32)
-    targets, prefixes = GOLDEN["comp/ce/targets"], GOLDEN["comp/ce/prefix_targets"]
+    targets = GOLDEN["comp/ce/targets"]
+    prefixes = GOLDEN["comp/ce/prefix_targets"]
     later = lambda k: np.append(targets[k - 1 :], [-1] * (k - 1))
     shares = SHARES[int(stage[-1]) - 1]
     columns = np.stack([later(k) if k else prefixes for k in shares], axis=-1).astype(np.int32)
@@ -378,11 +394,8 @@ def test_cross_entropy(stage):
 
 # ---- Prefixes and stream -------------------------------------------------------------------------
 def test_the_prefixes_of_gpt2():
-    path, get = (
-        Path(train_gpt.__file__).parent / RECORD.prefixes,
-        lambda k: GOLDEN[f"prefix_gpt2/{k}"],
-    )
-    found = np.fromfile(path, "<i4")
+    get = lambda k: GOLDEN[f"prefix_gpt2/{k}"]
+    found = np.fromfile(Path(train_gpt.__file__).parent / RECORD.prefixes, "<i4")
     rows = np.pad(found, (0, int(get("size")) - len(found)), constant_values=-1)
     assert hashlib.sha256(rows.tobytes()).hexdigest() == str(get("sha256_int32_le"))
     np.testing.assert_array_equal(rows[get("ids")], get("prefix"))
@@ -402,15 +415,17 @@ def test_the_stream_is_that_of_eight_ranks():
         sha = hashlib.sha256(np.concatenate(inputs).astype("<i4").tobytes()).hexdigest()
         assert sha == str(get("inputs_sha256"))
         assert [int((tokens == c.eot).sum()) for tokens in inputs] == get("n_docs").tolist()
-    places = [step for i, shard in enumerate(shards) for step in laid_out(shards, i, c)]
+    places = [step for i in range(len(shards)) for step in laid_out(shards, i, c)]
     for rank in range(8):
         want = GOLDEN[f"loader/world8/rank{rank}/shard_start_end"]
         assert [list(step[rank]) for step in places] == want.tolist()
 
 
 def laid_out(shards, i: int, c):
-    """For each step and rank: shard, first token, end of the last document."""
-    shapes, done = train_gpt.batch_shapes("train", c), 0
+    """For each step that reads shard i, and for each rank: the shard's number, the place of the
+    first token, and the end of the last document."""
+    shapes = train_gpt.batch_shapes("train", c)
+    done = 0
     for n, shard in enumerate(shards):
         for step in train_gpt.pack_documents(shard, shapes[done:], c):
             done += 1
@@ -419,7 +434,8 @@ def laid_out(shards, i: int, c):
 
 
 def test_validation_is_unaligned_slices():
-    inputs, last = GOLDEN["loader/val/inputs"], GOLDEN["loader/val/last_target"]
+    inputs = GOLDEN["loader/val/inputs"]
+    last = GOLDEN["loader/val/last_target"]
     n, length = inputs.shape
     c = dataclasses.replace(C, eot=50256, val_T=length, val_tokens=n * length, head_chunk=1)
     shapes = train_gpt.batch_shapes("val", c)
@@ -430,8 +446,10 @@ def test_validation_is_unaligned_slices():
 
 # ---- Schedule and optimizers ---------------------------------------------------------------------
 def test_the_schedule():
-    columns, c = str(GOLDEN["schedule/columns"]).split(), RECORD
-    rows, ends = train_gpt.schedule(c), GOLDEN["schedule/boundaries"][:, 1]
+    c = RECORD
+    columns = str(GOLDEN["schedule/columns"]).split()
+    rows = train_gpt.schedule(c)
+    ends = GOLDEN["schedule/boundaries"][:, 1]
     assert c.total_steps == GOLDEN["schedule/total_steps"] == len(rows)
     assert list(c.stage_ends[:4]) == ends.tolist()
     final = c.stages[c.stage_at(c.total_steps)]
@@ -440,9 +458,10 @@ def test_the_schedule():
     for line in GOLDEN["schedule/table"]:
         want = dict(zip(columns, line, strict=True))
         step = int(want["step"])
-        if step == c.total_steps:  # nothing is trained any more
+        if step == c.total_steps:  # the training has ended
             continue
-        stage, row = c.stages[c.stage_at(step)], rows[step]
+        stage = c.stages[c.stage_at(step)]
+        row = rows[step]
         targets = dict(zip(train_gpt.target_weights(stage), row.loss_weights, strict=True))
         scale = train_gpt.rope_frequencies(c, c.stage_at(step))[1]
         got = dict(
@@ -457,7 +476,7 @@ def test_the_schedule():
             assert got[name] == pytest.approx(value, rel=1e-6, abs=1e-9), (step, name)
 
 
-PLACES = dict(  # of ours in the fixture's table of rates
+PLACES = dict(  # of our parameters, the rows in the fixture's table of rates
     head="lm_head", embed="embed", bigram="bigram_embed", vo_lambdas="scalars",
     skip_lambdas="scalars", smear_lambda="scalars", smear_gate="smear_gate",
     value_gates="ve_gate_bank", gate_scale="_mudd_gate_scale",
@@ -466,7 +485,7 @@ PLACES = dict(  # of ours in the fixture's table of rates
 
 
 def adam_betas(optimizer) -> list[float]:
-    """From the moments after a first gradient of 1."""
+    """Both betas, from the moments after a first gradient of 1."""
     _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)))
     return [1 - float(state.mu[0]), 1 - float(state.nu[0])]
 
@@ -491,7 +510,8 @@ def test_rates_and_decays_of_every_parameter():
             places = [(f"{kind}_{array}", param.lr)]
         for place, lr in places:
             want = wanted[place]
-            lr_mul, wd_mul = want.get("lr_mul", 1), want.get("wd_mul", 1)
+            lr_mul = want.get("lr_mul", 1)
+            wd_mul = want.get("wd_mul", 1)
             assert lr == pytest.approx(lr_mul, rel=1e-6), name
             decay = np.max(param.weight_decay)
             assert decay == pytest.approx(0.005 * lr_mul * wd_mul, rel=1e-6), name
@@ -509,13 +529,15 @@ def test_polar_express_and_normuon(shape):
     assert relative(average, get("second_moment")) < 1e-4
 
 
+# Our names of the fixture's tensors in the test of the optimizers, where they differ.
 OURS = dict(lm_head="head", bigram_embed="bigram")
-THEIRS = {ours_: theirs_ for theirs_, ours_ in OURS.items()}
+THEIRS = dict(head="lm_head", bigram="bigram_embed")
 
 
 def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
-    """A table of the fixture's small tensors, and their first values."""
-    rows, starts = {}, {}
+    """A parameter table of the fixture's small tensors, and their first values."""
+    rows = {}
+    starts = {}
     for name, about in json.loads(str(GOLDEN["schedule/param_table"])).items():
         key = OURS.get(name, name)
         shape = GOLDEN[f"optim/after8/{name}"].shape
@@ -524,19 +546,21 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
             start = np.float32(0.3 * normal("opt/param/lm_head", shape[::-1])).T
         if name == "lm_head":
             start = start.T
-        lr_mul, wd_mul = about.get("lr_mul", 1), about.get("wd_mul", 1)
+        lr_mul = about.get("lr_mul", 1)
+        wd_mul = about.get("wd_mul", 1)
         if about["optim"] == "normuon":
             R, C_ = shape[-2:]
             n = int(np.prod(shape[:-2]))
             lr = np.full((1, n, 1, 1), max(1, R / C_) ** 0.5, np.float32)
             if name == "mlp_bank":
                 lr[:, 1::2] *= 2
-            start, owners = start.reshape(1, n, R, C_), tuple(range(n))
+            start = start.reshape(1, n, R, C_)
+            layers = tuple(range(n))
             muon = train_gpt.normuon(C)
-            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, 1, "muon_lr", owners)
+            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, 1, "muon_lr", layers)
         else:
-            table = name in ("lm_head", "embed", "value_embeds", "bigram_embed")
-            sharding = LOOKUP if table else REPLICATED
+            is_lookup = name in ("lm_head", "embed", "value_embeds", "bigram_embed")
+            sharding = LOOKUP if is_lookup else REPLICATED
             adam = train_gpt.adam(*about["adam_betas"])
             decay = 0.005 * lr_mul * wd_mul
             rows[key] = Param(start.shape, None, lr_mul, decay, adam, sharding)
@@ -545,19 +569,23 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
 
 
 def optimizer_gradient(name: str, step: int, shape: tuple) -> np.ndarray:
-    theirs_ = THEIRS.get(name, name)
-    shape_ = GOLDEN[f"optim/after8/{theirs_}"].shape
-    g = normal(f"opt/grad/{theirs_}/{step}", shape_)
-    if theirs_ in ("value_embeds", "bigram_embed", "embed"):
-        g = g * (random_of(f"opt/hit/{theirs_}/{step}").random(shape_[0]) < 0.4)[:, None]
-    if theirs_ == "resid_lambdas":
+    """A step's gradient of one of our parameters."""
+    key = THEIRS.get(name, name)
+    key_shape = GOLDEN[f"optim/after8/{key}"].shape
+    g = normal(f"opt/grad/{key}/{step}", key_shape)
+    if key in ("value_embeds", "bigram_embed", "embed"):
+        used = random_of(f"opt/hit/{key}/{step}").random(key_shape[0]) < 0.4
+        g = np.where(used[:, None], g, 0)
+    if key == "resid_lambdas":
         g = g * 2e-10
     g = np.float32(g)
-    return (g.T if name == "head" else g).reshape(shape)
+    if name == "head":
+        g = g.T
+    return g.reshape(shape)
 
 
 def test_eight_steps_of_the_optimizers(monkeypatch):
-    """The update of train_step, with given gradients."""
+    """update_parameters(), with the fixture's gradients."""
     rows, starts = optimizer_table()
     monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
     params = {name: jnp.asarray(start) for name, start in starts.items()}
@@ -573,10 +601,8 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
         programs.append(on_one_device(update))
     history = []
     for step in range(8):
-        lr, tied = (
-            GOLDEN["optim/lr_multiplier"][step],
-            step <= int(GOLDEN["optim/split_step"]),
-        )
+        lr = GOLDEN["optim/lr_multiplier"][step]
+        tied = step <= int(GOLDEN["optim/split_step"])
         momentum = np.float32(GOLDEN["optim/muon_momentum"][step])
         lrs = np.float32(C.adam_lr * lr), np.float32(C.muon_lr * lr)
         row = ScheduleRow(*lrs, momentum, np.bool_(tied), np.zeros(0, np.float32))
@@ -586,14 +612,15 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
         for name, table in state.lookups.items():
             if step % 2:
                 np.testing.assert_array_equal(table, state.params[name])
-    # optax adds Adam's epsilon after the correction of the bias, #89 before it. That shows only
-    # where gradients are of its size, 1e-10, as the fixture's of resid_lambdas: left out.
+    # optax adds Adam's epsilon after the bias correction, #89 before it. That shows only in
+    # gradients of its size, 1e-10. The fixture has them for resid_lambdas, which are left out.
     for name in rows.keys() - {"resid_lambdas"}:
         key = THEIRS.get(name, name)
         start = starts[name]
         for after in (2, 8):
-            if (full := f"optim/after{after}/{key}") in GOLDEN:
-                want = GOLDEN[full].T if name == "head" else GOLDEN[full].reshape(start.shape)
+            whole = f"optim/after{after}/{key}"
+            if whole in GOLDEN:
+                want = GOLDEN[whole].T if name == "head" else GOLDEN[whole].reshape(start.shape)
                 moved = history[after - 1][name] - start
                 assert relative(moved, want - start) < 1e-4, (name, after)
         for step, want in enumerate(GOLDEN[f"optim/each_step/{key}"]):
@@ -611,13 +638,12 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 # ---- The whole -----------------------------------------------------------------------------------
 def test_eight_steps_with_all_stage_changes_and_the_untie():
-    rows = GOLDEN["traj/schedule"]
+    settings = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
-    at = lambda name: rows[::2, columns.index(name)].astype(int).tolist()
-    sizes = zip(
-        at("ws_short_tokens"), at("ws_long_tokens"), at("tokens_per_step"), at("max_doc"),
-        strict=True,
-    )  # fmt: skip
+    # A stage has two steps, so every second row of the settings is that of a new stage.
+    of_stages = lambda name: settings[::2, columns.index(name)].astype(int).tolist()
+    names = ("ws_short_tokens", "ws_long_tokens", "tokens_per_step", "max_doc")
+    sizes = zip(*map(of_stages, names), strict=True)
     stages = []
     for stage, (short, long, tokens, max_doc) in zip(RECORD.stages, sizes, strict=False):
         size = {"tokens": tokens, "short": short, "long": long, "max_doc": max_doc}
@@ -628,11 +654,13 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
         C, stages=tuple(stages), batch=2, cooldown_start=2 / 8, cooldown_end=6 / 8,
         momentum_warmup=4 / 8, momentum_cooldown=2 / 8, untie=5 / 8,
     )  # fmt: skip
-    shards = [GOLDEN[f"traj/shard{i}"] for i in range(sum("traj/shard" in k for k in GOLDEN))]
+    count = len([key for key in GOLDEN if "traj/shard" in key])
+    shards = [GOLDEN[f"traj/shard{i}"] for i in range(count)]
     state = train_gpt.initial_state(np.uint32(0), c)
     start = {name: jnp.asarray(p) for name, p in params("tied").items()}
     state = state._replace(params=start, lookups={name: start[name] for name in state.lookups})
-    losses, rows = [], train_gpt.schedule(c)
+    losses = []
+    rows = train_gpt.schedule(c)
     batches = train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c)
     for step, tokens in enumerate(batches):
         for i in range(2):
@@ -649,6 +677,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
 
 
 def check_validation(params, c, stage: int, step: int) -> None:
+    """Compares the validation losses before a step."""
     run = on_one_device(
         lambda p, t: whole_loss(train_gpt.whole_weights(p, c), t[None], {1: 1 / T}, c, stage)
     )

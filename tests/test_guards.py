@@ -1,4 +1,4 @@
-"""What cannot work is refused: exit status 2, one line on stderr, nothing compiled, no log."""
+"""A run that cannot work is refused: exit status 2, a line on stderr, no compilation, no log."""
 
 import dataclasses
 import hashlib
@@ -28,14 +28,14 @@ REAL_VAL_STEP = train_gpt.compile_val_step
 
 
 def set_preset(monkeypatch, name: str, **changes) -> None:
-    """Changes a preset as somebody does who edits the file."""
+    """Changes a preset, as a user does who edits the file."""
     changed = dataclasses.replace(train_gpt.PRESETS[name], **changes)
     monkeypatch.setitem(train_gpt.PRESETS, name, changed)
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """An empty folder, one device, nothing to compile, and `tiny` with a stage of 6 steps."""
+    """An empty folder, one device, `tiny` with a stage of 6 steps; a test that compiles fails."""
 
     def no_compiler(*_):
         pytest.fail("something compiled")
@@ -50,7 +50,7 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Two train shards of 4 steps each, and a val shard of 2."""
+    """A folder of two train shards, with tokens for 4 steps each, and a val shard for 2."""
     folder = tmp_path / "d"
     folder.mkdir()
     for name in NAMES:
@@ -60,7 +60,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def refusal(capsys):
-    """Runs, and returns the one line by which the run was refused."""
+    """A function that starts a run, which must be refused, and returns the line on stderr."""
 
     def run(command: str, *argv: str) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -105,7 +105,7 @@ FIELDS = """
 
 @pytest.fixture
 def tweaked(tmp_path, monkeypatch):
-    """A copy of the file with more fields, as of somebody who tries something."""
+    """train_gpt.py with more fields in Config, as a user adds them who tries something."""
     end = "    # fmt: on\n\n    def __post_init__"
     assert train_gpt.SOURCE.count(end) == 1
     path = tmp_path / "tweaked.py"
@@ -132,7 +132,7 @@ def test_a_new_field_is_a_flag_of_its_type(tweaked):
 
 @pytest.mark.parametrize("flags", ["--help", "tiny --steps 3 -h", "record --bogus --help"])
 def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
-    """With the fields of whoever changed it."""
+    """Also with the fields that a user has added."""
     with pytest.raises(SystemExit) as stopped:
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
@@ -146,7 +146,7 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
 FIRST = Layer(LONG, value_table=0)
 NO_ATTENTION = "layer 1 has no attention: it can only be Layer.window=None, "
 STREAMS = r"there are only \['x0', 'bigram', 'input', 'value0', 'layer0'\]"
-TWEAKS = dict(  # second layer, changes of Config, message
+TWEAKS = dict(  # the second layer, changes of Config, the message
     paired_heads=(Layer(None, paired_heads=True), {}, NO_ATTENTION),
     key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
     key_start=(Layer(None, key_start=True), {}, NO_ATTENTION),
@@ -222,7 +222,7 @@ def test_flags_that_do_not_fit_the_stages_are_refused(refusal, monkeypatch):
 
 
 # ---- Devices -------------------------------------------------------------------------------------
-def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
+def test_the_record_runs_on_a_cpu_only_where_that_is_asked_for(data, capsys, monkeypatch):
     layers = (FIRST, Layer(None, skip_from=0))
     small = dict(layers=layers, stages=(STAGE,), mudd_head=(), head_chunk=32, prefixes="")
     set_preset(monkeypatch, "record", **small, vocab=257, eot=256)
@@ -231,7 +231,15 @@ def test_the_record_runs_on_a_cpu_with_a_warning(data, capsys, monkeypatch):
     flags = f"--steps 1 --stall 0 --data {data}".split()
     train_gpt.main(["record", *SMALL, *flags])
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"warning: JAX sees only a CPU, .*; without them: \./run\.sh tiny\n", err)
+    assert err == ""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    with pytest.raises(SystemExit) as stopped:
+        train_gpt.main(["record", *SMALL, *flags])
+    jax.config.update("jax_platforms", before)
+    assert stopped.value.code == 2
+    wanted = r".*: JAX sees only a CPU, .*: \./run\.sh tiny; JAX_PLATFORMS=cpu .*\n"
+    assert re.fullmatch(wanted, capsys.readouterr().err)
     assert out.startswith("record on 1 x cpu, head in float8_e4m3fn") and '"steps": 1,' in out
 
 
@@ -246,8 +254,8 @@ def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count,
 
 def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys):
     """16 devices on two hosts do not divide the record's 8 sequences."""
-    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0",
-                             process_index=0, id=0)  # fmt: skip
+    device = SimpleNamespace(platform="gpu", device_kind="H100", compute_capability="9.0",
+                             process_index=0, id=0, memory_stats=lambda: {})  # fmt: skip
     monkeypatch.setattr(jax, "devices", lambda: [device] * 16)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(SystemExit):
@@ -266,29 +274,115 @@ def test_no_more_devices_than_sequences(monkeypatch):
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"
+BFLOAT16 = "bfloat16", "bfloat16"
+
+
+def devices_of(platform: str, kind: str, capability: str, GB: float, count: int = 1) -> list:
+    """Devices that JAX has this much memory of; None: it does not state it."""
+    stats = {"bytes_limit": int(1e9 * GB)} if GB else None
+    device = SimpleNamespace(platform=platform, device_kind=kind, process_index=0, id=0,
+                             memory_stats=lambda: stats)  # fmt: skip
+    if capability:
+        device.compute_capability = capability
+    return [device] * count
 
 
 @pytest.mark.parametrize("platform, kind, capability, attention, head", [
     ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "cudnn", BEST),
     ("gpu", "NVIDIA GeForce RTX 4090", "8.9", "cudnn", BEST),
-    ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "cudnn", ("bfloat16", "bfloat16")),
-    ("gpu", "AMD Instinct MI300X", "gfx942", "xla", BEST),
-    ("tpu", "TPU v5 lite", "", "xla", BEST),
+    ("gpu", "NVIDIA B200", "10.0", "cudnn", BEST),
+    ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "cudnn", BFLOAT16),
+    ("gpu", "Tesla T4", "7.5", "band", BFLOAT16),
+    ("gpu", "Tesla P100-PCIE-16GB", "6.0", "band", BFLOAT16),
+    ("gpu", "AMD Instinct MI300X", "gfx942", "band", BEST),
+    ("tpu", "TPU v5 lite", "", "band", BFLOAT16),
+    ("tpu", "TPU v6 lite", "", "band", BFLOAT16),
+    ("tpu", "TPU7x", "", "band", BEST),
 ])  # fmt: skip
 def test_formats_and_kernel_fit_the_device(
     monkeypatch, capsys, platform, kind, capability, attention, head
 ):
-    """GPUs without FP8 run head and MLP in bfloat16; only NVIDIA's have cuDNN."""
-    device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability,
-                             process_index=0, id=0)  # fmt: skip
-    monkeypatch.setattr(jax, "devices", lambda: [device] * 8)
+    """GPUs without FP8 run head and MLP in bfloat16; NVIDIA's from Ampere on have cuDNN's kernel.
+    Names do not decide."""
+    devices = devices_of(platform, kind, capability, GB=80, count=8)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
     c = dataclasses.replace(Config(), mlp_forward=BEST[0])
     same = dict(mlp_forward=head[0], head_forward=head[0], head_backward=head[1])
     expected = dataclasses.replace(c, attention=attention, **same)
-    assert train_gpt.fit_devices("record", c) == ([device] * 8, expected)
+    assert train_gpt.fit_devices("record", c) == (devices, expected)
     wide = dataclasses.replace(c, compute="float32")
-    assert train_gpt.fit_devices("record", wide)[1].attention == "xla"  # cuDNN has no float32
+    assert train_gpt.fit_devices("record", wide)[1].attention == "band"  # cuDNN has no float32
     assert capsys.readouterr().err == ""
+
+
+def test_a_length_that_cudnn_gets_wrong_is_refused(monkeypatch, refusal_of_fit):
+    """Its gradient had NaN for some lengths that are no multiple of 128."""
+    c = dataclasses.replace(Config(), head_chunk=64, val_T=320)
+    assert "sequences of [320, 16384, 32768, 49152] tokens: cuDNN" in refusal_of_fit("9.0", 80, c)
+    band = dataclasses.replace(c, attention="band")
+    assert train_gpt.fit_devices("record", band)[1].attention == "band"
+    monkeypatch.setattr(jax, "devices", lambda: devices_of("gpu", "T4", "7.5", 80))
+    assert train_gpt.fit_devices("record", c)[1].attention == "band"
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+@pytest.fixture
+def refusal_of_fit(monkeypatch, capsys):
+    """The line of a refusal by fit_devices."""
+
+    def refused(capability: str, GB: float, c: Config, count: int = 1) -> str:
+        devices = devices_of("gpu", "any", capability, GB, count)
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        with pytest.raises(SystemExit) as stopped:
+            train_gpt.fit_devices("record", c)
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+# Gigabytes that JAX has: all of a card's 10^9 bytes, times the fraction that run.sh sets.
+@pytest.mark.parametrize("machine, count, GB, row", [
+    ("8 x H100", 8, 85.5 * 0.75, 0),
+    ("1 x H100", 1, 85.5 * 0.75, 0),
+    ("1 x L40S", 1, 48.3 * 0.75, 0),
+    ("1 x A100, 40 GB", 1, 42.4 * 0.92, 0),
+    ("1 x V100, 32 GB", 1, 34.1 * 0.92, 1),
+    ("1 x RTX 4090", 1, 25.7 * 0.92, 2),
+    ("8 x RTX 4090", 8, 25.7 * 0.92, 0),
+    ("2 x RTX 3090", 2, 25.4 * 0.92, 1),
+    ("1 x RTX 4080", 1, 17.1 * 0.92, 3),
+    ("v5e-8", 8, 16.9, 2),
+    ("v5e-1", 1, 16.9, 3),
+    ("v6e-1", 1, 33.5, 1),
+])  # fmt: skip
+def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch):
+    platform = "tpu" if machine[0] == "v" else "gpu"
+    devices = devices_of(platform, "0", "9.0", 100, count - 1)
+    devices += devices_of(platform, "0", "9.0", GB)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    preset, c = train_gpt.parse_config(["record"])
+    assert preset == "record" and c == Config()
+    flags = train_gpt.FITS[row][0]
+    fitted = train_gpt.fit_memory(devices, c)
+    assert fitted == dataclasses.replace(c, **flags)
+    line = train_gpt.fit_line(c, fitted)
+    assert ("--fit 0" in line) == bool(flags) and ("not the record" in line) == (row == 3)
+    assert all(f"--{name} {value}" in line for name, value in flags.items())
+
+
+@pytest.mark.parametrize("flags", ["--batch 8", "--microbatch 1", "--head_chunk 8192",
+                                   "--val_T 131072", "--bigrams 1024", "--fit 0"])  # fmt: skip
+def test_a_flag_about_memory_leaves_the_choice_to_the_user(flags):
+    c = train_gpt.parse_config(["record", *flags.split()])[1]
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), c) == c
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), Config()) != c
+
+
+def test_too_little_memory_for_any_row_is_refused(refusal_of_fit):
+    assert "JAX has 8.0 GB of each of 1 devices" in refusal_of_fit("8.9", 8, Config())
+    tiny = train_gpt.PRESETS["tiny"]
+    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 2), tiny) == tiny
 
 
 # ---- Shards --------------------------------------------------------------------------------------
@@ -322,7 +416,7 @@ TWO_STAGES = dataclasses.replace(STAGE, steps=3), dataclasses.replace(STAGE, ste
     ("*_train_000002*", (STAGE,), "", "train shards hold 4 of 6 batches"),
     ("none", (STAGE,), "--steps 9", "train shards hold 8 of 9 batches; .* with fewer --steps"),
     ("none", (LONG_STAGE,), "", "train shards hold 0 of 6 batches"),
-    ("none", (CUT_STAGE,), "", "train shards hold 0 of 6 batches"),  # too much is cut off
+    ("none", (CUT_STAGE,), "", "train shards hold 0 of 6 batches"),  # too much is cut off documents
     # A batch of 257 tokens is all that a second shard can hold beside one of 1,025.
     ("none", TWO_STAGES, "", "train shards hold 4 of 6 batches"),
     ("*_val_*", (STAGE,), "", "val shards hold 0 of 2 batches"),
@@ -330,11 +424,11 @@ TWO_STAGES = dataclasses.replace(STAGE, steps=3), dataclasses.replace(STAGE, ste
 ])  # fmt: skip
 def test_too_few_tokens_are_refused(refusal, data, monkeypatch, gone, stages, flags, message):
     set_preset(monkeypatch, "tiny", stages=stages)
-    write_shard(data / "x_val_000001.bin", TEXT)  # a second is no part of the rules' text
+    write_shard(data / "x_val_000001.bin", TEXT)  # only the first val shard counts
     for path in data.glob(gone):
         path.unlink()
     for name in ("._x_train_000001.bin", "x_train_000003.bin.part", "x_val.bin"):
-        (data / name).write_bytes(b"?")  # nothing that counts
+        (data / name).write_bytes(b"?")  # these names are no shards
     assert re.search(f"{data}: the {message}", refusal(f"{TINY} {flags}", "--data", data))
 
 
@@ -346,12 +440,14 @@ def test_the_shards_that_the_schedule_needs_are_read_in_order(data):
         assert [Path(shard.filename).name for shard in shards["val"]] == [NAMES[2]]
 
 
-@pytest.mark.parametrize("length", [None, 256, 258])  # int32s in the file; None: there is none
-@pytest.mark.parametrize("weight, refused", [(0.25, 1), (0.0, 0), ((0.0, 0.1), 1), ((0.1, 0.0), 1)])
+@pytest.mark.parametrize("length", [None, 256, 258])  # int32s in the file; None: no file
+@pytest.mark.parametrize("weight, refused", [
+    (0.25, True), (0.0, False), ((0.0, 0.1), True), ((0.1, 0.0), True),
+])  # fmt: skip
 def test_prefixes_that_are_not_there_are_refused(
     refusal, data, tmp_path, monkeypatch, length, weight, refused
 ):
-    """Where they are targets: a table for other tokens would be nonsense."""
+    """But only where prefixes are targets, with a weight that is not always 0."""
     path = tmp_path / "no_prefixes.bin"
     if length:
         np.zeros(length, "<i4").tofile(path)
@@ -385,7 +481,7 @@ def test_a_run_of_any_length_goes_through_its_stages(name, steps):
     assert c.total_steps == steps == c.stage_ends[-1]
     assert stages == sorted(stages) and used.keys() == trained
     assert c.stage_at(steps) == len(lengths) - 1
-    for i in trained:  # in proportion, but for the steps that go to stages that would have none
+    for i in trained:  # in proportion, but every stage has at least one step
         assert abs(used[i] - lengths[i] * steps / sum(lengths)) <= len(trained)
 
 
@@ -410,9 +506,9 @@ def test_the_record_has_the_stages_of_upstream():
     assert sum(B * T for B, T, _ in train_gpt.batch_shapes("train", c)) == 338_821_120
 
 
-# ---- The pass over the bytes ---------------------------------------------------------------------
+# ---- What is read from the shards ----------------------------------------------------------------
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0, 500, -1])  # the last is in the tail, which no batch has
+@pytest.mark.parametrize("place", [0, 500, -1])  # no batch has the last token
 def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
     tokens = TEXT.copy()
     tokens[place] = 257
@@ -422,7 +518,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
 
 
 def facts_of(path: Path, tokens, *shapes: tuple[int, int, int]) -> dict:
-    """What the log states of a shard of these tokens, read in these shapes."""
+    """What the log has about a shard of these tokens, which is read in these shapes."""
     shard = train_gpt.open_shard(write_shard(path, tokens))
     return train_gpt.shard_facts(shard, [*shapes], train_gpt.PRESETS["tiny"])
 
@@ -432,7 +528,7 @@ CROWD = r"a sequence of \d+ tokens would hold more than 4,095 documents"
 
 @pytest.fixture
 def crowded(capsys, tmp_path):
-    """Whether documents are refused as too many in a sequence."""
+    """A function: whether tokens are refused, as too many documents for a sequence."""
 
     def is_crowded(tokens, *shapes) -> bool:
         try:
@@ -447,7 +543,7 @@ def crowded(capsys, tmp_path):
 
 
 def test_documents_must_start(tmp_path, capsys):
-    """Without a start, the tokens are of a vocabulary with another --eot."""
+    """Tokens without --eot come from another vocabulary."""
     with pytest.raises(SystemExit):
         facts_of(tmp_path / "a.bin", np.full(999, 7), (8, 64, 0))
     assert "largest token is 7 (--vocab 257), 0 are --eot" in capsys.readouterr().err
@@ -455,6 +551,7 @@ def test_documents_must_start(tmp_path, capsys):
 
 @pytest.mark.parametrize("first", [0, 1, 20_000])  # the first document is no exception
 def test_documents_in_a_row_must_be_few_enough_for_the_code(crowded, first):
+    """A document code has room for 4,095 documents in a sequence."""
     T = 8192
     tokens = np.full(30_000, 7)
     tokens[9000:first:9000] = 256
@@ -468,7 +565,7 @@ def test_documents_in_a_row_must_be_few_enough_for_the_code(crowded, first):
 
 @pytest.mark.parametrize("before", [0, 5])
 def test_documents_that_are_packed_must_be_few_enough_for_the_code(crowded, before):
-    """When each is cut, so many fit in a sequence, however far apart they are."""
+    """Packing cuts every document to max_doc, so that more of them fit in a sequence."""
     tokens = np.full(before + 4096 * 10, 7)
     tokens[before::10] = 256
     assert not crowded(tokens, (8, 8190, 2)) and crowded(tokens, (8, 8191, 2))
@@ -482,7 +579,8 @@ def test_shards_are_checked_for_the_sequences_that_are_read_from_them(
     refusal, data, monkeypatch, split
 ):
     crowd = np.full(70_000, 7)
-    crowd[: 2 * 4096 : 2] = crowd[8192::90] = 256
+    crowd[: 2 * 4096 : 2] = 256
+    crowd[8192::90] = 256
     for path in data.iterdir():
         write_shard(path, crowd)
     if split == "train":

@@ -11,17 +11,23 @@ import pytest
 import train_gpt
 from tests.tools import FLOAT32, MINI
 
-N, D, V, SHARES = 64, 32, 128, np.float32([1.0, 0.5, 0.25])
+N = 64  # tokens
+D = 32
+V = 128
+SHARES = np.float32([1.0, 0.5, 0.25])
 FP8 = dataclasses.replace(MINI, D=D, head_chunk=16, g_scale=2.0**12)
 F32 = dataclasses.replace(FP8, **FLOAT32)
 
 
 def operands(dtype: str, seed: int = 0):
+    """x (N, D), w (V, D), targets (N, 3) and their shares; -1 is no target."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(N, D))
     x /= np.sqrt(np.mean(x**2, axis=-1, keepdims=True))  # as it leaves the last norm
-    w, targets = 0.3 * rng.normal(size=(V, D)), rng.integers(0, V, (N, 3)).astype(np.int32)
-    targets[:9, 1], targets[5:20, 2] = -1, -1  # none there
+    w = 0.3 * rng.normal(size=(V, D))
+    targets = rng.integers(0, V, (N, 3)).astype(np.int32)
+    targets[:9, 1] = -1
+    targets[5:20, 2] = -1
     targets[20:25, 1] = targets[20:25, 0]  # one token may be two targets
     return jnp.asarray(x, dtype), jnp.asarray(w, "float32"), targets, SHARES
 
@@ -32,7 +38,8 @@ def reference(x, w, targets, shares):
     s = 1 / (1 + np.exp(-(x @ w.T + 5) / 7.5))
     p = np.exp(23 * s)
     p /= p.sum(axis=1, keepdims=True)
-    loss, ds = 0.0, np.zeros_like(p)
+    loss = 0.0
+    ds = np.zeros_like(p)
     for n, k in zip(*np.nonzero(targets >= 0), strict=True):
         loss -= shares[k] * np.log(p[n, targets[n, k]])
         ds[n] += shares[k] * p[n]
@@ -42,6 +49,7 @@ def reference(x, w, targets, shares):
 
 
 def ours(x, w, targets, shares, c):
+    """Loss, dx and dw of head_loss()."""
     function = jax.value_and_grad(train_gpt.head_loss, argnums=(0, 1))
     loss, (dx, dw) = jax.jit(function, static_argnums=4)(x, w, targets, shares, c)
     assert dx.dtype == x.dtype and dw.dtype == jnp.float32
@@ -59,8 +67,8 @@ def test_float32_head_is_the_formula():
 
 
 def test_fp8_head_is_the_formula_to_the_precision_of_its_formats():
-    """e4m3 keeps 3 bits of a mantissa and e5m2 two: errors of 2^-4 and 2^-3 an entry, at most,
-    average out; the value in bfloat16 keeps 8."""
+    """e4m3 has 3 bits of mantissa and e5m2 has 2: the errors of entries, at most 2^-4 and 2^-3,
+    average out. The loss is computed in bfloat16, which has 8."""
     given = operands("bfloat16")
     loss, dx, dw = ours(*given, FP8)
     exact = reference(*given)
@@ -70,8 +78,10 @@ def test_fp8_head_is_the_formula_to_the_precision_of_its_formats():
 
 
 def test_the_gradients_are_as_fine_in_a_larger_batch():
-    """So many more sequences, so much smaller shares: and no less of their tail is left."""
-    (x, w, targets, shares), n = operands("bfloat16"), 2**20
+    """With n times the sequences, the shares are 1 / n of those before. The scale of the gradients
+    grows with the batch, so that no bit changes."""
+    x, w, targets, shares = operands("bfloat16")
+    n = 2**20
     stage = dataclasses.replace(FP8.stages[0], tokens=n * FP8.stages[0].tokens)
     larger = dataclasses.replace(FP8, stages=(stage,), batch=n * FP8.batch)
     more = ours(x, w, targets, shares / n, larger)
@@ -82,7 +92,8 @@ def test_the_gradients_are_as_fine_in_a_larger_batch():
 def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
     x, w, *rest = operands("float32")
     to8 = lambda a, s: (np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / s
-    x, w = to8(x, FP8.x_scale), to8(w.clip(-0.8, 0.8), FP8.w_scale)
+    x = to8(x, FP8.x_scale)
+    w = to8(w.clip(-0.8, 0.8), FP8.w_scale)
     c = dataclasses.replace(FP8, compute="float32")
     assert ours(x, w, *rest, c)[0] == pytest.approx(reference(x, w, *rest)[0], rel=1e-6)
 
@@ -91,7 +102,8 @@ def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
 @pytest.mark.parametrize("chunk", [4, 32, 64])
 def test_chunks_change_nothing(c, chunk):
     given = operands(c.compute)
-    one, other = ours(*given, c), ours(*given, dataclasses.replace(c, head_chunk=chunk))
+    one = ours(*given, c)
+    other = ours(*given, dataclasses.replace(c, head_chunk=chunk))
     for a, b in zip(one, other, strict=True):
         assert relative(a, b) < 1e-6
 
@@ -124,15 +136,19 @@ def test_scales_cancel():
 
 @pytest.mark.parametrize("c", [train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]])
 def test_the_gradient_of_the_logits_fits_its_format(c):
-    """It is at most 23 / 7.5 / 4, the cap's slope, of the weights of a token's targets."""
-    weights = [train_gpt.target_weights(stage).values() for stage in c.stages]
-    largest = 23 / 7.5 / 4 * max(sum(max(ends) for ends in stage) for stage in weights) / c.batch
+    """It is at most the sum of the weights of a token's targets, times 23 / 7.5 / 4, the largest
+    slope of the soft cap."""
+    sums = []
+    for stage in c.stages:
+        sums.append(sum(max(ends) for ends in train_gpt.target_weights(stage).values()))
+    largest = 23 / 7.5 / 4 * max(sums) / c.batch
     assert largest * c.g_scale * c.batch < float(jnp.finfo(c.head_backward).max)
 
 
 def test_validation_computes_no_gradient():
-    """The compiler drops what nobody asks for: no product but that of the logits is left."""
-    given, products = operands("bfloat16"), []
+    """The compiler drops what is not used: validation has fewer products than training."""
+    given = operands("bfloat16")
+    products = []
     for function in train_gpt.head_loss, jax.grad(train_gpt.head_loss, argnums=(0, 1)):
         program = jax.jit(function, static_argnums=4).lower(*given, F32).compile()
         products.append(program.as_text().count(" dot("))

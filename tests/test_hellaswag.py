@@ -1,4 +1,5 @@
-"""evals/hellaswag.py: every loss as by one row at a time, planted faults, bad files, a hub."""
+"""evals/hellaswag.py: losses against rows computed one at a time, planted faults, bad files, and
+the download of the examples."""
 
 import hashlib
 import json
@@ -33,16 +34,18 @@ from tests.tools import (
 from train_gpt import LONG, Layer, Stage
 
 TRAIN = Path(train_gpt.__file__).resolve()
-SCRIPT, SOURCE = Path(hellaswag.__file__), Path(hellaswag.__file__).read_text()
+SCRIPT = Path(hellaswag.__file__)
+SOURCE = SCRIPT.read_text()
 ENCODE = weights.tokenizer(train_gpt.PRESETS["tiny"]).encode
 read = lambda path: [*hellaswag.tokenize(cached_hellaswag.read(path), ENCODE)]
-PHRASE, CONTEXT = "the cat sat on a mat, ", "a mat, the cat"  # all that the model learns; a part
-ON = "sat on a mat, the cat " * 3  # so it goes on
-EXAMPLES = [  # endings, label, and whether acc and acc_norm find it
+PHRASE = "the cat sat on a mat, "  # the model learns its repetition, and nothing else
+CONTEXT = "a mat, the cat"  # of all examples
+ON = "sat on a mat, the cat " * 3  # the likeliest ending
+EXAMPLES = [  # endings, label, and whether the answer is right by acc and by acc_norm
     ([ON[:20], "dog ran to the sea x", "qqq", "zzz"], 0, 1, 1),
     (["zzz", "qqq", ON[:20], "the the the the the "], 2, 1, 1),
-    (["szt on a mzt, the czt", "Q", "q", "z"], 0, 0, 1),  # likelier a byte, but longer
-    (["saQ", "szt" + ON[3:47] + "czt", "zzz", "QQQ"], 0, 1, 0),  # the other way round
+    (["szt on a mzt, the czt", "Q", "q", "z"], 0, 0, 1),  # likelier per byte, but longer
+    (["saQ", "szt" + ON[3:47] + "czt", "zzz", "QQQ"], 0, 1, 0),  # shorter, but less likely per byte
     ([ON[:51], "Q", "z", "zzz"], 3, 0, 0),
     ([ON[:51], "Qqq", "zzz", "éx"], 0, 1, 1),
     (["Q", "z", "q", "szt xn a mzt, the czt"], 3, 0, 1),
@@ -52,13 +55,15 @@ FOUND = np.array([e[2:] for e in EXAMPLES], bool).T
 
 
 def start(*argv, cwd=None, **env):
+    """Runs a Python command in a process."""
     env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1") | env
     return subprocess.run([sys.executable, *argv], env=env, cwd=cwd, text=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def its(tmp_path_factory):
-    """A file, weights that know the phrase, and sums of losses, a row at a time, nothing padded."""
+    """A file of EXAMPLES, weights that know the phrase, and the endings' sums of losses, which are
+    computed one row at a time, without padding."""
     folder = tmp_path_factory.mktemp("hellaswag")
     (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     tokens = [[256, *ENCODE((PHRASE * 7)[i % 22 :][:120])] for i in range(600)]
@@ -69,10 +74,11 @@ def its(tmp_path_factory):
     flags = [*SMALL, *FLOAT32_FLAGS, "--seed=1", "--stall=0", f"--data={folder}"]
     done = start("-c", program, "tiny", *flags, cwd=folder, PYTHONPATH=str(TRAIN.parent))
     assert done.returncode == 0, done.stderr
-    w = weights.open_weights(next(folder.glob("logs/*.npz")), TRAIN)
+    (path,) = folder.glob("logs/*.npz")
+    w = weights.open_weights(path, TRAIN)
     whole = {k: jax.device_put(x) for k, x in w.arrays.items()}
     whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
-    head = w.arrays["head"]  # has 127 rows of padding
+    head = w.arrays["head"]  # with 127 rows of padding
 
     @jax.jit
     def stream(tokens):
@@ -81,26 +87,30 @@ def its(tmp_path_factory):
         return train_gpt.norm(train_gpt.forward(rows, inputs, w.c, w.stage))
 
     def loss(ending):
-        row, begin = f"{CONTEXT} {ending}".encode(), len(CONTEXT)
+        row = f"{CONTEXT} {ending}".encode()
+        begin = len(CONTEXT)
         z = np.asarray(stream(np.array([[*row]], np.int32))[0], "f8") @ head[:257].T
-        z = 23 / (1 + np.exp(-(z + 5) / 7.5))[begin - 1 :]  # what foretells the ending
+        z = 23 / (1 + np.exp(-(z + 5) / 7.5))[begin - 1 :]  # logits of the ending
         log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
         return -sum(log_p[i, token] for i, token in enumerate(row[begin:]))
 
-    # In place of weights.runner: the model is compiled once for whatever reads it.
+    # Replaces weights.runner, so that the model is compiled once for all tests.
     runner = lambda _, read: lambda x, *of: jax.jit(read)(np.asarray(stream(x)), head, x, *of)
     sums = np.array([[loss(ending) for ending in e[0]] for e in EXAMPLES])
     return SimpleNamespace(file=folder / "val.jsonl", w=w, sums=sums, runner=runner)
 
 
 def load(source=SOURCE):
-    """The tool with another text; its batches are so small that the examples make several."""
-    exec(compile(source, "mutant", "exec"), vars(it := ModuleType("it")))
-    it.TOKENS, it.CHUNK = 1024, 128
-    return it
+    """A source as a module; its batches are so small that the examples make several."""
+    tool = ModuleType("tool")
+    exec(compile(source, "mutant", "exec"), vars(tool))
+    tool.TOKENS = 1024
+    tool.CHUNK = 128
+    return tool
 
 
-def told(path):
+def fault_of(path):
+    """The message of the fault that a bad file raises."""
     with pytest.raises(Fault) as fault:
         read(path)
     assert "\n" not in str(fault.value)
@@ -108,19 +118,22 @@ def told(path):
 
 
 def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, capsys):
-    assert sorted(max(map(len, e[0])) for e in read(its.file))[-3:] == [65, 66, 66]  # T = 64, 128
-    it = load()
-    it.tqdm = lambda **of: hellaswag.tqdm(**of | dict(disable=False, mininterval=0, miniters=1))
-    sums, right = it.score(its.w, read(its.file))
+    # A row of 65 tokens has T = 64, longer ones are padded to T = 128.
+    assert sorted(max(map(len, e[0])) for e in read(its.file))[-3:] == [65, 66, 66]
+    tool = load()
+    tool.tqdm = lambda **of: hellaswag.tqdm(**of | dict(disable=False, mininterval=0, miniters=1))
+    sums, right = tool.score(its.w, read(its.file))
     np.testing.assert_allclose(sums, its.sums, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(right, FOUND)
     bar = re.findall(r"([267])/7 [^]]*?acc (.*?), acc_norm (.*?)]", capsys.readouterr().err)
     assert bar == [("2", "50.00%", "50.00%"), ("6", "50.00%", "66.67%"), ("7", "57.14%", "71.43%")]
 
 
-FAULTS = {  # what stands in the tool: what could; others are in dev/faults/evals.toml
+# Text of the tool, and what a fault puts in its place. More faults are in dev/faults/evals.toml.
+FAULTS = {
     "": [""], "np.argmin": ["np.argmax"], "[sums, sums / counts]": ["[sums, sums]"],
-    "spans[:, :1] <= at": ["spans[:, :1] < at"], "at < spans[:, 1:]": ["at <= spans[:, 1:]"],
+    "spans[:, :1] <= index": ["spans[:, :1] < index"],
+    "index < spans[:, 1:]": ["index <= spans[:, 1:]"],
     "tokens[:, 1:])": ["tokens[:, :-1])"], '" " + ending': ["ending"],
 }  # fmt: skip
 
@@ -129,9 +142,10 @@ FAULTS = {  # what stands in the tool: what could; others are in dev/faults/eval
 def test_a_planted_fault_shows(old, new, its, monkeypatch):
     assert not old or SOURCE.count(old) == 1
     monkeypatch.setattr(weights, "runner", its.runner)
-    it = load(SOURCE.replace(old, new))
-    sums, right = it.score(its.w, [*it.tokenize(cached_hellaswag.read(its.file), ENCODE)])
-    assert (not old) == (np.allclose(sums, its.sums, 0, 1e-4) and np.array_equal(right, FOUND))
+    tool = load(SOURCE.replace(old, new))
+    sums, right = tool.score(its.w, [*tool.tokenize(cached_hellaswag.read(its.file), ENCODE)])
+    is_right = np.allclose(sums, its.sums, 0, 1e-4) and np.array_equal(right, FOUND)
+    assert is_right == (old == "")
 
 
 def test_a_run_tells_scores(its):
@@ -141,22 +155,29 @@ def test_a_run_tells_scores(its):
     assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
                     "tokens are bytes: nobody else's figures compare with these"]  # fmt: skip
-    (empty := its.file.with_name("empty.jsonl")).touch()
+    empty = its.file.with_name("empty.jsonl")
+    empty.touch()
     done = start(*tool[:3], empty)
     assert (done.returncode, done.stderr) == (2, f"hellaswag.py: {empty} is empty\n")
 
 
 def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
     row = dict(ctx="A man", endings=["sits", "thrée", "<|endoftext|>", ""], label="2")
-    (file := tmp_path / "x.jsonl").write_text(json.dumps(row))
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps(row))
     w = its.w._replace(c=SimpleNamespace(vocab=50257, eot=50256))
-    losses, seen = np.ones(256, "f4"), []
+    calls = []
+
+    def run(tokens, spans):
+        calls.append((tokens, spans))
+        return np.ones(256, "f4")
+
     monkeypatch.setattr(weights, "open_weights", lambda *_: w)
-    monkeypatch.setattr(weights, "runner", lambda *_: lambda *of: seen.append(of) or losses)
+    monkeypatch.setattr(weights, "runner", lambda *_: run)
     monkeypatch.setattr(sys, "argv", ["hellaswag.py", "x", "--file", str(file)])
     hellaswag.main()
     assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in capsys.readouterr().out
-    for ending, tokens, span in zip(row["endings"], *seen[0], strict=False):
+    for ending, tokens, span in zip(row["endings"], *calls[0], strict=False):
         wanted = gpt2.encode_ordinary("A man") + gpt2.encode_ordinary(f" {ending}")
         assert [*tokens] == wanted + [0] * (65 - len(wanted)) and [*span] == [2, len(wanted)]
 
@@ -166,26 +187,29 @@ def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, monkeypatch):
     changes += [dict(label=""), *(dict(ctx=ctx) for ctx in ("", None, "\ud800", "a" * 2029))]
     bad = [json.dumps(ROWS[0] | change).encode() for change in changes]
     for line in (b"{", b"[1]", b"", b'"\xe9"', *bad):
-        (file := tmp_path / "x").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
-        words = f"{file}:2 is no example of HellaSwag: ", "row 2 has 2050 tokens, more than 2049"
-        assert told(file).startswith(words)
+        file = tmp_path / "x"
+        file.write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
+        messages = f"{file}:2 is no example of HellaSwag: ", "row 2 has 2050 tokens, more than 2049"
+        assert fault_of(file).startswith(messages)
     good, bad, other, gone = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z", "gone"))
     rows = [row | dict(label=str(row["label"])) for row in ROWS]  # as the hub has it
     parquet.write_table(pyarrow.Table.from_pylist(rows), good)
     assert read(good) == read(its.file)
     bad.write_bytes(b"PAR1 no")
     parquet.write_table(pyarrow.table(dict(text=["a"])), other)
-    for path, words in (bad, f"{bad} is no"), (other, f"{other}:1 is no"), (gone, "gone.parquet"):
-        assert words in told(path)
+    for path, message in (bad, f"{bad} is no"), (other, f"{other}:1 is no"), (gone, "gone.parquet"):
+        assert message in fault_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "./run.sh hellaswag has it" in told(good)
+    assert "./run.sh hellaswag has it" in fault_of(good)
 
 
 def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
-    of, content = cached_hellaswag, b"the bytes of a parquet file"
+    of = cached_hellaswag
+    content = b"the bytes of a parquet file"
     commits = {"0" * 40: b"later", of.COMMIT: content}  # the first is main
     hub = Hub(of.REPO, {commit: {of.NAME: it} for commit, it in commits.items()})
-    digest, file = hashlib.sha256(content).hexdigest(), tmp_path / of.NAME
+    digest = hashlib.sha256(content).hexdigest()
+    file = tmp_path / of.NAME
     code = "import sys, weights, hellaswag, cached_hellaswag as it\n"
     code += f"it.OUT, it.SHA256, sys.argv = {str(tmp_path)!r}, {digest!r}, ['hellaswag.py', "
     code += f"{str(its.w.path)!r}]\n"

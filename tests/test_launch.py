@@ -1,4 +1,4 @@
-"""dev/launch.py: how processes find each other, how a run is ended, and what a GPU must compute."""
+"""dev/launch.py: how processes find each other, how a run ends, and the check of the attention."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, *"--steps 30 --save 0 --stall 0 --data 
 
 
 # ---- A run in a process of its own ---------------------------------------------------------------
-# Programs that compute nothing, so that a run takes no time; HOOK runs before each training step.
+# Programs that compute nothing, so that a run takes no time. HOOK(step) runs before every step.
 STAND_INS = """
 def compile_all(c, mesh, log):
     print("compiling", flush=True)
@@ -37,11 +37,14 @@ def compile_all(c, mesh, log):
     kinds = {False: train_program, True: train_program, "val": val_program}
     return {(0, kind): program for kind, program in kinds.items()}
 
+def warm_up(programs, c, mesh):
+    return None
+
 def HOOK(step):
     pass
 """
 HUNG = """
-import ctypes  # as in XLA, no handler that is written in Python runs
+import ctypes  # the thread waits in C, as in XLA, where no Python signal handler runs
 lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
 def HOOK(step):
     if step == 12:
@@ -70,7 +73,7 @@ def start(tmp_path, request):
         source = train_gpt.SOURCE.replace(MAIN, f"{code}\n\n{MAIN}")
         (tmp_path / script).write_text(source)
         env = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-        # A job in the background ignores Ctrl-C, and its children inherit that.
+        # A shell's background job ignores Ctrl-C, and its children inherit that.
         process = subprocess.Popen(
             [sys.executable, launch.__file__, script, *FLAGS, *flags],
             cwd=tmp_path,
@@ -89,6 +92,7 @@ def start(tmp_path, request):
 
 
 def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
+    """Waits for a process: its exit status, stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
@@ -98,7 +102,7 @@ def test_a_second_signal_ends_a_run_that_hangs(start, number):
     process = start(STAND_INS + HUNG, until="step:10/30 train_loss")
     time.sleep(0.5)
     process.send_signal(number)
-    time.sleep(0.1)  # mpirun sends it twice
+    time.sleep(0.1)  # as mpirun, which sends a signal twice: that counts as one
     process.send_signal(number)
     time.sleep(0.5)
     assert process.poll() is None
@@ -134,7 +138,7 @@ def test_what_counts_as_lack_of_memory(message):
 
 
 def test_a_copy_beside_train_gpt_runs(start, tmp_path):
-    """It logs its own source, refuses under its own name, and says how to go on."""
+    """It logs its own source, its messages have its name, and it prints how to resume it."""
     (tmp_path / "train_gpt.py").write_text("raise ImportError('this is not the script')")
     nap = STAND_INS + "def HOOK(step):\n    time.sleep(0.05)\n# my idea\n"
     process = start(nap, until="step:10/30 train_loss", script="my_idea.py")
@@ -158,7 +162,8 @@ def test_without_a_script_it_says_how_it_is_used(argv, tmp_path):
 
 # ---- How processes find each other ---------------------------------------------------------------
 def slurm(count: int, rank: int, job: int = 0, port: int = 1) -> dict[str, str]:
-    """Variables of task `rank` of a step of `count` tasks, one on each node."""
+    """The variables of task `rank` of a job step with `count` tasks, one on each node. The job has
+    `job` tasks, if not as many."""
     one = dict(JOB_ID=port, STEP_NODELIST="localhost", PROCID=rank, NTASKS=job or count,
                STEP_NUM_TASKS=count, LOCALID=0, STEP_TASKS_PER_NODE=f"1(x{count})")  # fmt: skip
     return {f"SLURM_{name}": str(value) for name, value in one.items()}
@@ -171,14 +176,16 @@ TORCH = dict(MASTER_ADDR="a", MASTER_PORT="29500", RANK="1", WORLD_SIZE="2", LOC
 OURS = dict(JNANO_COORDINATOR="a:7", JNANO_PROCESSES="2", JNANO_PROCESS="1")
 LOCAL = dict(OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2")
 SHARED = slurm(2, 1) | dict(SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="2")
+# Arguments of jax.distributed.initialize.
 NONE = dict(coordinator_address=None, num_processes=None, process_id=None)  # JAX finds them itself
-ALL, OWN = dict(local_device_ids=[]), dict(local_device_ids=[1])
+ALL = dict(local_device_ids=[])
+ONE = dict(local_device_ids=[1])
 SECOND = dict(num_processes=2, process_id=1)
 
 
 @pytest.fixture
 def initialize(monkeypatch):
-    """Stands in for jax.distributed.initialize, where no launcher has left its variables."""
+    """A fake of jax.distributed.initialize, in an environment without a launcher's variables."""
     for name in [*os.environ]:
         if re.match("SLURM_|OMPI_|JNANO_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|CUDA_VIS|TPU|MEG", name):
             monkeypatch.delenv(name)
@@ -192,18 +199,18 @@ def initialize(monkeypatch):
     ({}, None),
     (slurm(1, 0, job=8), None),  # an interactive shell of a job of eight tasks
     (slurm(2, 1), NONE | ALL),
-    (SHARED, NONE | OWN),
+    (SHARED, NONE | ONE),
     (SHARED | dict(CUDA_VISIBLE_DEVICES="0"), NONE | ALL),
-    (SHARED | dict(CUDA_VISIBLE_DEVICES="0,1"), NONE | OWN),
+    (SHARED | dict(CUDA_VISIBLE_DEVICES="0,1"), NONE | ONE),
     (MPI | LOCAL | dict(OMPI_COMM_WORLD_LOCAL_SIZE="1"), NONE | ALL),
-    (MPI | LOCAL, NONE | OWN),
-    (MPI | LOCAL | dict(JNANO_COORDINATOR="b:9"), SECOND | dict(coordinator_address="b:9") | OWN),
+    (MPI | LOCAL, NONE | ONE),
+    (MPI | LOCAL | dict(JNANO_COORDINATOR="b:9"), SECOND | dict(coordinator_address="b:9") | ONE),
     (TORCH | dict(LOCAL_WORLD_SIZE="1"), SECOND | dict(coordinator_address="a:29501") | ALL),
-    (TORCH | dict(LOCAL_WORLD_SIZE="2"), SECOND | dict(coordinator_address="a:29501") | OWN),
+    (TORCH | dict(LOCAL_WORLD_SIZE="2"), SECOND | dict(coordinator_address="a:29501") | ONE),
     (OURS, SECOND | dict(coordinator_address="a:7") | ALL),
 ])  # fmt: skip
 def test_the_variables_of_launchers(env, expected, initialize, monkeypatch):
-    """One task of a host takes all of its devices, several take one each."""
+    """A host's only task takes all of its devices; if a host has several, each takes one."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     launch.join()
@@ -229,6 +236,7 @@ def test_a_coordinator_alone_is_refused(initialize, monkeypatch):
     (None, {}, False),  # no metadata server
     (None, dict(TPU_WORKER_HOSTNAMES="localhost"), False),
     (None, dict(TPU_WORKER_HOSTNAMES="one,two"), True),
+    (None, dict(TPU_PROCESS_ADDRESSES="local", MEGASCALE_NUM_SLICES="2"), False),  # Kaggle
     ("one", dict(MEGASCALE_NUM_SLICES="2"), True),
 ])  # fmt: skip
 def test_a_tpu_host_is_a_pod_only_with_others(endpoints, env, pod, initialize, monkeypatch):
@@ -258,12 +266,19 @@ def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
 
 
 # ---- The attention kernel ------------------------------------------------------------------------
-C, TINY = [dataclasses.replace(c, attention="xla") for c in train_gpt.PRESETS.values()]
-kernel, positions = jax.nn.dot_product_attention, train_gpt.positions
+C = train_gpt.PRESETS["record"]
+TINY = train_gpt.PRESETS["tiny"]
+xla_kernel = jax.nn.dot_product_attention
+positions = train_gpt.positions
+
+
+def kernel(*qkv, **options):
+    """XLA's kernel, in the place of cuDNN's."""
+    return xla_kernel(*qkv, **options | {"implementation": "xla"})
 
 
 def changed(left=0, right=0, **changes):
-    """The kernel with other options, and a window with other ends."""
+    """The kernel with other options, and with a window that reaches further by left and right."""
 
     def attend(q, k, v, local_window_size, **options):
         ends = local_window_size[0] + left, local_window_size[1] + right
@@ -285,7 +300,7 @@ def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
 
 
 def code(change=lambda high, low: (high, low), a=4096, b=256):
-    """positions(), with codes of change(high, low), weighted by a and b."""
+    """positions() with other document codes: of change(high, low), with the weights a and b."""
 
     def wrong(starts, c, stage):
         pos = positions(starts, c, stage)
@@ -320,13 +335,14 @@ CODES = dict(
 
 @pytest.fixture
 def stamps(monkeypatch, tmp_path) -> Path:
-    """Where passes are remembered."""
+    """The folder in which launch.py remembers a passed check."""
     monkeypatch.setattr(launch, "ROOT", tmp_path)
     return tmp_path / ".cache"
 
 
 @pytest.mark.parametrize("c, codes", [(C, positions), (C, code()), (TINY, positions)])
 def test_the_kernel_of_this_machine_passes_with_a_margin(c, codes, monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     monkeypatch.setattr(train_gpt, "positions", codes)
     errors = launch.attention_errors(train_gpt, c)
     assert list(errors) == ["y", "dq", "dk", "dv"]
@@ -335,15 +351,17 @@ def test_the_kernel_of_this_machine_passes_with_a_margin(c, codes, monkeypatch):
 
 @pytest.mark.parametrize("fault", [*KERNELS, *CODES])
 def test_a_wrong_kernel_or_document_code_is_refused(fault, monkeypatch, capsys, stamps):
-    def attend(*qkv, **options):  # not in the reference, which has a mask
-        return (kernel if "mask" in options else KERNELS.get(fault, kernel))(*qkv, **options)
+    def attend(*qkv, **options):
+        if "mask" in options:  # the reference stays right
+            return kernel(*qkv, **options)
+        return KERNELS.get(fault, kernel)(*qkv, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     monkeypatch.setattr(train_gpt, "positions", CODES.get(fault, positions))
     with pytest.raises(SystemExit) as stopped:
         launch.check_attention_once(train_gpt, C)
     assert stopped.value.code == 2 and not stamps.exists()
-    line = r"launch\.py: attention by xla is wrong on this machine, errors \{.*\}; install.*\n"
+    line = r"launch\.py: attention by cudnn is wrong on this machine, errors \{.*\}; try.*\n"
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
@@ -368,7 +386,7 @@ def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
 
 
 @pytest.mark.parametrize("platform, attention, calls", [
-    ("gpu", "cudnn", ["check", "main"]), ("gpu", "xla", ["main"]), ("cpu", "cudnn", ["main"]),
+    ("gpu", "cudnn", ["check", "main"]), ("gpu", "band", ["main"]), ("cpu", "cudnn", ["main"]),
 ])  # fmt: skip
 def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monkeypatch):
     made = []

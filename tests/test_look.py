@@ -1,4 +1,4 @@
-"""Pictures of runs: the numbers that are drawn, of weights and attention that are known."""
+"""evals/look.py: the numbers in its pictures, for weights and attention that are known."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from tests.test_export import save
 from tests.tools import text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
-TRAIN, RNG = weights.ROOT / "train_gpt.py", np.random.default_rng(0)
+TRAIN = weights.ROOT / "train_gpt.py"
 LOG = max(weights.ROOT.glob("records/other/example/*.txt"))
 SIZES = dict(D=32, H=4, F=64, bigrams=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8)
 STAGES = (Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),)
@@ -36,13 +36,15 @@ MODELS = [
                    ("layer0", 0.0)),
     ),
 ]  # fmt: skip
-VARY = "gate_head", "value_gates"  # over tokens; of the other outputs only biases are not 0
+# Gates that vary over tokens. Other outputs of nets are constant: only their biases are not 0.
+VARY = "gate_head", "value_gates"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder; of two models random float32 weights, and what is observed."""
-    folder, found = tmp_path_factory.mktemp("look"), []
+    """A folder, and for each of two models its random weights and what look.observe() returns."""
+    folder = tmp_path_factory.mktemp("look")
+    found = []
     for name, n in dict(x_train=6000, x_val=2000, y_val=256, z_val=300).items():
         (folder / name[0]).mkdir(exist_ok=True)
         write_shard(folder / f"{name[0]}/{name}_000000.bin", text(n) + 200 * (name == "z_val"))
@@ -63,7 +65,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """The figure that a function draws."""
+    """Calls a drawing function of look.py, and returns its figure."""
 
     def draw(function, *given):
         saved = []
@@ -75,29 +77,47 @@ def drawn(monkeypatch, tmp_path):
 
 
 def test_reach_of_attention_that_is_known():
-    even, late, t = np.zeros((1, 32, 1, 8)), np.arange(32)[None] >= 20, np.arange(32)
-    for far, keys in (late, 17), (t[None] == 4, 5):  # where the window is full, and is not
+    even = np.zeros((1, 32, 1, 8))  # q and k that attend to all keys alike
+    t = np.arange(32)
+    late = t[None] >= 20
+    for far, keys in (late, 17), (t[None] == 4, 5):  # a window that is full, and one that is not
         p = look.attended(even, even, 16, 1.0, far)
         np.testing.assert_allclose(p, [[1 / keys] * keys + [0] * (32 - keys)], rtol=1e-6)
-    # The second is out of its window; in the third 2 t, 2 t + 1 are token t of heads 0, 1 and 2, 3.
-    known = (32, [0, 3, 12], 12, [0, 3, 12]), (32, [12], 11, [5.5]), (64, [6, 9], 12, [3, 5, 3, 4])
+    # Positions, how far back each head attends, the window, the reaches in tokens.
+    known = [
+        (32, [0, 3, 12], 12, [0, 3, 12]),
+        (32, [12], 11, [5.5]),  # the key is outside the window
+        (64, [6, 9], 12, [3, 5, 3, 4]),  # positions 2 t and 2 t + 1 are token t of paired heads
+    ]
     for P, backs, window, tokens in known:
-        q = np.stack([np.eye(P, k=-d) for d in backs], axis=1)[None]  # to the one so far back
+        q = np.stack([np.eye(P, k=-d) for d in backs], axis=1)[None]
         k = np.broadcast_to(np.eye(P)[:, None], q.shape)
         np.testing.assert_allclose(look.attended(q, k, window, 50.0, late) @ t, tokens, atol=1e-4)
 
 
 def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypatch, drawn):
-    (folder, _, (w, heads, *_)), asked, bars, lines = trained, [], [], []
+    folder, _, (w, heads, *_) = trained
+    asked = []
+    bars = []
+    lines = []
     p = np.zeros((4, 64))
     p[:, [2, 5, 10, 30]] = 0.4, 0.2, 0.35, 0.05
-    monkeypatch.setattr(look, "attended", lambda *x: asked.append(x) or p)
+
+    def attended(*given):
+        asked.append(given)
+        return p
+
+    monkeypatch.setattr(look, "attended", attended)
     for name, calls in ("bar", bars), ("axhline", lines):
         monkeypatch.setattr(look.plt.Axes, name, lambda _, *x, calls=calls, **__: calls.append(x))
-    figure = drawn(look.draw_reach, w, tokens := look.text(w, folder / "x"), heads)
+    tokens = look.text(w, folder / "x")
+    figure = drawn(look.draw_reach, w, tokens, heads)
     assert tokens.shape == (4, 65) and bars == [([0, 1, 3], [4, 24, 24])]
-    history = np.minimum(t := np.arange(64), (64 * np.arange(4)[:, None] + t) % 50)
-    assert lines == [(least := int(np.quantile(history, 0.75)),)] and 20 < least < 49
+    t = np.arange(64)
+    # How much a token has before it, in its sequence and in its document of 50 tokens.
+    history = np.minimum(t, (64 * np.arange(4)[:, None] + t) % 50)
+    least = int(np.quantile(history, 0.75))
+    assert lines == [(least,)] and 20 < least < 49
     for window, (_, _, *given, far) in zip([8, 24, 24], asked, strict=True):  # in positions
         assert given == [window, np.float32(0.1)] and np.all(far == (history >= least))
     far = [[*{*map(float, x.get_ydata().round(4))}] for x in figure.axes[0].lines]
@@ -106,8 +126,8 @@ def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypat
 
 def dots_and_spans(ax, layer: int) -> tuple[np.ndarray, np.ndarray]:
     """The means that a panel shows for a layer, and the ends of their lines."""
-    for dots, lines in zip([x for x in ax.lines if x.get_marker() == "."], ax.collections,
-                           strict=True):  # fmt: skip
+    means = [line for line in ax.lines if line.get_marker() == "."]
+    for dots, lines in zip(means, ax.collections, strict=True):
         if round(dots.get_xdata().mean()) == layer:
             return dots.get_ydata(), np.array(lines.get_segments())[:, :, 1].T
     raise AssertionError(f"{ax.get_title()} has no layer {layer}")
@@ -118,7 +138,8 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
         panels = {ax.get_title(): ax for ax in drawn(look.draw_gates, w, gates).axes}
         for net, outputs in w.code.nets(w.c).items():
             scale = 0.1 if net.startswith("mudd") else w.arrays["gate_scale"]
-            biases, first = scale * w.arrays[f"{net}.b2"], 0
+            biases = scale * w.arrays[f"{net}.b2"]
+            first = 0
             for output, start in outputs.items():
                 name, layer = look.gate_place(net, output, len(w.c.layers) - 1)
                 mean, ends = dots_and_spans(panels[name], layer)
@@ -137,12 +158,12 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
 
 
 def test_streams_are_all_terms_of_the_last_sums(trained):
-    told = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
-    assert " / ".join(told) == (
-        "layer 5, v: own v value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: own "
-        "stream mlp / layer 3, v: own v input layer1 layer2 value1 / layer 3, stream: layer2 "
-        "input layer1 layer2 / layer 3, stream: own stream attention input bigram / layer 3, "
-        "stream: own stream mlp / head: layer3 input layer1 layer2 value0 layer0")  # fmt: skip
+    found = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
+    assert " / ".join(found) == (
+        "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
+        "/ layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: layer2 input layer1 "
+        "layer2 / layer 3, stream: x attention input bigram / layer 3, stream: x mlp / head: "
+        "layer3 input layer1 layer2 value0 layer0")  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
@@ -150,13 +171,16 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
 
 
 def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
-    w, flat, ones = trained[1][0], 3 * np.eye(64, 32), np.ones((64, 32))
+    w = trained[1][0]
+    flat = 3 * np.eye(64, 32)  # its second singular value is as large as the first
+    ones = np.ones((64, 32))  # its second singular value is 0
     qk = [*np.split(flat[:32], 2), *np.split(ones[:32], 2)] * 5  # a matrix has half of the heads
-    vo, mlp = [ones[:32], flat[:32]] * 5, [flat, ones] * 6
+    vo = [ones[:32], flat[:32]] * 5
+    mlp = [flat, ones] * 6
     arrays = w.arrays | dict(qk=qk, vo=vo, mlp=mlp)
     figure = drawn(look.draw_singular, w._replace(arrays=arrays))
     curves = {ax.get_title(): [x.get_ydata() for x in ax.lines] for ax in figure.axes}
-    second = {name: [round(float(y[1]), 4) for y in each] for name, each in curves.items()}
+    second = {name: [round(float(y[1]), 4) for y in ys] for name, ys in curves.items()}
     assert second == dict(q=[1] * 5, k=[0] * 5, v=[0] * 5, o=[1] * 5, fc=[1] * 6, proj=[0] * 6)
 
 
@@ -188,7 +212,7 @@ def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
 
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
     folder, (w, *_), _ = trained
-    for argv, words in {
+    for argv, message in {
         f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
         f"{folder}/none.npz": "there is no file ",
         f"{w.path} --data {folder}/none": "none is no shard of tokens and holds no *_val_*.bin",
@@ -200,4 +224,4 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="^2$"):
             runpy.run_path(look.__file__, run_name="__main__")
         out, err = capsys.readouterr()
-        assert (out, err[:9], err.count("\n")) == ("", "look.py: ", 1) and words in err
+        assert (out, err[:9], err.count("\n")) == ("", "look.py: ", 1) and message in err

@@ -1,5 +1,5 @@
-"""Which token may see which: causality, documents, windows; what layers add to plain attention; the
-gradients that are written by hand. float32 where no test says else."""
+"""The model: which tokens attend to which, by causality, documents and windows; what layers add to
+plain attention; gradients that are written by hand. Most tests run in float32."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from train_gpt import LONG, SHORT, Layer, Stage
 
 T = 64
 RECORD = train_gpt.PRESETS["record"]
-# Every technique and every kind of source, in as few layers.
+# Every technique, and every kind of source of a MUDD layer, in as few layers as possible.
 SMALL_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
     Layer(None, skip_from=0),
@@ -38,14 +38,15 @@ MLP_ONLY = {"layers": (Layer(None),), "mudd_head": ()}
 
 
 def changed(before, after):
+    """Of activations (..., D), which differ."""
     return np.abs(after - before).max(axis=-1) > 1e-5
 
 
 # ---- The whole model -----------------------------------------------------------------------------
 @functools.cache
 def activations(c: train_gpt.Config):
-    """The model up to its head: (8, T, D) final activations of (8, T + 1) tokens. Without key
-    offsets also without the two other things that cross the borders of documents."""
+    """A function of tokens (8, T + 1): the final activations (8, T, D). Key offsets, bigrams and
+    the smear cross the borders of documents; if no layer has a key offset, the others are off."""
     weights = whole_weights(c)
     if not any(layer.key_offset for layer in c.layers):
         weights |= dict(bigram=0 * weights["bigram"], smear_lambda=jnp.zeros(1))
@@ -91,7 +92,7 @@ def test_no_token_sees_another_document():
 
 
 def test_every_weight_counts():
-    """Of a bank every matrix, of other arrays each row that its layer uses."""
+    """Its gradient is not zero: of every matrix of a bank, of every row that a layer uses."""
     tokens = jnp.asarray(sequences(SMALL, T))
     loss = lambda w: whole_loss(w, tokens, {1: 1.0, 2: 0.5}, SMALL, 1)
     grads = jax.jit(jax.grad(loss))(whole_weights(SMALL))
@@ -112,10 +113,12 @@ def test_every_weight_counts():
 
 def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
     c = dataclasses.replace(MINI32, **MLP_ONLY)
-    tokens, table = sequences(c, T), np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
+    tokens = sequences(c, T)
+    table = np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
     monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
     monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, c: (targets, shares))
-    weights, shares = whole_weights(c), {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
+    weights = whole_weights(c)
+    shares = {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
     targets, shares = jax.jit(lambda t: whole_loss(weights, t, shares, c, 0))(tokens)
     np.testing.assert_array_equal(shares, [0.125, 1, 0.5, 0.25])
     later = np.pad(tokens, ((0, 0), (0, 2)), constant_values=-1)
@@ -134,12 +137,13 @@ def test_model_starts_at_the_loss_of_a_uniform_guess():
 
 # ---- Windows -------------------------------------------------------------------------------------
 def one_layer(window: int = 16, changes: dict | None = None, **marks) -> tuple:
-    """A model of one layer with these marks: its configuration, its attention as a function of x
-    and gates, and its weights."""
+    """A model of one layer with these fields of Layer: its configuration, its attention as a
+    function of x and gates, and its weights."""
     stages = (Stage(1, 512, window, window, 0, 1.0),)
     one = dict(layers=(Layer(SHORT, **marks),), stages=stages, mudd_head=())
     c = dataclasses.replace(MINI32, **one | (changes or {}))
-    w, pos = whole_weights(c), train_gpt.positions(jnp.zeros((1, T), bool), c, 0)
+    w = whole_weights(c)
+    pos = train_gpt.positions(jnp.zeros((1, T), bool), c, 0)
 
     def attention(x, gate=None, w=w):
         return train_gpt.attention(x, [], 0, w, gate or {}, pos, c)
@@ -164,9 +168,14 @@ def test_window_of_a_layer_by_its_jacobian(marks, reach, window):
 
 @pytest.mark.parametrize("stage", range(3))
 def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypatch, stage):
-    """On a CPU the window alone is causal too; cuDNN would read it as open to the right."""
+    """cuDNN needs both: for it, a window without is_causal is open to the right. On a CPU, the
+    window alone would do."""
     asked = []
-    spy = lambda q, k, v, **options: asked.append((q.shape, options)) or q
+
+    def spy(q, k, v, **options):
+        asked.append((q.shape, options))
+        return q
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     c = dataclasses.replace(MINI32, attention="cudnn")
     tokens = jnp.asarray(sequences(c, T))
@@ -183,20 +192,23 @@ def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypat
 
 # ---- The document code against an explicit mask --------------------------------------------------
 WINDOW = 16
-LAYOUTS = [
+LAYOUTS = [  # where documents start
     [0],  # one document
-    [5],  # a start in the middle of one
+    [5],  # the sequence begins within a document
     range(0, T, 3),
-    range(T),  # every token one
-    [0, WINDOW, 2 * WINDOW],  # a boundary at the window's edge
-    [0, WINDOW + 1],  # and one past it
+    range(T),  # every token is a document
+    [0, WINDOW, 2 * WINDOW],  # documents end at the window's edge
+    [0, WINDOW + 1],  # and one token past it
 ]
 
 
 def attend(q, k, v, first, window, paired: bool, by_code: bool):
+    """Attention of q, k, v (B, T, H, K) within documents, which start where `first` (B, T) is true:
+    train_gpt's, by its document code, or plain attention with a mask."""
     B, T, H, K = q.shape
     c = dataclasses.replace(MINI, D=2 * K, H=2, compute=q.dtype.name)
-    pos, rows = train_gpt.positions(jnp.asarray(first), c, 0), 2 if paired else 1
+    pos = train_gpt.positions(jnp.asarray(first), c, 0)
+    rows = 2 if paired else 1  # positions of a token
     cos, sin = pos.rope_paired if paired else pos.rope
     codes = [code if by_code else jnp.zeros_like(code) for code in (pos.doc_q, pos.doc_k)]
     q, k = (train_gpt.norm_rotate(x, cos, sin, code, False)
@@ -223,30 +235,29 @@ def test_document_code_is_an_exact_mask(paired, dtype, tolerance):
         y, pull = jax.vjp(jax.jit(run), *qkv)
         found.append([np.asarray(x, np.float32) for x in (y, *pull(dy.reshape(y.shape)))])
     for got, expected in zip(*found, strict=True):
-        for a, b in zip(got, expected, strict=True):  # dq, dk of one-token documents are zero
+        for a, b in zip(got, expected, strict=True):  # in one-token documents, dq and dk are zero
             assert np.linalg.norm(a - b) < tolerance * max(np.linalg.norm(b), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_4095_documents_are_still_apart(dtype):
-    """In a document of one token each token can only see itself: attention returns v, but for 1e-11
-    of its neighbour."""
+    """Every token is a document, so attention returns v, but for 1e-11 of a neighbour's."""
     n = 4095
     q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 1, 16)).astype(dtype)
     alone = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, n), bool), n, False, True))
-    got, v = (np.asarray(x, np.float32) for x in (alone(q, k, v), v))
-    np.testing.assert_allclose(got, v, rtol=1e-6, atol=1e-9)
+    got = np.asarray(alone(q, k, v), np.float32)
+    np.testing.assert_allclose(got, np.asarray(v, np.float32), rtol=1e-6, atol=1e-9)
 
 
 # ---- Beside plain attention ----------------------------------------------------------------------
 @pytest.mark.parametrize("length, window", [(64, 16), (64, 12), (48, 47), (30, 64), (37, 5)])
 def test_dc_attention_is_its_formula(length, window):
-    """As T x T arrays: softmax of each head over the window, mixed by w_in, applied to v, scaled by
-    w_out."""
+    """The formula, with T x T arrays: the heads' softmaxes over the window are mixed by `source`,
+    applied to v, and scaled by `target`."""
     c = dataclasses.replace(MINI32, dc_window=window)
-    key = iter(jax.random.split(jax.random.key(6), 6))
-    q, k, v, dy = (jax.random.normal(next(key), (2, length, 3, 8)) for _ in range(4))
-    source, target = (jax.random.normal(next(key), (2, length, 3)) for _ in range(2))
+    keys = jax.random.split(jax.random.key(6), 6)
+    q, k, v, dy = (jax.random.normal(key, (2, length, 3, 8)) for key in keys[:4])
+    source, target = (jax.random.normal(key, (2, length, 3)) for key in keys[4:])
     i, j = np.indices((length, length))
     mask = (j <= i) & (i - j < window)
 
@@ -272,7 +283,8 @@ def test_xsa_takes_out_of_a_head_what_is_parallel_to_its_own_v():
 
     v = (train_gpt.norm(x) @ w["vo"][0][0].T).reshape(T, c.H, -1)
     along = lambda y: np.asarray((y * v).sum(axis=-1) / (v * v).sum(axis=-1))
-    assert np.abs(along(heads(20.0))).max() < 1e-5 < 0.1 < np.abs(along(heads(0.0))).max()
+    assert np.abs(along(heads(20.0))).max() < 1e-5
+    assert np.abs(along(heads(0.0))).max() > 0.1
     half = heads(np.arctanh(0.5))
     np.testing.assert_allclose(half, (heads(0.0) + heads(20.0)) / 2, atol=1e-5)
 
@@ -282,28 +294,29 @@ def test_signs_are_balanced_and_differ():
     assert signs.shape == (8192, 768) and set(np.unique(signs)) == {-1, 1}
     few = np.r_[:300, 4000:4100, 8100:8192]
     products = signs[few] @ signs[few].T - 768 * np.eye(len(few))
-    assert np.abs(products).max() < 6 * 768**0.5  # of two rows; 120,000 pairs of random ones
-    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of a channel
-    assert np.abs(signs.mean(axis=1)).max() < 6 / 768**0.5  # of a row
+    assert np.abs(products).max() < 6 * 768**0.5  # of any two rows, 120,000 pairs
+    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of every channel
+    assert np.abs(signs.mean(axis=1)).max() < 6 / 768**0.5  # of every row
     neighbours = (signs[:, 1:] * signs[:, :-1]).mean()
     assert abs(neighbours) < 5 / signs.size**0.5
 
 
 # ---- Small things --------------------------------------------------------------------------------
 def test_each_array_has_a_weight_of_its_own():
-    weights, arrays = jnp.float32([[[2.0, 3.0]]]), [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
+    weights = jnp.float32([[[2.0, 3.0]]])
+    arrays = [jnp.ones((1, 1, 4)), 10 * jnp.ones((1, 1, 4))]
     got = train_gpt.weighted_sum(*train_gpt.per_token_terms(weights, arrays))
     np.testing.assert_array_equal(got, np.full((1, 1, 4), 32.0))
 
 
 def test_layers_get_their_matrices_in_order():
-    """The record: 6 matrices of q and k and two of v and o to a layer with attention."""
+    """In the record, a layer with attention has 6 matrices of q and k, and two of v and o."""
     c = dataclasses.replace(RECORD, D=48, F=8, R=2, vocab=100, bigrams=128)
     table = train_gpt.param_table(c)
     shapes = {name: param.shape for name, param in table.items() if param.layers}
 
     def numbered(name):
-        """Matrix n of the bank is full of n."""
+        """A bank in which every element of matrix n is n."""
         groups = np.arange(np.prod(shapes[name][:2])).reshape(shapes[name][:2])
         return jnp.broadcast_to(groups[..., None, None], shapes[name]).astype("float32")
 
@@ -325,11 +338,13 @@ def plain_norm(x):
 
 
 def gradients(function, arguments, cotangent):
+    """The function's value, and the gradients of its arguments."""
     out, pull = jax.vjp(jax.jit(function), *arguments)
     return [np.asarray(x, np.float32) for x in (out, *pull(cotangent))]
 
 
 def close(got, expected, tolerance):
+    """Compares arrays by the norm of their difference."""
     for a, b in zip(got, expected, strict=True):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
@@ -338,6 +353,7 @@ BOTH = pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat1
 
 
 def of_dtype(dtype: str, **changes) -> train_gpt.Config:
+    """MINI with its products in this dtype."""
     formats = dict.fromkeys(("compute", "mlp_forward"), dtype)
     return dataclasses.replace(MINI, **formats | changes)
 
@@ -368,8 +384,8 @@ def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
 @pytest.mark.parametrize("offset", [False, True])
 @BOTH
 def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tolerance):
-    """Of a key with offset, the still channels are those of the token before, also across
-    documents; the first token's are its own."""
+    """With offset, a key's channels that do not rotate come from the token before, also across
+    documents; the first token keeps its own."""
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True
     x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 4, 32)).astype(dtype)
@@ -398,26 +414,32 @@ def test_gelu_is_exact_and_so_is_its_gradient():
 
 
 def test_fp8_is_of_the_mlp_forward_alone():
-    """On numbers that fp8 holds it is exact; else it is off by its precision, and the gradient is
-    that of the formats without it."""
+    """On numbers that FP8 represents the product is exact. On others it has FP8's error, but the
+    gradients are those of float32."""
     x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
-    w, e4m3 = x[0].T @ x[1] / 80, "float8_e4m3fn"
+    w = x[0].T @ x[1] / 80
+    e4m3 = "float8_e4m3fn"
     c = of_dtype("float32", mlp_forward=e4m3)
-    to8 = lambda a, s: (
-        jnp.asarray((np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn), "float32") / s
-    )
-    x8, w8 = to8(x, c.x_scale), to8(w, c.w_scale)
+
+    def to8(a, scale):
+        fp8 = (np.asarray(a) * scale).astype(ml_dtypes.float8_e4m3fn)
+        return jnp.asarray(fp8, "float32") / scale
+
+    x8 = to8(x, c.x_scale)
+    w8 = to8(w, c.w_scale)
     product = train_gpt.linear(x8, w8, e4m3, c)
     np.testing.assert_allclose(product, x8 @ w8.T, rtol=1e-5, atol=1e-5)
     assert product.dtype == jnp.float32
-    linear = lambda dtype: lambda x, w: train_gpt.norm_linear(x, w, dtype, c, "x")
-    project = lambda dtype: (
-        lambda x, w: train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
-    )
+
+    def linear(x, w, dtype):
+        return train_gpt.norm_linear(x, w, dtype, c, "x")
+
+    def project(x, w, dtype):
+        return train_gpt.project(x, w, dataclasses.replace(c, mlp_forward=dtype))
+
     for function in linear, project:
-        (y, *in_fp8), (exact, *plain) = (
-            gradients(function(d), (x, w), dy) for d in (e4m3, "float32")
-        )
+        y, *in_fp8 = gradients(functools.partial(function, dtype=e4m3), (x, w), dy)
+        exact, *plain = gradients(functools.partial(function, dtype="float32"), (x, w), dy)
         assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.06
         close(in_fp8, plain, 1e-6)
 
@@ -430,7 +452,7 @@ def test_fp8_is_of_the_mlp_forward_alone():
          mudd_head=()),
 ], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
 def test_what_layers_leave_out_may_be_missing(changes):
-    """Also on 8 devices."""
+    """A step can be traced, on one device and on 8, and weights can be saved."""
     c = dataclasses.replace(MINI, **changes)
     for devices in (1, 8):
         mesh = make_mesh(devices)

@@ -1,6 +1,6 @@
-"""Orthogonalization, updates and their cadences, first values, schedules of other lengths.
+"""Orthogonalization, updates and when they happen, first values, schedules of other lengths.
 
-Numbers of NorMuon, Adam, rates and the record's schedule are compared in test_golden.py.
+test_golden.py compares the numbers of NorMuon, Adam, rates and the record's schedule.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ SHAPES = {"square": (64, 64), "wide": (32, 128), "tall": (128, 32)}
 
 
 def matrix(shape, seed=0) -> np.ndarray:
-    """Random numbers."""
+    """Normal numbers in float32."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
@@ -32,11 +32,12 @@ def test_in_bfloat16_singular_values_come_near_one(shape):
     s = np.linalg.svd(got, compute_uv=False)
     assert 0.5 < s.min() and s.max() < 1.25
     U, _, Vt = np.linalg.svd(G, full_matrices=False)
-    assert np.trace(U.T @ got @ Vt.T) > 0.97 * s.sum()  # and the directions are G's own
+    assert np.trace(U.T @ got @ Vt.T) > 0.97 * s.sum()  # G's singular vectors are kept
 
 
 def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
-    batch = np.stack([*(matrix((16, 48), seed=i) for i in range(3)), np.zeros((16, 48), "f4")])
+    matrices = [matrix((16, 48), seed=i) for i in range(3)]
+    batch = np.stack([*matrices, np.zeros((16, 48), "f4")])
     for dtype in ("float32", "bfloat16"):
         got = np.asarray(train_gpt.orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
         assert not got[1, 1].any()
@@ -46,7 +47,7 @@ def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_normuon_moves_rows_equally_far_in_the_end(shape):
-    """Of wide matrices columns; the size of the update is that of the orthogonal matrix."""
+    """In wide matrices, columns. The norm of the update is that of the orthogonal matrix."""
     rule, G = train_gpt.normuon(MINI32), matrix(shape)
     G = jnp.asarray(G * np.exp(matrix((shape[0], 1), seed=1)))
     state = rule.init(G)
@@ -68,8 +69,8 @@ def test_a_weight_decays_where_its_update_shrinks_it():
 
 
 def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
-    """The state before, gradients, and the state after an update with a transform that returns its
-    gradient, so that rates can be read off."""
+    """The parameter table, the state before an update, the gradients, and the state after it. The
+    optimizers return the gradients unchanged, so that the change of a parameter shows its rate."""
     table = {}
     identity = train_gpt.optax.identity()
     for name, param in train_gpt.param_table(MINI32).items():
@@ -77,7 +78,7 @@ def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
     monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
     params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
     random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
-    params["embed"] = random("embed", 3)  # other than the head, so that a tie shows
+    params["embed"] = random("embed", 3)  # unlike the head, so that a tie shows
     waiting = {name: random(name, 1) for name in params if table[name].every == 2}
     lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
     state = train_gpt.State(
@@ -123,7 +124,8 @@ def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, t
 
 # ---- The table and first values ------------------------------------------------------------------
 def test_every_array_of_the_state_is_where_its_parameter_is():
-    table, shapes = train_gpt.param_table(RECORD), train_gpt.state_shapes(RECORD, make_mesh(8))
+    table = train_gpt.param_table(RECORD)
+    shapes = train_gpt.state_shapes(RECORD, make_mesh(8))
     assert set(table) == set(shapes.params) == set(shapes.opt_state)
     for name, param in table.items():
         for leaf in jax.tree.leaves((shapes.params[name], shapes.opt_state[name])):
@@ -143,7 +145,7 @@ def test_first_values_are_those_of_the_spec():
     bound = 0.5 * (3 / c.D) ** 0.5
     drawn = [(w, bound) for w in (*params["qk"], *params["vo"], *params["mlp"][::2])]
     drawn += [(params[f"{net}.w1"], 1 / 8) for net in train_gpt.nets(c)]
-    for w, edge in drawn:
+    for w, edge in drawn:  # uniform between -edge and edge
         assert 0.98 * edge < np.abs(w).max() <= edge and abs(w.mean()) < 0.03 * edge
         assert w.std() == pytest.approx(edge / 3**0.5, rel=0.05)
     assert not params["mlp"][1::2].any() and not params["bigram"].any()
@@ -180,13 +182,16 @@ def test_keys_start_as_queries_where_a_layer_wants_it():
     for heads in 4, 2:
         c = dataclasses.replace(MINI, layers=layers, mudd_head=(), H=heads)
         qk = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)["qk"]
-        pairs = np.reshape(qk, (4, 2, c.D, c.D))  # of the four layers with attention: q, k
+        pairs = np.reshape(qk, (4, 2, c.D, c.D))  # q and k of the four layers with attention
         assert [n for n, (q, k) in enumerate(pairs) if np.array_equal(q, k)] == [1, 2]
-        assert len(np.unique(qk)) > 5.9 * c.D**2  # of 8: nothing else is a copy
+        assert (
+            len(np.unique(qk)) > 5.9 * c.D**2
+        )  # two of the 8 matrices are copies, and nothing else
 
 
 def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
-    before, table = train_gpt.initial_state(np.uint32(1), MINI).params, train_gpt.param_table
+    before = train_gpt.initial_state(np.uint32(1), MINI).params
+    table = train_gpt.param_table
     less = lambda c: {name: row for name, row in table(c).items() if name != "value0"}
     monkeypatch.setattr(train_gpt, "param_table", less)
     after = train_gpt.initial_state(np.uint32(1), MINI).params
@@ -195,7 +200,7 @@ def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):
         np.testing.assert_array_equal(array, before[name])
     names = ("head", "value1", "qk", "vo", "mlp")
     drawn = [np.asarray(after[name]).ravel()[:100] for name in names]
-    assert len({tuple(np.sign(numbers)) for numbers in drawn}) == 5  # and no two share their draw
+    assert len({tuple(np.sign(numbers)) for numbers in drawn}) == 5  # no two have the same key
 
 
 # ---- The schedule --------------------------------------------------------------------------------
@@ -211,7 +216,8 @@ def test_the_schedule_of_another_length_is_the_same_one_stretched(c, share):
     assert [*dict.fromkeys(stages)] == [i for i, steps in enumerate(lengths) if steps]
     assert other.stage_at(other.total_steps) == len(c.stages) - 1
     for step, stage in enumerate(stages):
-        size, first = stages.count(stage), stages.index(stage)
+        size = stages.count(stage)
+        first = stages.index(stage)
         assert abs(size - lengths[stage] * other.total_steps / total) < len(lengths)
         within = (step - first) / size
         progress = (sum(lengths[:stage]) + within * lengths[stage]) / total

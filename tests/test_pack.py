@@ -1,4 +1,4 @@
-"""Making records and comparisons: what goes in, what is refused, which tables follow."""
+"""pack.py makes records and comparisons, refuses what does not hold, and renews the tables."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ MORE = SOURCE + "# one line more\n"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
+    """An empty records/ in which pack.py writes."""
     here = tmp_path / "records"
     here.mkdir()
     table = "<!-- history {0}: begin -->\n<!-- history {0}: end -->\n"
@@ -25,14 +26,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return here
 
 
-def packed(folder: Path, *words) -> None:
+def make_record(folder: Path, *flags) -> None:
+    """Packs a folder under its name, with notes."""
     (folder / "notes.md").write_text("## Idea\n\nLess is more.\n")
-    pack.main([str(word) for word in (folder, "--name", folder.name, *words)])
+    pack.main([str(argument) for argument in (folder, "--name", folder.name, *flags)])
 
 
-def refused(folder: Path, *words) -> str:
+def refusal(folder: Path, *flags) -> str:
+    """Returns the message with which pack.py refuses a folder."""
     with pytest.raises(SystemExit) as end:
-        packed(folder, *words)
+        make_record(folder, *flags)
     return str(end.value)
 
 
@@ -40,7 +43,7 @@ def test_a_record_and_the_next(place, tmp_path):
     first = write_ours(tmp_path / "first")
     (first / "unfinished").mkdir()
     (first / "unfinished" / "x.txt").write_text(ours(100, 1.46).partition("step:500")[0])
-    packed(first)
+    make_record(first)
     record = place / "tracks/tiny" / "2026-11-21_first"
     names = "README.md curves.svg logs.tar.xz plan.json result.json train_gpt.py unfinished"
     assert sorted(path.name for path in record.iterdir()) == names.split()
@@ -52,24 +55,23 @@ def test_a_record_and_the_next(place, tmp_path):
     assert "Less is more" in text and "## PASS: first" in text and "(curves.svg)" in text
 
     new = write_ours(tmp_path / "second", steps=450, source=MORE, seed=300, hour=15)
-    packed(new, "--baseline", write_ours(tmp_path / "old", seed=300, hour=16))
-    record, parent = place / "tracks/tiny" / "2026-11-21_second", record / "train_gpt.py"
+    make_record(new, "--baseline", write_ours(tmp_path / "old", seed=300, hour=16))
+    parent = record / "train_gpt.py"
+    record = place / "tracks/tiny" / "2026-11-21_second"
     assert json.loads((record / "result.json").read_text())["parent"] == "2026-11-21_first"
     assert verify.main([str(record), str(record / "baseline")]) == 0
     assert run_ab.patched(parent.read_bytes(), record / "change.patch") == MORE.encode()
 
     table = (place / "README.md").read_text()
-    assert (
+    first_row = (
         "| [first](tracks/tiny/2026-11-21_first/) | 1,024,000 tokens | 1.4597 ± 0.0097 | 5 |"
-        in table
     )
-    assert (
-        "[second](tracks/tiny/2026-11-21_second/) | 921,600 tokens |"
-        in table.partition("[first]")[2]
-    )
+    assert first_row in table
+    assert "[second](tracks/tiny/2026-11-21_second/) | 921,600 tokens |" in table
+    assert table.index("[first]") < table.index("[second]")
     assert "No record yet." in table and table.endswith("end\n")
     sums = (place / "SHA256SUMS").read_text()
-    assert sums.count("2026-11-21_first/") == 11
+    assert sums.count("2026-11-21_first/") == 11  # 5 logs and 6 other files
     unpacked = shutil.copytree(place, tmp_path / "unpacked")
     for archive in unpacked.rglob("logs.tar.xz"):
         subprocess.run(["tar", "-xf", archive.name], cwd=archive.parent, check=True)
@@ -81,28 +83,33 @@ def test_a_record_and_the_next(place, tmp_path):
 
 
 def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
-    packed(write_ours(tmp_path / "first", steps=450))
+    make_record(write_ours(tmp_path / "first", steps=450))
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    said = "2026-11-21_first takes 921,600 tokens"
-    assert said in refused(write_ours(tmp_path / "same", steps=450, seed=300))
-    assert said in refused(tmp_path / "first")
+    message = "2026-11-21_first takes 921,600 tokens"
+    assert message in refusal(write_ours(tmp_path / "same", steps=450, seed=300))
+    assert message in refusal(tmp_path / "first")
     with pytest.raises(SystemExit, match="not empty"):
-        packed(write_ours(tmp_path / "x" / "first", steps=400, seed=400))
+        make_record(write_ours(tmp_path / "x" / "first", steps=400, seed=400))
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
 def test_what_does_not_hold_is_not_packed(place, tmp_path):
-    folder, base = write_ours(tmp_path / "new"), write_ours(tmp_path / "old", seed=300)
+    folder = write_ours(tmp_path / "new")
+    base = write_ours(tmp_path / "old", seed=300)
     with pytest.raises(SystemExit, match="answer the questions in"):
         pack.main([str(folder), "--name", "new"])
     assert (folder / "notes.md").read_text() == pack.NOTES
-    assert "no fewer tokens than the baseline" in refused(folder, "--baseline", base)
-    next((folder / "logs").iterdir()).write_text(ours(100, 1.4633, source="#\n"))
-    assert "2 different sources" in refused(folder)
+    assert "no fewer tokens than the baseline" in refusal(folder, "--baseline", base)
+    log, *_ = sorted((folder / "logs").iterdir())
+    log.write_text(ours(100, 1.4633, source="#\n"))
+    assert "2 different sources" in refusal(folder)
     assert not list(place.glob("*/*/*")) and not (place / "SHA256SUMS").exists()
 
 
 def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
+    arguments = ["record", "--target", "0"]
+    arms = dict(old=sha(SOURCE), new=sha(MORE), straw=sha(2 * MORE))
+
     def runs_of(name, ms, source=SOURCE, **plan):
         folder = write_ours(
             tmp_path / name, [3.2781, 3.2785, 3.2779], ms=ms, source=source, argv=arguments,
@@ -112,33 +119,32 @@ def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
         write_plan(folder, [100, 101, 102], source, arguments=arguments, **plan)
         return folder
 
-    arguments = ["record", "--target", "0"]
-    arms = dict(old=sha(SOURCE), new=sha(MORE), straw=sha(2 * MORE))
-    packed(runs_of("first", 150_000))
+    make_record(runs_of("first", 150_000))
     new = runs_of("new", 140_000, MORE, arms=arms)
-    said = "it takes --baseline, 2026-11-21_first in the same plan"
-    assert said in refused(new)
-    assert said in refused(new, "--baseline", runs_of("straw", 900_000, 2 * MORE, arms=arms))
-    assert said in refused(new, "--baseline", runs_of("other_plan", 160_000))
-    packed(new, "--baseline", runs_of("old", 160_000, arms=arms))
-    assert (
-        "| [new](tracks/8xh100/2026-11-21_new/) | 140.00 s |" in (place / "README.md").read_text()
-    )
+    message = "it takes --baseline, 2026-11-21_first in the same plan"
+    assert message in refusal(new)
+    assert message in refusal(new, "--baseline", runs_of("straw", 900_000, 2 * MORE, arms=arms))
+    assert message in refusal(new, "--baseline", runs_of("other_plan", 160_000))
+    make_record(new, "--baseline", runs_of("old", 160_000, arms=arms))
+    readme = (place / "README.md").read_text()
+    assert "| [new](tracks/8xh100/2026-11-21_new/) | 140.00 s |" in readme
     record = place / "tracks/8xh100/2026-11-21_new"
     assert verify.main([str(record), str(record / "baseline")]) == 0
     assert "were not interleaved" not in capsys.readouterr().out
 
 
 def test_a_comparison(place, tmp_path, capsys):
-    """A plan of three arms that share their seeds; one of them changes nothing."""
+    """A plan has three variants that share their seeds; one of them changes nothing in the loss."""
     sources = {name: SOURCE.replace("not executed", name) for name in ("base", "worse", "same")}
     for hour, (name, source) in enumerate(sources.items(), 13):
-        losses = [loss + (name == "worse") * (0.03 + i % 2 / 1000) for i, loss in enumerate(LOSSES)]
+        losses = list(LOSSES)
+        if name == "worse":
+            losses = [loss + 0.03 + i % 2 / 1000 for i, loss in enumerate(LOSSES)]
         folder = write_ours(tmp_path / "all" / name, losses, hour=hour, ms=hour, source=source)
         (folder / "plan.json").unlink()
     arms = {name: sha(source) for name, source in sources.items()}
     write_plan(tmp_path / "all", [100 + i for i in range(5)], arms=arms)
-    packed(tmp_path / "all")
+    make_record(tmp_path / "all")
     folder = place / "tracks/tiny" / "2026-11-21_all"
     assert not (folder / "worse" / "train_gpt.py").exists()
     patched = run_ab.patched(sources["base"].encode(), folder / "worse" / "change.patch")
@@ -149,6 +155,6 @@ def test_a_comparison(place, tmp_path, capsys):
     assert "| worse | 5 | 1.4901 ± 0.0097 | +0.0304 | 0.0005 | 2.5e-08 |\n" in printed
     assert "| same | 5 | 1.4597 ± 0.0097 | +0.0000 | 0.0000 | – |\n" in printed
     assert "| worse | +0.030 +0.031 +0.030 +0.031 +0.030 |\n" in printed
-    path = next((tmp_path / "all" / "same" / "logs").iterdir())
+    path, *_ = sorted((tmp_path / "all" / "same" / "logs").iterdir())
     path.write_text(path.read_text().replace('"jax": "0.12.0.1"', '"jax": "0.10.2"'))
-    assert "- same: **FAIL** different versions: jax" in refused(tmp_path / "all")
+    assert "- same: **FAIL** different versions: jax" in refusal(tmp_path / "all")

@@ -1,4 +1,5 @@
-"""The README's figures, commands, names and links are right; and so is what runs it elsewhere."""
+"""The README's figures, commands, names and links are right, and so are the workflow and the image
+that run it elsewhere."""
 
 import os
 import re
@@ -46,12 +47,12 @@ def test_the_end_of_a_run_is_that_of_its_log():
 def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
     first = verify.collect(ROOT / ABLATIONS / "baseline")
     folders = {path.parent for path in (ROOT / ABLATIONS).glob("*/change.patch")}
-    arms = {f.name: verify.changes(verify.collect(f), first) for f in folders}
-    told = re.findall(rf"\[(\S+)±(\S+)\]\({ABLATIONS}/(\w+)/change\.patch\), ([^\s;]+)", README)
-    assert README.count("±") - README.count(" ± ") == len(told)
-    assert sorted(told) == sorted(
+    changes = {f.name: verify.changes(verify.collect(f), first) for f in folders}
+    found = re.findall(rf"\[(\S+)±(\S+)\]\({ABLATIONS}/(\w+)/change\.patch\), ([^\s;]+)", README)
+    assert README.count("±") - README.count(" ± ") == len(found)
+    assert sorted(found) == sorted(
         (f"{fmean(x):+.3f}", f"{stdev(x):.3f}", name, f"{stats.paired(x).p:.2g}")
-        for name, x in arms.items()
+        for name, x in changes.items()
     )
 
 
@@ -59,19 +60,20 @@ def test_every_command_names_a_file_that_is_there():
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
     commands = [line.partition(" #")[0].strip() for line in blocks.splitlines()]
     commands += re.findall(r"`(\./run\.sh[^`\n]*)`", README)
-    scripts = [word for command in commands for word in command.split() if word.endswith(".py")]
+    parts = [part for command in commands for part in command.split()]
+    scripts = [part for part in parts if part.endswith(".py")]
     assert len(commands) > 10 and scripts
-    for script in set(scripts) - {"my_idea.py"}:  # a copy that the reader makes
+    for script in set(scripts) - {"my_idea.py"}:  # the reader makes this copy
         assert (ROOT / script).exists(), script
 
 
 def test_every_flag_is_one():
     codes = re.findall("`(.+?)`", README)
-    flags = [code for code in codes if code.startswith("--") and " " in code]
-    flags += [c.removeprefix("./run.sh ") for c in codes if c.startswith("./run.sh tiny")]
-    assert len(flags) > 5
-    for words in flags:
-        train_gpt.parse_config(shlex.split(words))
+    commands = [code for code in codes if code.startswith("--") and " " in code]
+    commands += [c.removeprefix("./run.sh ") for c in codes if c.startswith("./run.sh tiny")]
+    assert len(commands) > 5
+    for command in commands:
+        train_gpt.parse_config(shlex.split(command))
 
 
 def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there():
@@ -127,5 +129,6 @@ def test_the_image_copies_and_starts_what_is_there():
     copied = [path for line in re.findall("^COPY (.*) \\S+$", text, re.M) for path in line.split()]
     (entry,) = re.findall('^ENTRYPOINT \\["(.*)"\\]$', text, re.M)
     assert "." in copied and [path for path in (*copied, entry) if not (ROOT / path).exists()] == []
+    # These patterns would leave out the scripts of data/, or its table of prefixes.
     ignored = (ROOT / "dev/Dockerfile.dockerignore").read_text().splitlines()
-    assert not {"data/*", "data/*/", "*.bin", "**/*.bin"} & {*ignored}  # data/ has scripts, too
+    assert not {"data/*", "data/*/", "*.bin", "**/*.bin"} & {*ignored}

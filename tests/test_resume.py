@@ -1,4 +1,4 @@
-"""Runs that a signal, a kill or a fault stops go on where they were, bit by bit."""
+"""Runs that a signal, a kill or a fault has stopped are resumed, and end with the same bits."""
 
 import dataclasses
 import functools
@@ -20,24 +20,25 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.test_run import FLAGS, TRAIN, read, set_tiny, signal_handlers, write_script
+from tests.test_run import FLAGS as RUN_FLAGS
+from tests.test_run import TRAIN, read, set_tiny, signal_handlers, write_script
 from tests.tools import make_mesh, text, write_shard
 from train_gpt import LONG, Layer, Stage
 
-# Stages part after step 12, embedding and head after step 18; every tenth loss is logged.
+# Step 12 is the last of the first stage, step 18 the last with embedding and head tied.
 LAYERS = (Layer(LONG, value_table=0),)
 STAGES = (
     Stage(12, 256, short=8, long=8, max_doc=50, lr=1.0, targets=(1.0, 0.5)),
     Stage(18, 512, short=8, long=16, max_doc=0, lr=1.0),
 )
-FLAGS = [*FLAGS, *"--steps 30 --val_every 15 --cooldown_start 0.33 --cooldown_end 0.93".split()]
+FLAGS = [*RUN_FLAGS, *"--steps 30 --val_every 15 --cooldown_start 0.33 --cooldown_end 0.93".split()]
 FLAGS += "--untie 0.58 --seed 7 --data data".split()
-# No program depends on these: tests share programs.
+# No program depends on these fields, so that runs which differ in them share programs.
 SAME = dict(data="", save=0, save_every=0, resume="", force=0, stall=0, val_every=1, seed=0)
 
 
 def make_folder(path: Path) -> Path:
-    """A folder in which runs start, with data."""
+    """A folder with data, in which runs start."""
     (path / "data").mkdir()
     for i, name in enumerate([*(f"train_00000{i}" for i in range(1, 5)), "val_000000"]):
         write_shard(path / f"data/x_{name}.bin", text(4000, i))
@@ -51,7 +52,7 @@ def folder(tmp_path) -> Path:
 
 @functools.cache
 def compiled(stage: int, kind, c: train_gpt.Config, devices: int):
-    """A program; `kind` is "val", or whether the step is a second one."""
+    """The program of a kind, "val" or False or True; True: of second steps."""
     mesh = make_mesh(devices)
     if kind == "val":
         return train_gpt.compile_val_step(stage, c, mesh)
@@ -59,15 +60,15 @@ def compiled(stage: int, kind, c: train_gpt.Config, devices: int):
 
 
 def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 2):
-    """Runs in this process and the folder, with SIGTERM in step `stop`: its log and exit status.
-    `hook` gets the number of steps done and what the last one returns, and may return something
-    else. Programs compile when they are called."""
+    """A run in this process, in the folder: its log and its exit status. In step `stop`, it gets
+    SIGTERM. hook(done, out) gets the number of steps done and what the last one returned, and may
+    return something else. Programs are not compiled before they are called."""
     steps = SimpleNamespace(done=0)
     real_train = train_gpt.train
 
-    def train(c, mesh, programs, shards, log, facts, arrays):
+    def train(state, c, mesh, programs, shards, log, facts):
         steps.done = facts.get("step", 0)
-        return real_train(c, mesh, programs, shards, log, facts, arrays)
+        return real_train(state, c, mesh, programs, shards, log, facts)
 
     def program(key, c, state, *inputs):
         out = compiled(*key, c, devices)(state, *inputs)
@@ -84,12 +85,14 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
         keys = itertools.product(range(2), (False, True, "val"))
         return {key: functools.partial(program, key, c) for key in keys}
 
-    code, mine = 0, jax.devices()[:devices]
+    code = 0
+    mine = jax.devices()[:devices]
     with pytest.MonkeyPatch.context() as patch, signal_handlers():
         patch.chdir(folder)
         patch.setattr(jax, "devices", lambda: mine)
         patch.setattr(train_gpt, "train", train)
         patch.setattr(train_gpt, "compile_all", compile_all)
+        patch.setattr(train_gpt, "warm_up", lambda programs, c, mesh: None)
         set_tiny(patch, STAGES, LAYERS)
         try:
             train_gpt.main([*FLAGS, *map(str, argv)])
@@ -99,9 +102,12 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
 
 
 def look(folder: Path, **more) -> SimpleNamespace:
-    """The folder's newest log, as read() returns it, a hash of the weights, and checkpoints."""
+    """The folder's newest log, as read() returns it, a hash of its weights (sha) and the folder's
+    checkpoints (states)."""
     path = max(folder.glob("logs/*.txt"), key=os.path.getmtime)
-    log, sha, states = read(path), hashlib.sha256(), sorted(folder.glob("logs/*/*"))
+    log = read(path)
+    states = sorted(folder.glob("logs/*/*"))
+    sha = hashlib.sha256()
     for name in sorted(set(log.weights or ()) - {"config", "result", "source"}):
         sha.update(log.weights[name].tobytes())
     return SimpleNamespace(**vars(log), sha=sha.hexdigest(), states=states, folder=folder, **more)
@@ -109,7 +115,7 @@ def look(folder: Path, **more) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run in one go, with checkpoints."""
+    """The run without a stop, with checkpoints."""
     log = go(make_folder(tmp_path_factory.mktemp("whole")), "--save_every", 7)
     assert not log.code and not log.result["resumed"]
     return log
@@ -117,7 +123,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """The run, stopped after step 15, with a checkpoint before that."""
+    """The run, stopped after step 15, with an earlier checkpoint after step 8."""
     log = go(make_folder(tmp_path_factory.mktemp("half")), "--save_every", 8, stop=15)
     assert log.code == 143 and [path.name for path in log.states] == ["0000008.state", LAST]
     return log
@@ -128,7 +134,7 @@ LAST = "0000015.state"
 
 @pytest.fixture
 def stopped(half, tmp_path) -> Path:
-    """The folder of that run, for one test."""
+    """A copy of the folder of `half`, for one test."""
     return shutil.copytree(half.folder, tmp_path, dirs_exist_ok=True)
 
 
@@ -137,8 +143,8 @@ def stopped(half, tmp_path) -> Path:
     pytest.param((11, 18), marks=pytest.mark.quick), (1, 14, 29),
 ])  # fmt: skip
 def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole, stops):
-    """Stopped after first steps, whose gradients wait, and after second ones; where stages, and
-    embedding and head, part, and elsewhere."""
+    """It is stopped after first steps, whose gradients wait, and after second steps; at the change
+    of stage, before the untie, and elsewhere."""
     logs = []
     for number, stop in enumerate([*stops, 0]):
         logs.append(go(folder, *number * ["--resume", "logs"], stop=stop))
@@ -151,7 +157,7 @@ def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole, stops):
 
 
 def lose_step(name: str):
-    """A function of train_gpt that returns a sequence, one step late."""
+    """A function of train_gpt that returns a sequence: the same, with its items one step late."""
     function = getattr(train_gpt, name)
 
     def late(*args):
@@ -171,7 +177,7 @@ LOST = dict(
 
 @pytest.mark.parametrize("lost", [*LOST, "schedule", "read_batches"])
 def test_nothing_of_the_state_may_be_lost(stopped, whole, monkeypatch, lost):
-    """If something is lost, the weights that the tests here compare are not the same."""
+    """If a part of the state were lost, the weights that the tests compare would differ."""
     restore = train_gpt.restore
 
     def forgetful(arrays, c, mesh):
@@ -185,7 +191,7 @@ def test_nothing_of_the_state_may_be_lost(stopped, whole, monkeypatch, lost):
 
 
 def test_a_checkpoint_along_the_way_is_as_good(whole, folder):
-    """Of the four that were written, the last two stay."""
+    """Four checkpoints were written, and the last two are left."""
     assert [path.name for path in whole.states] == ["0000021.state", "0000028.state"]
     log = go(folder, "--resume", whole.states[0])
     assert log.sha == whole.sha and log.losses.items() <= whole.losses.items()
@@ -208,7 +214,8 @@ def test_at_the_last_step_it_validates(stopped, half):
 
 
 def test_the_clock_and_the_log_go_on(stopped, half):
-    log = go(stopped, "--resume", next(stopped.glob(f"logs/*/{LAST}")), "--seed", -1)
+    (path,) = stopped.glob(f"logs/*/{LAST}")
+    log = go(stopped, "--resume", path, "--seed", -1)
     assert log.rest.startswith(half.rest) and log.path.name == half.path.name
     assert log.result["seed"] == 7
     times = [int(ms) for ms in re.findall(r"train_time:(\d+)ms", log.rest)]
@@ -228,7 +235,7 @@ def test_the_command_has_the_flags_of_the_run_and_one_resume(stopped, half):
 
 
 def test_what_an_interrupted_run_prints_goes_on(folder, whole):
-    """In a process, as a user runs it."""
+    """The command is run by a shell, as a user would run it."""
     script = write_script(folder / "train_gpt.py", STAGES, LAYERS)
     main = 'if __name__ == "__main__":\n'
     source = script.read_text()
@@ -239,7 +246,7 @@ def test_what_an_interrupted_run_prints_goes_on(folder, whole):
     command = ["python", "train_gpt.py", *FLAGS]
     process = subprocess.Popen(command, **pipes)
     try:
-        next(line for line in process.stdout if TEN in line)
+        wait_for_line(process, TEN)
         process.terminate()
         code, out, err = end(process)
     finally:
@@ -254,7 +261,7 @@ def test_what_an_interrupted_run_prints_goes_on(folder, whole):
 
 # ---- Refusals ------------------------------------------------------------------------------------
 SHARD = "data/x_train_000002.bin"
-CHANGES = dict(  # flags, what else is changed, message
+CHANGES = dict(  # the flags, what else is changed, the message
     config=("--val_every 10", lambda _: None, "--val_every was 15, is 10"),
     seed=("--seed 8", lambda _: None, "--seed was 7, is 8"),
     source=("", lambda _: None, r"the source was \d+, is \d+"),
@@ -273,7 +280,8 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
     if change == "source":
         source = train_gpt.SOURCE.replace("import json\n", "import spam\n", 1)
         monkeypatch.setattr(train_gpt, "SOURCE", source)
-    log, shown = go(stopped, "--resume", "logs", *flags.split()), capsys.readouterr()
+    log = go(stopped, "--resume", "logs", *flags.split())
+    shown = capsys.readouterr()
     assert (log.code, log.rest, shown.out) == (2, half.rest, "")
     line = rf"train_gpt\.py: --resume logs: {message}.*; --force 1 resumes anyway\n"
     assert re.fullmatch(line, shown.err)
@@ -317,8 +325,10 @@ def test_what_cannot_go_on_does_not_name_force(stopped, half, capsys, change):
 
 # ---- Files ---------------------------------------------------------------------------------------
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
-    """That takes time, but not of training."""
-    synced, fsync, began = [], os.fsync, time.perf_counter()
+    """The writing takes time, which is not on the clock."""
+    synced = []
+    fsync = os.fsync
+    began = time.perf_counter()
 
     def slow_fsync(fd):
         time.sleep(0.5)
@@ -335,13 +345,16 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch)
 
 
 def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
-    """Wherever a byte is wrong, or it does not matter."""
+    """One byte of the newest checkpoint is changed: either that is noticed, and the one before is
+    loaded, or what is loaded is the same."""
     _, bad = sorted(stopped.glob("logs/*/*"))
-    before, (facts, arrays) = bad.read_bytes(), train_gpt.load_checkpoint(bad)
+    before = bad.read_bytes()
+    facts, arrays = train_gpt.load_checkpoint(bad)
     with np.load(bad, allow_pickle=False) as file:
         assert {*arrays} < {*file} and dict(file)
-    # Of another dtype or shape, an array would be shorter than the bytes that have a checksum.
-    kind, shape = before.index(b"'<f4'") + 3, before.index(b"(384, 32)") + 1
+    # With a smaller dtype or shape, an array would have fewer bytes than the checksum is of.
+    kind = before.index(b"'<f4'") + 3
+    shape = before.index(b"(384, 32)") + 1
     flips = [(kind, 6), (shape, 1), (0, 255), (len(before) - 1, 255)]
     places = np.random.default_rng(0).integers(0, len(before), 40)
     for place, bits in [*flips, *((place, 255) for place in places)]:
@@ -361,8 +374,9 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
 
 
 def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
-    """Beside later ones, the checkpoint that is written now is not the first to be deleted."""
-    aside = shutil.copy(next(stopped.glob("logs/*/*08.state")), stopped / "aside.state")
+    """A checkpoint that is written beside those of later steps is not deleted as the oldest."""
+    (path,) = stopped.glob("logs/*/*08.state")
+    aside = shutil.copy(path, stopped / "aside.state")
     go(stopped, "--resume", "logs", "--save_every", 7)
     log = go(stopped, "--resume", aside, stop=10)
     (path,) = re.findall("--resume ([^ ]*)", log.lines[-1])
@@ -372,7 +386,7 @@ def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
 
 # ---- Faults --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("begin, what, bad_step, every, end_step, last", [
-    ("folder", "weights", 20, 5, 20, LAST),  # when it saves
+    ("folder", "weights", 20, 5, 20, LAST),  # noticed when it saves
     ("folder", "weights", 15, 10, 15, "0000010.state"),  # when it validates
     ("stopped", "weights", 19, 19, 19, LAST),
     ("folder", "loss", 10, 8, r"1\d", "0000008.state"),  # when a loss is logged
@@ -380,7 +394,7 @@ def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
 def test_a_run_is_void_where_a_number_is_not_finite(
     request, begin, what, bad_step, every, end_step, last
 ):
-    """It names the last checkpoint before that."""
+    """Its last line names the newest checkpoint from before that."""
 
     def hook(done, out):
         if done != bad_step:
@@ -391,7 +405,8 @@ def test_a_run_is_void_where_a_number_is_not_finite(
             return state._replace(params=params), loss
         return state, loss * np.float32("nan")
 
-    folder, flags = request.getfixturevalue(begin), ("--resume", "logs") * (begin == "stopped")
+    folder = request.getfixturevalue(begin)
+    flags = ["--resume", "logs"] if begin == "stopped" else []
     log = go(folder, "--save_every", every, *flags, hook=hook)
     assert log.code == 3 and not log.weights and log.result is None
     reason = f"NON-FINITE: the loss or a weight, by step {end_step}; to resume: .* --resume (.*)"
@@ -401,20 +416,21 @@ def test_a_run_is_void_where_a_number_is_not_finite(
     assert all(np.isfinite(x).all() for x in arrays.values())
 
 
-# A process runs this, on the same two of eight devices, so that it finds the same programs.
+# The beginning of a process's code. It uses the same two of eight devices as the runs in this
+# process, so that it finds their programs in the cache.
 CHILD = f"""
 import dataclasses, itertools, os, random, resource, signal, sys, time
 from pathlib import Path
 import jax, numpy as np, train_gpt
 from train_gpt import Layer, Stage
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 changes = dict(layers={LAYERS}, stages={STAGES}, mudd_head=(), head_chunk=32)
 train_gpt.PRESETS["tiny"] = dataclasses.replace(train_gpt.PRESETS["tiny"], **changes)
 mine = jax.devices()[:2]
 jax.devices = lambda: mine
 """
 MAIN = "train_gpt.main(sys.argv[1:])\n"
-# Programs that do nothing, after a hook gets the number of the step.
+# Programs that call hook(step) and compute nothing.
 STAND_INS = """
 steps = itertools.count(1)
 def train_program(state, tokens, row):
@@ -424,10 +440,11 @@ def compile_all(*_):
     programs = dict.fromkeys(itertools.product(range(2), [False, True]), train_program)
     return programs | dict.fromkeys([(0, "val"), (1, "val")], lambda *_: 9.0)
 train_gpt.compile_all = compile_all
+train_gpt.warm_up = lambda *_: None
 """
 SLOW = CHILD + STAND_INS + "hook = lambda step: time.sleep(0.05)\n"
 HUNG = CHILD + STAND_INS + """
-import ctypes  # as in XLA, no handler that is written in Python runs
+import ctypes  # the thread waits in C, as in XLA, where no Python signal handler runs
 lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
 def hook(step):
     if step in (11, 12):
@@ -449,13 +466,21 @@ TEN = "step:10/30 train_loss"
 
 
 def environment() -> dict[str, str]:
-    """Variables of processes."""
+    """The environment of processes that tests start."""
     return os.environ | dict(PYTHONPATH=str(TRAIN.parent), JAX_NUM_CPU_DEVICES="8")
+
+
+def wait_for_line(process: subprocess.Popen, text: str) -> None:
+    """Reads a process's stdout up to a line with this text, which must come."""
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"the process ended without printing {text!r}")
 
 
 @pytest.fixture
 def start(request):
-    """Starts a process; with `until`, waits for a line on its screen."""
+    """Starts a process; with `until`, waits until it prints a line with that text."""
 
     def start(folder: Path, code: str, *flags: str, until: str = "") -> subprocess.Popen:
         command = [sys.executable, "-c", code, *FLAGS, *flags]
@@ -463,7 +488,7 @@ def start(request):
         process = subprocess.Popen(command, cwd=folder, env=environment(), **pipes)
         request.addfinalizer(process.kill)
         if until:
-            next(line for line in process.stdout if until in line)
+            wait_for_line(process, until)
         return process
 
     return start
@@ -486,7 +511,8 @@ def test_what_is_killed_goes_on(start, folder, whole):
 def test_a_signal_ends_the_run_with_a_checkpoint(start, folder, number):
     process = start(folder, SLOW + MAIN, until=TEN)
     process.send_signal(number)
-    (code, out, err), log = end(process), look(folder)
+    code, out, err = end(process)
+    log = look(folder)
     assert (code, err) == (128 + number, "") and log.result is None
     step, path = re.search(r"by SIG\w+ after step (\d+).*--resume ([^ \n]*)", out).groups()
     assert 10 <= int(step) < 20
@@ -496,14 +522,15 @@ def test_a_signal_ends_the_run_with_a_checkpoint(start, folder, number):
 
 def test_a_run_that_hangs_ends_and_shows_where(start, folder):
     process = start(folder, HUNG + MAIN, "--stall", "2", until=TEN)
-    (code, _, err), log = end(process, 9), look(folder)
+    code, _, err = end(process, 9)
+    log = look(folder)
     assert code == 1 and not log.states
     assert err.startswith("Timeout (0:00:02)!\nThread 0x")
     assert "in hook\n" in err and " in train\n" in err
 
 
 def test_a_checkpoint_that_finds_no_room_does_not_end_the_run(start, folder):
-    """Nor does it take what room there is."""
+    """Nor does it leave a part of a file behind."""
     small = "resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, -1))\n"
     code, out, err = end(start(folder, SLOW + small + MAIN, "--save_every", "10"))
     assert (code, err) == (0, "") and len(re.findall("warning: .*File too large", out)) == 2
@@ -520,14 +547,19 @@ def test_a_log_that_finds_no_room_does_not_end_the_run(start, stopped):
     assert re.match(f"warning: .*{path.name}.*No space", err) and "Traceback" not in err
 
 
+# Twenty processes save checkpoints and are killed. All .state files must be whole; `parts` counts
+# the kills in the middle of a save.
 SAVES = """
-step, parts, folder = 0, 0, Path("logs/run")
+step = 0
+parts = 0
+folder = Path("logs/run")
 folder.parent.mkdir()
 for _ in range(20):
     child = os.fork()
     if not child:
         while True:
-            step, x = step + 1, np.full(10**6, step + 1, "f4")
+            step += 1
+            x = np.full(10**6, step, "f4")
             state = train_gpt.State(dict(a=x, b=x), dict(a=(x, x)), dict(a=x), dict())
             train_gpt.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
@@ -535,7 +567,8 @@ for _ in range(20):
     time.sleep(random.uniform(0, 0.15))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    parts, states = parts + len([*folder.glob("*.part")]), sorted(folder.glob("*.state"))
+    parts += len([*folder.glob("*.part")])
+    states = sorted(folder.glob("*.state"))
     for path in states:
         facts, arrays = train_gpt.load_checkpoint(path)
         values = {n for x in arrays.values() for n in (x.min(), x.max())}
@@ -547,6 +580,10 @@ print(parts)
 
 
 def test_kills_leave_whole_checkpoints(start, folder):
-    saves = CHILD[: CHILD.index("mine")] + SAVES  # before JAX begins, whose threads are not forked
+    saves = (
+        CHILD[: CHILD.index("mine")] + SAVES
+    )  # without jax.devices(): a fork would lose JAX's threads
     code, out, err = end(start(folder, saves))
-    assert code == 0 and "warning: logs" not in err and int(out) > 3, err  # kills within a save
+    assert code == 0 and "warning: logs" not in err and int(out) > 3, (
+        err
+    )  # more than 3 kills were within a save

@@ -1,4 +1,4 @@
-"""A whole run in miniature: its log, its weights, its clock, its ends."""
+"""A whole run of a small model: its log, its weights, its clock, and how it ends."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from train_gpt import BANK, LONG, SHORT, Layer, Stage
 
 TRAIN = Path(train_gpt.__file__).resolve()
 FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, "--steps", "10", "--val_every", "5"]
-FLAGS += ["--stall", "0"]  # for some tests change the time
+FLAGS += ["--stall", "0"]  # without its timer, because some tests change the time
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
 ONE = (
     Stage(10, 256, short=8, long=8, max_doc=0, lr=1.0),
@@ -65,7 +65,9 @@ def write_script(path: Path, stages: tuple, layers: tuple = LAYERS) -> Path:
     source = train_gpt.SOURCE
     assert source.count("head_chunk=256,") == 1
     source = source.replace("head_chunk=256,", "head_chunk=32,")
-    path.write_text(with_tiny(source, *(", ".join(map(repr, x)) for x in (layers, stages))))
+    layers_code = ", ".join(map(repr, layers))
+    stages_code = ", ".join(map(repr, stages))
+    path.write_text(with_tiny(source, layers_code, stages_code))
     return path
 
 
@@ -77,7 +79,7 @@ def parse(monkeypatch, stages: tuple, *flags: str) -> train_gpt.Config:
 
 @contextlib.contextmanager
 def signal_handlers() -> Iterator[None]:
-    """Restores the handlers that a run sets."""
+    """Restores the signal handlers that a run replaces."""
     numbers = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(number) for number in numbers]
     try:
@@ -89,7 +91,7 @@ def signal_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Four train shards of 6 steps of 256 tokens each, and a val shard of 2."""
+    """A folder of four train shards, with tokens for 6 steps of 256 each, and a val shard for 2."""
     folder = tmp_path_factory.mktemp("data")
     for i, name in enumerate([*(f"train_00000{i}" for i in range(1, 5)), "val_000000"]):
         write_shard(folder / f"x_{name}.bin", text(1600, i))
@@ -97,11 +99,13 @@ def data(tmp_path_factory) -> Path:
 
 
 def read(path: Path) -> SimpleNamespace:
-    """A log, read with `re` and `json` alone."""
+    """A log, read with `re` and `json` alone, and not with the code of this repository."""
     source, rest = re.split("^={100}\n", path.read_bytes().decode(), flags=re.M)
-    lines, validations = rest.splitlines(), re.findall(f"^{VAL}$", rest, re.M)
+    lines = rest.splitlines()
+    validations = re.findall(f"^{VAL}$", rest, re.M)
     facts = re.findall("^(?!step)([a-z]+) (.*)$", rest, re.M)
-    result, weights = re.fullmatch("RESULT (.*)", lines[-1]), path.with_suffix(".npz")
+    result = re.fullmatch("RESULT (.*)", lines[-1])
+    weights = path.with_suffix(".npz")
     saved = weights.exists() and weights.stat().st_size
     return SimpleNamespace(
         path=path, source=source, rest=rest, lines=lines,
@@ -116,7 +120,7 @@ def read(path: Path) -> SimpleNamespace:
 # ---- A real run ----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def real(data, tmp_path_factory) -> SimpleNamespace:
-    """What a process on two devices leaves, with stand-ins for git and nvidia-smi."""
+    """The log and the output of a process on two devices, with fakes of git and nvidia-smi."""
     folder = tmp_path_factory.mktemp("real")
     git = 'test "$*" = "describe --always --dirty --abbrev=40" && echo abc123-dirty'
     for name, script in ("git", git), ("nvidia-smi", "echo 580.65.06; echo 580.65.06"):
@@ -139,14 +143,15 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
     script = write_script(folder / "train_gpt.py", TWO)
 
     def start() -> SimpleNamespace:
-        before, command = set(folder.glob("logs/*.txt")), [sys.executable, script, *argv]
+        before = set(folder.glob("logs/*.txt"))
+        command = [sys.executable, script, *argv]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         (path,) = set(folder.glob("logs/*.txt")) - before
         return SimpleNamespace(**vars(read(path)), out=done.stdout.splitlines())
 
     with pytest.MonkeyPatch.context() as patch:
-        c = dataclasses.replace(parse(patch, TWO, *flags), attention="xla")
+        c = dataclasses.replace(parse(patch, TWO, *flags), attention="band")
     more = dict(folder=folder, script=script, argv=argv, c=c, start=start)
     return SimpleNamespace(**vars(start()), **more)
 
@@ -170,7 +175,7 @@ def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
     versions = dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__)
     assert real.facts["versions"].items() >= (versions | {"python": sys.version}).items()
     config = dict(preset="tiny", **dataclasses.asdict(real.c))
-    parameters = dict(  # the head's columns of padding are trained, so they count
+    parameters = dict(  # with the head's rows of padding, which are trained
         embed=384 * 32, head=384 * 32, bigram=512 * 32, value0=257 * 32, qk=4 * 32 * 32,
         vo=4 * 32 * 32, mlp=4 * 64 * 32, vo_lambdas=4, attn_lambdas=4, mlp_lambdas=4,
         skip_lambdas=2, value_gates=2 * 2 * 12, smear_gate=12, smear_lambda=1, gate_scale=1,
@@ -204,16 +209,18 @@ def test_losses_follow_the_grammar_of_upstream(real):
     assert [m.group(1, 2) for m in found] == [("0", "10"), ("5", "10"), ("10", "10")]
     assert trained.group(1, 2) == ("10", "10")
     for match in found:
-        ms, steps = int(match[4]), max(1, int(match[1]))
+        ms = int(match[4])
+        steps = max(1, int(match[1]))
         assert abs(ms / steps - float(match[5])) <= 0.51 / steps + 0.005
     first, second, last = [float(m[3]) for m in found]
-    assert first == pytest.approx(math.log(384), abs=0.01)  # a head of nearly nothing
+    assert first == pytest.approx(math.log(384), abs=0.01)  # the head is nearly zero
     assert last < float(trained[3]) < second < first
     assert 0 <= real.times[0] < real.times[5] < int(trained[4]) <= real.times[10]
 
 
 def test_the_result_sums_the_run_up(real):
-    loss, ms = real.result["val_loss"], real.result["train_time_ms"]
+    loss = real.result["val_loss"]
+    ms = real.result["train_time_ms"]
     assert (f"{loss:.4f}", f"{ms:.0f}") == (real.losses[10], str(real.times[10]))
     assert real.result == dict(
         reason="end of schedule", val_loss=loss, target=0.0, steps=10, tokens=4096, seed=7,
@@ -228,7 +235,8 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
     assert real.result == about["result"] | dict(weights=f"{real.path.stem}.npz")
     assert about["source"] == crc32(real.script.read_bytes())
     assert real.facts["config"] == dict(preset="tiny", **about["config"])
-    c, params = real.c, {}
+    c = real.c
+    params = {}
     for name, param in train_gpt.param_table(c).items():
         assert weights[name].shape == param.model_shape
         rows = param.shape[2:] if param.sharding == BANK else param.shape[1:]
@@ -248,14 +256,14 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
 
 def test_a_second_run_finds_its_programs_in_the_cache(real):
     programs = sorted((real.folder / ".cache" / "jax").glob("*-cache"))
-    again = real.start()
+    second = real.start()
     assert len(programs) >= 7
     assert sorted((real.folder / ".cache" / "jax").glob("*-cache")) == programs
-    assert again.losses == real.losses
+    assert second.losses == real.losses
 
 
 def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypatch):
-    """A sweep compiles once."""
+    """So a sweep compiles once."""
     changes = dict(
         jax_enable_compilation_cache=True,
         jax_persistent_cache_min_compile_time_secs=0,
@@ -265,7 +273,7 @@ def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypa
 
     def cached_programs(*flags: str, train: bool = True) -> int:
         jax.clear_caches()  # in memory
-        c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="xla")
+        c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="band")
         if train:
             for second in False, True:
                 REAL_TRAIN_STEP(0, second, c, MESH)
@@ -280,7 +288,7 @@ def test_programs_depend_on_no_rate_and_on_no_number_of_steps(tmp_path, monkeypa
         assert count >= 3
         flags = "--muon_lr 0.01 --adam_lr 0.02 --steps 20 --cooldown_start 0.2 --seed 5 --untie 0.1"
         assert cached_programs(*flags.split()) == count
-        assert cached_programs("--D", "64", train=False) > count  # it would show
+        assert cached_programs("--D", "64", train=False) > count  # a new program is counted
     finally:
         for change in before.items():
             jax.config.update(*change)
@@ -293,13 +301,15 @@ compiled_val_step = functools.cache(REAL_VAL_STEP)
 
 
 def program_config(c: train_gpt.Config) -> train_gpt.Config:
-    """Without what no program depends on, so that the tests here share four programs."""
+    """The configuration without fields on which no program depends, so that tests share four
+    programs."""
     return dataclasses.replace(c, seed=0, target=0.0, data="", save=0)
 
 
 @pytest.fixture
 def run(data, tmp_path, monkeypatch):
-    """Runs, and reads the log; `raises` is how the run should end."""
+    """A function that runs in this process and returns the log; `raises` is the exception with
+    which the run should end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda: DEVICES)
     set_tiny(monkeypatch, ONE)
@@ -314,7 +324,8 @@ def run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "compile_val_step", val_step)
 
     def run(*argv: str, raises=()) -> SimpleNamespace:
-        before, code = set(Path("logs").glob("*.txt")), None
+        before = set(Path("logs").glob("*.txt"))
+        code = None
         try:
             with signal_handlers():
                 train_gpt.main([*FLAGS, "--data", str(data), *argv])
@@ -342,30 +353,25 @@ def test_the_target_ends_the_run_early(run):
 
 
 def test_the_seed_alone_decides_a_run(run, real, monkeypatch):
-    """Whatever the devices, and the first calls in compile_all(), which leave no trace."""
-
-    def compile_only(c, mesh, log):
-        programs = {(stage, "val"): train_gpt.compile_val_step(stage, c, mesh) for stage in (0, 1)}
-        for second in False, True:
-            programs[0, second] = train_gpt.compile_train_step(0, second, c, mesh)
-        return programs
-
-    warm, other = run("--seed", "7"), run("--seed", "8")
-    monkeypatch.setattr(train_gpt, "compile_all", compile_only)
+    """The number of devices does not matter, nor do the calls of the programs in warm_up()."""
+    warm = run("--seed", "7")
+    other = run("--seed", "8")
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     cold = run("--seed", "7")
     assert warm.losses == cold.losses != other.losses
     for name in warm.weights.keys() - {"config", "result", "source"}:
         np.testing.assert_array_equal(warm.weights[name], cold.weights[name])
         same = np.array_equal(warm.weights[name], other.weights[name])
         assert same == (name == "skip_lambdas"), name  # no layer here uses them
-    unseen = slice(20, 250)  # tokens that are not in the data: their rows stay as they began
-    table = warm.weights["value0"][unseen]
-    np.testing.assert_array_equal(table, real.weights["value0"][unseen])
+    unused = slice(20, 250)  # tokens that are not in the data, so that their rows do not change
+    table = warm.weights["value0"][unused]
+    np.testing.assert_array_equal(table, real.weights["value0"][unused])
     assert len(np.unique(table)) > 1000
 
 
 def test_every_run_draws_a_seed_and_logs_it(run):
-    a, b = run("--seed", "-2"), run()
+    a = run("--seed", "-2")
+    b = run()
     assert a.facts["seed"] != b.facts["seed"]
     for log in a, b:
         assert 0 <= log.facts["seed"] < 2**31
@@ -374,8 +380,9 @@ def test_every_run_draws_a_seed_and_logs_it(run):
 
 
 def stand_in(program, run):
-    """A function in the place of a program."""
-    run.args_info, run.input_shardings = program.args_info, program.input_shardings
+    """The function `run`, with the attributes of a program that train_gpt uses."""
+    run.args_info = program.args_info
+    run.input_shardings = program.input_shardings
     return run
 
 
@@ -387,23 +394,31 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
         events.append(name)
 
     def note(name):
-        return lambda result, *_: events.append(name) or result
+        def noted(result, *_):
+            events.append(name)
+            return result
+
+        return noted
 
     def noting(program, key):
-        return stand_in(program, lambda *args: events.append(key) or program(*args))
+        def noted(*args):
+            events.append(key)
+            return program(*args)
+
+        return stand_in(program, noted)
 
     wrap(monkeypatch, "compile_train_step", lambda p, stage, second, *_: noting(p, (stage, second)))
     wrap(monkeypatch, "compile_val_step", lambda p, stage, *_: noting(p, (stage, "val")))
-    wrap(monkeypatch, "compile_all", note("compiled"))
+    wrap(monkeypatch, "warm_up", note("warm"))
     wrap(monkeypatch, "Stopwatch", note("clock"))  # first when the clock starts
     wrap(monkeypatch, "train", note("end"))
     jax.monitoring.register_event_duration_secs_listener(listen)
     run("--seed", "9")
     jax.monitoring.unregister_event_duration_listener(listen)
     compiles = [i for i, event in enumerate(events) if "compile" in event and "/" in event]
-    assert compiles, "none at all: the event has another name now"
+    assert compiles, "no event of JAX has compile in its name any more: look for the new name"
     assert not [i for i in compiles if events.index("clock") < i < events.index("end")]
-    first = [event for event in events[: events.index("compiled")] if isinstance(event, tuple)]
+    first = [event for event in events[: events.index("warm")] if isinstance(event, tuple)]
     assert first == [(0, False), (0, True), (0, "val"), (1, "val")]
 
 
@@ -434,8 +449,9 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
     train_step = lambda stage, second, *_: fake_program(stage, second)
     monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
     monkeypatch.setattr(train_gpt, "compile_val_step", lambda stage, *_: fake_program(stage, "val"))
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock())
+    monkeypatch.setattr(train_gpt, "empty_state", lambda *_: MagicMock())
     programs = train_gpt.compile_all(c, MESH, QUIET)
+    train_gpt.warm_up(programs, c, MESH)
     keys = {*itertools.product(range(6), (False, True, "val"))}
     assert programs.keys() == beside.keys() == keys
     assert not any((0, False) in others for others in beside.values())
@@ -444,14 +460,15 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
 
 
 def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):
-    """Each in the shape of its stage; a validation is of the stage of the step after it."""
+    """Every step has the shape of its stage. A validation is of the stage of the next step."""
     stages = (
         Stage(3, 256, short=8, long=8, max_doc=0, lr=1.0),
         Stage(4, 512, short=8, long=16, max_doc=40, lr=1.0),
         Stage(0, 2048, short=8, long=8, max_doc=0, lr=1.0),
     )
     c = parse(monkeypatch, stages, *"--steps 7 --val_every 3 --val_tokens 512".split())
-    ran, one = [], jax.numpy.float32(1)
+    ran = []
+    one = jax.numpy.float32(1)
 
     def program(stage, kind):
         def run(state, tokens, row=None):
@@ -462,10 +479,12 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, mon
 
     keys = itertools.product(range(3), (False, True, "val"))
     programs = {key: program(*key) for key in keys}
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock(params=one))
+    state, shards = MagicMock(params=one), train_gpt.find_data(with_data(c, data))
     with signal_handlers():
-        train_gpt.train(c, MESH, programs, train_gpt.find_data(with_data(c, data)), QUIET, {}, {})
-    short, long, val = (8, 33), (8, 65), (8, 65)
+        train_gpt.train(state, c, MESH, programs, shards, QUIET, {})
+    short = (8, 33)
+    long = (8, 65)
+    val = (8, 65)
     assert ran == [
         (0, "val", val), (0, False, short), (0, True, short), (0, False, short),
         (1, "val", val), (1, True, long), (1, False, long), (1, True, long),
@@ -481,7 +500,7 @@ def with_data(c: train_gpt.Config, data: Path) -> train_gpt.Config:
 # ---- Clock ---------------------------------------------------------------------------------------
 @pytest.fixture
 def now(monkeypatch):
-    """Time as the run sees it: nearly standing still but where a test moves it."""
+    """The clock of a run, in now.s: it nearly stands still, and a test moves it."""
 
     def perf_counter() -> float:
         now.s += 1e-9
@@ -507,26 +526,37 @@ def test_training_and_its_reading_are_on_the_clock_and_nothing_else(run, monkeyp
     def slow_val(program, *_):
         return stand_in(program, lambda *args: slowly(100, program(*args)))
 
-    for name in "compile_train_step", "compile_val_step", "shard_facts", "make_state":
+    for name in (
+        "compile_train_step",
+        "compile_val_step",
+        "shard_facts",
+        "empty_state",
+        "make_state",
+    ):
         wrap(monkeypatch, name, lambda result, *_: slowly(100, result))
     wrap(monkeypatch, "read_batches", slow_batches)
     wrap(monkeypatch, "compile_val_step", slow_val)
     log = run()
     assert log.times[0] == 0 < log.times[5] <= log.times[10] == 10_000
     assert log.result["train_time_ms"] == pytest.approx(10_000)
-    assert sorted(slow) == 10 * [1] + (4 + 3 + 2 + 2 + 6 + 6) * [100], "not all of it was slow"
+    assert sorted(slow) == 10 * [1] + (4 + 3 + 2 + 1 + 1 + 6 + 6) * [100], "not all of it was slow"
 
 
 class Device:
-    """Queues steps of 10 seconds; they are done once the host waits for them, or once `queue` later
-    ones are queued. What happens is noted; a loss is the number of its step."""
+    """A fake device that queues steps of 10 seconds. A step is done once the host waits for it, or
+    once `queue` later steps are queued. Calls are in `notes`; a loss is the number of its step."""
 
     def __init__(self, now, queue: int):
-        self.now, self.queue, self.queued, self.done, self.notes = now, queue, 0, 0, []
+        self.now = now
+        self.queue = queue
+        self.queued = 0
+        self.done = 0
+        self.notes = []
 
     def finish(self, step: int) -> None:
         while self.done < min(step, self.queued):
-            self.done, self.now.s = self.done + 1, self.now.s + 10
+            self.done += 1
+            self.now.s += 10
 
     def train(self, state, tokens, row):
         self.notes.append("train")
@@ -535,7 +565,7 @@ class Device:
         return self.pending(self.queued), self.pending(self.queued)
 
     def pending(self, step: int) -> Mock:
-        """A result of a step."""
+        """What a step returns: an array that the host may wait for."""
 
         def wait():
             self.notes.append("wait")
@@ -553,15 +583,18 @@ class Device:
 @pytest.mark.parametrize("queue", [3, 100])  # steps that the host runs ahead
 def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, now, queue):
     device = Device(now, queue)
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: device.pending(0))
     c = parse(monkeypatch, ONE, *"--steps 20 --val_every 20".split())
     programs = dict.fromkeys([(0, False), (0, True)], device.train)
-    val = lambda *_: device.notes.append("val") or 1.0
+
+    def val(*_):
+        device.notes.append("val")
+        return 1.0
+
     programs |= dict.fromkeys([(0, "val"), (1, "val")], val)
     log = SimpleNamespace(line=device.notes.append)
     with signal_handlers():
         shards = train_gpt.find_data(with_data(c, data))
-        _, result = train_gpt.train(c, MESH, programs, shards, log, {}, {})
+        _, result = train_gpt.train(device.pending(0), c, MESH, programs, shards, log, {})
     assert result["train_time_ms"] == pytest.approx(200_000)  # queued steps are on the clock
     lines = [f"step:{i}/20 train_loss:{i}.0000 train_time:{i}0000ms" for i in (10, 20)]
     ahead = min(20, 10 + queue)
@@ -576,7 +609,12 @@ def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, n
 # ---- Ends ----------------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
     nan = lambda *_: float("nan")
-    wrap(monkeypatch, "compile_all", lambda programs, *_: programs | {(1, "val"): nan})
+    last = (1, "val")
+    wrap(
+        monkeypatch,
+        "compile_all",
+        lambda programs, *_: programs | {last: stand_in(programs[last], nan)},
+    )
     log = run("--target", "1", raises=SystemExit)
     assert log.code == 3
     assert log.lines[-2].startswith("step:10/10 val_loss:nan train_time:")
@@ -585,19 +623,19 @@ def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
 
 @pytest.mark.parametrize("trouble", [OSError, KeyboardInterrupt])
 def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch, trouble):
-    """A full disk, or Ctrl-C: the run did come to its end, and names no weights."""
+    """After a full disk or Ctrl-C, the log has the result, but names no weights."""
     monkeypatch.setattr(np, "savez", Mock(side_effect=trouble))
     log = run(raises=trouble)
     assert log.result["steps"] == 10 and "weights" not in log.result
 
 
 def test_ctrl_c_in_training_ends_the_log_and_the_process(tmp_path, data):
-    """Until then the screen shows losses as they come. Programs are cached where the user says."""
+    """Before that, losses are printed as they come. Programs are cached in the user's folder."""
     write_shard(tmp_path / "x_train_000001.bin", text(1_300_000))  # for 5,000 steps
     (tmp_path / "x_val_000000.bin").symlink_to(data / "x_val_000000.bin")
     script = write_script(tmp_path / "train_gpt.py", ONE)
     flags = f"--steps 5000 --val_every 5000 --data {tmp_path}".split()
-    # A background job ignores Ctrl-C and its children inherit that, unless there is a handler.
+    # A background job ignores Ctrl-C, and its children inherit that, unless it sets a handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, script, *FLAGS, *flags], cwd=tmp_path, text=True,
@@ -607,7 +645,7 @@ def test_ctrl_c_in_training_ends_the_log_and_the_process(tmp_path, data):
     try:
         shown = next(line for line in process.stdout if "train_loss" in line)
         (path,) = (tmp_path / "logs").iterdir()
-        log = read(path).rest  # written as it happens, and the screen keeps up
+        log = read(path).rest  # not much more than has been printed
         assert "val_loss" in log and log.count("train_loss") < 100
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""Interleaved runs: planned before the first, none lost, none counted twice."""
+"""Interleaved runs are planned before the first one; none is lost, and none counts twice."""
 
 import difflib
 import hashlib
@@ -21,7 +21,8 @@ from tests.tools import SMALL, with_tiny, write_shard
 from tests.tools import text as tokens
 
 RUN_AB = Path(run_ab.__file__)
-# A train_gpt.py that writes a log at once. What it does besides, files in its folder say.
+# A train_gpt.py that writes a log without training. Empty files above its folder make it wait for a
+# signal ("wait"), diverge ("nan") or fail ("refuse").
 SCRIPT = f"""\
 import os, pathlib, random, signal, sys, time
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(RUN_AB.parent)!r}]
@@ -60,22 +61,23 @@ def script(tmp_path) -> Path:
     path = tmp_path / "old" / "train_gpt.py"
     path.parent.mkdir()
     path.write_text(SCRIPT)
-    versions = (text.splitlines(True) for text in (SCRIPT, SCRIPT.replace("1.46", "1.44")))
-    patch = difflib.unified_diff(*versions, "a/train_gpt.py", "b/train_gpt.py")
+    old = SCRIPT.splitlines(True)
+    new = SCRIPT.replace("1.46", "1.44").splitlines(True)
+    patch = difflib.unified_diff(old, new, "a/train_gpt.py", "b/train_gpt.py")
     (tmp_path / "better.patch").write_text("".join(patch))
     return path
 
 
-def start(*words, **options) -> subprocess.Popen:
-    """Where a shell has made SIGINT ignored, children would inherit that."""
+def start(*arguments, **options) -> subprocess.Popen:
+    """Starts run_ab.py. It would ignore SIGINT if this process did, as a shell's jobs may."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, RUN_AB, *map(str, words)]
+    command = [sys.executable, RUN_AB, *map(str, arguments)]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(command, **pipes, **options)
 
 
-def run(*words, **options) -> tuple[int, str, str]:
-    process = start(*words, **options)
+def run(*arguments, **options) -> tuple[int, str, str]:
+    process = start(*arguments, **options)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
@@ -84,32 +86,32 @@ def order(out: Path) -> list[list[str]]:
     return [line.split() for line in (out / "order").read_text().splitlines()]
 
 
-def test_two_arms_take_turns_with_the_same_seeds(script, tmp_path):
+def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     out = tmp_path / "out"
-    words = script, tmp_path / "better.patch", "-n", 4, "--out", out, "--", "tiny"
-    status, text, err = run(*words, env=os.environ | {"XLA_FLAGS": ""})
-    assert (status, err) == (1, "")  # they hold as runs, but better has no fewer tokens
+    arguments = script, tmp_path / "better.patch", "-n", 4, "--out", out, "--", "tiny"
+    status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": ""})
+    assert (status, err) == (1, "")  # "better" is no record: it has as many tokens
     assert "XLA_FLAGS is set: these runs will not count as a record\n" in text.partition("[1/")[0]
-    assert f'"{run_ab.STEERS.pattern}"' in train_gpt.SOURCE  # the variables that a log states
+    assert f'"{run_ab.LOGGED_VARIABLES.pattern}"' in train_gpt.SOURCE
     plan = json.loads((out / "plan.json").read_text())
     assert plan["n"] == len(set(plan["seeds"])) == 4 and list(plan["arms"]) == ["old", "better"]
     assert plan["arguments"] == ["tiny", "--target", "0"]
-    assert order(out) == [[arm, str(seed)] for seed in plan["seeds"] for arm in plan["arms"]]
+    assert order(out) == [[name, str(seed)] for seed in plan["seeds"] for name in plan["arms"]]
     assert not list(out.rglob("*.npz"))
     assert "## FAIL: better" in text and "no fewer tokens than the baseline" in text
-    assert text.count("FAIL") == 2  # that, and the title
+    assert text.count("FAIL") == 2  # the tokens and the title
     changes = verify.changes(verify.collect(out / "better"), verify.collect(out / "old"))
     assert changes == pytest.approx([-0.02] * 4)
 
 
-def test_many_arms_or_flags_end_in_a_table(script, tmp_path):
+def test_many_variants_or_flags_end_in_a_table(script, tmp_path):
     out, better = tmp_path / "out", tmp_path / "better.patch"
     status, text, _ = run(script, better, f"same={script.parent}", "-n", 3, "--out", out)
-    assert status == 1  # the third arm repeats the first one, run by run
+    assert status == 1  # the third variant has the logs of the first one
     assert "- same: **FAIL** a log is in both" in text
     assert "| better | 3 | " in text and "| -0.0200 | 0.0000 |" in text
-    words = script, better, "-n", 3, "--out", tmp_path / "two", "--", "tiny", "--steps", "500"
-    status, text, _ = run(*words)
+    arguments = script, better, "-n", 3, "--out", tmp_path / "two", "--", "tiny", "--steps", "500"
+    status, text, _ = run(*arguments)
     assert status == 0 and "FAIL" not in text and "| better | 3 | " in text
 
 
@@ -123,14 +125,15 @@ def test_every_plan_has_fresh_seeds_and_tells_nothing_of_its_machine(script, tmp
 
 @pytest.fixture
 def unfinished(script, tmp_path) -> Path:
-    """A plan of one arm and three runs, the log of the first of which is gone."""
+    """A plan of one variant and three runs, of which one has no log."""
     out = tmp_path / "out"
     run(script, "-n", 3, "--out", out, "--", "tiny")
-    next((out / "old" / "logs").iterdir()).unlink()
+    list((out / "old" / "logs").iterdir())[0].unlink()
     return out
 
 
 def wait_for(path: Path) -> int:
+    """Returns the process id in a file as soon as it is complete."""
     for _ in range(600):
         if path.exists() and path.read_text().endswith(" "):
             return int(path.read_text())
@@ -148,14 +151,14 @@ def test_a_signal_costs_one_run(unfinished, number):
     process.wait(timeout=30)
     *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
     assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
-    assert (
-        process.returncode == 128 + number and f"to go on: --resume {out}" in process.stderr.read()
-    )
+    assert process.returncode == 128 + number
+    assert f"to go on: --resume {out}" in process.stderr.read()
     (out / "wait").unlink()
     status, text, _ = run("--resume", out)
-    assert status == 0 and "1 interrupted and run again" in text
+    assert status == 0 and "runs that were interrupted and repeated: 1;" in text
     seeds = [int(seed) for _, seed in order(out)]
-    assert len(seeds) == 5 and seeds[3] == seeds[4] in seeds[:3]
+    assert len(seeds) == 5 and seeds[3] == seeds[4]
+    assert seeds[4] in seeds[:3]
     assert sorted(run.seed for run in verify.collect(out / "old").ended) == sorted(seeds[:3])
 
 
@@ -167,18 +170,21 @@ def test_a_killed_parent_leaves_no_second_run_beside_the_first(unfinished):
     process.kill()
     process.wait(timeout=30)
     status, _, err = run("--resume", out)
-    assert status == 2 and "is in use: one of its runs is going on" in err
+    assert status == 2 and "is in use: wait for its run, or stop it" in err
     (out / "wait").unlink()
     os.kill(child, signal.SIGKILL)
-    statuses = (run("--resume", out)[0] for _ in range(100))
-    assert next(status for status in statuses if status != 2) == 0
+    for _ in range(100):
+        status, _, _ = run("--resume", out)
+        if status != 2:  # 2: the killed child still has the lock
+            break
+    assert status == 0
 
 
 def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished):
-    """What diverged is not run again until it converges."""
+    """A run that diverged is not repeated until it converges."""
     (unfinished / "refuse").touch()
     status, _, err = run("--resume", unfinished)
-    assert status == 1 and "ended with status 2 and counts as none" in err
+    assert status == 1 and "ended with status 2 and does not count" in err
     (unfinished / "refuse").unlink()
     (unfinished / "nan").touch()
     status, text, _ = run("--resume", unfinished)
@@ -187,29 +193,30 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
     assert run("--resume", unfinished)[0] == 1 and len(order(unfinished)) == 5
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("arguments, message", [
     ("", "name at least one train_gpt.py"),
     ("old -n 1", "-n must be at least 2"),
-    ("old -n 2 -- tiny --target 1.5", "--target is run_ab.py's"),
-    ("old -n 2 -- tiny --seed=3", "--seed is run_ab.py's"),
-    ("better.patch -n 2", "the first arm must be a train_gpt.py"),
+    ("old -n 2 -- tiny --target 1.5", "leave out --target, which run_ab.py sets"),
+    ("old -n 2 -- tiny --seed=3", "leave out --seed, which run_ab.py sets"),
+    ("better.patch -n 2", "the first variant must be a train_gpt.py"),
     ("old old/train_gpt.py -n 2", "'old' is taken"),
     ("lock=old -n 2", "'lock' is taken"),
     ("end.py -n 2", "it must end with a newline"),
     ("border.py -n 2", "no line of 100 ="),
-    ("old nothing.patch -n 2", "does not apply to the first arm"),
+    ("old nothing.patch -n 2", "does not apply to the first variant"),
     ("--resume old -n 3", "give nothing else"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(script, tmp_path, words, said):
+def test_what_cannot_work_is_refused(script, tmp_path, arguments, message):
     (tmp_path / "end.py").write_text("x = 1")
     (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
     (tmp_path / "nothing.patch").touch()
-    status, _, err = run(*words.split(), cwd=tmp_path)
-    assert status == 2 and said in err and "Traceback" not in err
+    status, _, err = run(*arguments.split(), cwd=tmp_path)
+    assert status == 2 and message in err and "Traceback" not in err
 
 
 def test_a_plan_is_not_changed(unfinished):
-    source, file = unfinished / "old" / "train_gpt.py", unfinished / "plan.json"
+    source = unfinished / "old" / "train_gpt.py"
+    file = unfinished / "plan.json"
     source.write_text(SCRIPT + "#\n")
     assert "was changed after the plan was made" in run("--resume", unfinished)[2]
     source.write_text(SCRIPT)
@@ -218,8 +225,8 @@ def test_a_plan_is_not_changed(unfinished):
 
 
 def test_the_real_script(tmp_path, monkeypatch):
-    """With train_gpt.py itself, started by the launcher, with relative data and the compilation
-    cache of its folder. Should its log change, the judge has to."""
+    """train_gpt.py itself is started by the launcher, reads data by a relative path and caches
+    programs in the plan's folder. If its log changes, verify.py has to change."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     script = tmp_path / "train_gpt.py"
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
@@ -229,18 +236,19 @@ def test_the_real_script(tmp_path, monkeypatch):
             write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
         flags = ["tiny", *SMALL[:-2], "--steps", "6"]
         flags += ["--data", f"data/{Path(data).name}"]
-        words = f"new={script}", "-n", 2, "--out", tmp_path / "out", "--", *flags
-        status, text, err = run(*words)
+        arguments = f"new={script}", "-n", 2, "--out", tmp_path / "out", "--", *flags
+        status, text, err = run(*arguments)
     first, second = verify.collect(tmp_path / "out" / "new").runs
     assert first.ended == second.ended == "end of schedule", err
     assert status == 1 and "a record is what the file does" in text  # it has flags
-    assert "planned" not in text.partition("as many runs as planned")[2].splitlines()[0]
+    assert "| as many runs as planned | ok |" in text
     assert first.environment["JAX_COMPILATION_CACHE_DIR"] == "../cache"
     assert first.environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert (tmp_path / "out" / "cache").is_dir()
-    assert str(tmp_path) not in (said := first.path.read_text())
-    result = json.loads(said.rpartition("RESULT ")[2])
-    assert first.source == hashlib.sha256(script.read_bytes()).hexdigest()
+    log = first.path.read_text()
+    assert str(tmp_path) not in log
+    result = json.loads(log.rpartition("RESULT ")[2])
+    assert first.source_sha256 == hashlib.sha256(script.read_bytes()).hexdigest()
     assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 1024
     assert (first.loss, first.seconds * 1000) == (result["val_loss"], result["train_time_ms"])
     assert first.argv == [*flags, "--target", "0"] and first.seed == result["seed"]

@@ -1,4 +1,4 @@
-"""run.sh among fake Pythons and a fake nvidia-smi: what it picks and what it runs."""
+"""run.sh, with fake Pythons and fake machines: which Python and wheels it takes, what it runs."""
 
 import os
 import shutil
@@ -27,14 +27,15 @@ RECORD = ["data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} rec
 H100 = KINDS["1×H100"]
 
 
-def said(*lines, name="python3.12"):
+def calls(*lines, name="python3.12"):
+    """The log's lines of a fake Python that was called with these arguments."""
     return [f"{name} {line}" for line in lines]
 
 
 def test_first_run_without_gpu_installs_and_runs_tiny_and_the_second_only_runs(machine):
     machine.python(12)
     machine.script("nvidia-smi", f"#!{BASH}\necho No devices were found\nexit 9\n")
-    everything = said(*FIRST, *TINY)
+    everything = calls(*FIRST, *TINY)
     assert machine.run() == everything
     assert (machine.done.returncode, machine.done.stderr) == (0, "")
     reason = "nvidia-smi shows no NVIDIA GPU: No devices were found"
@@ -55,7 +56,7 @@ def test_help_prints_the_verbs_and_does_nothing(machine):
 
 def test_install_installs(machine):
     machine.python(12)
-    assert machine.run("install") == said(*FIRST) and machine.done.returncode == 0
+    assert machine.run("install") == calls(*FIRST) and machine.done.returncode == 0
     assert machine.run("install") == [] and machine.locks() == []
 
 
@@ -78,7 +79,7 @@ def test_without_gpu_memory_comes_in_huge_pages_unless_the_user_says_otherwise(m
 
 def test_check_installs_and_reads_no_data(machine):
     machine.python(12)
-    assert machine.run("check", "--small") == said(*FIRST, "-m dev.check_gpu --small")
+    assert machine.run("check", "--small") == calls(*FIRST, "-m dev.check_gpu --small")
     machine.become(H100)
     assert machine.run("check")[-1] == "python3.12 -m dev.check_gpu"
 
@@ -86,27 +87,27 @@ def test_check_installs_and_reads_no_data(machine):
 def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(machine):
     machine.python(12)
     sample = "sample", "logs/x y.npz", "a  b"
-    assert machine.run(*sample) == said(*FIRST, "evals/sample.py logs/x y.npz a  b")
-    assert machine.run("export", "x", "--out", "y") == said("evals/export.py x --out y")
+    assert machine.run(*sample) == calls(*FIRST, "evals/sample.py logs/x y.npz a  b")
+    assert machine.run("export", "x", "--out", "y") == calls("evals/export.py x --out y")
     tests = f"{PIP} tests/requirements.txt"
-    assert machine.run("look", "x") == said(tests, "evals/look.py x")
+    assert machine.run("look", "x") == calls(tests, "evals/look.py x")
     for tool in "hellaswag", "loss":
-        assert machine.run(tool, "x") == said(f"evals/{tool}.py x")
+        assert machine.run(tool, "x") == calls(f"evals/{tool}.py x")
         machine.root.joinpath(".venv/installed-tests").unlink()
-        assert machine.run(tool, "x") == said(tests, f"evals/{tool}.py x")
+        assert machine.run(tool, "x") == calls(tests, f"evals/{tool}.py x")
 
 
 def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
     machine.python(12)
     gpt2 = "basics/gpt2.py", "--prompt", "a  b"
-    assert machine.run(*gpt2) == said(*FIRST, "basics/gpt2.py --prompt a  b")
-    draws = said(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
+    assert machine.run(*gpt2) == calls(*FIRST, "basics/gpt2.py --prompt a  b")
+    draws = calls(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
     assert machine.run("basics/fsdp.py", "--draw", "x.svg") == draws
 
 
 def test_a_failed_or_changed_install_is_repeated(machine):
     machine.python(12)
-    install = said(f"{PIP} requirements.txt")
+    install = calls(f"{PIP} requirements.txt")
     (machine.root / "no_network").touch()
     assert machine.run()[2:] == install and machine.done.returncode == 1
     assert "no network" in machine.done.stderr and "pip could not install" in machine.done.stderr
@@ -136,11 +137,12 @@ def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
 
 def test_variable_python_overrules(machine):
     machine.python(12)
-    old, other = machine.python(10, name="old"), machine.python(11)
+    old = machine.python(10, name="old")
+    other = machine.python(11)
     assert f"PYTHON={old} does not work" in machine.refusal(PYTHON=str(old))
     assert "PYTHON=absent does not work" in machine.refusal(PYTHON="absent")
     assert machine.run(PYTHON=str(other))[0] == f"python3.11 {VENV}"
-    assert machine.run() == said(*TINY, name="python3.11")  # .venv keeps it
+    assert machine.run() == calls(*TINY, name="python3.11")  # .venv has it
     assert machine.run(PYTHON="python3.12")[0] == f"python3.12 {VENV}"
 
 
@@ -152,27 +154,27 @@ def test_broken_venv_is_made_anew_and_its_pip_too(machine):
     assert machine.run()[0] == f"python3.12 {VENV}"
     (machine.root / ".venv" / "bin" / "pip").unlink()  # as an interrupted venv leaves it
     (machine.root / ".venv" / "installed-cpu").unlink()
-    assert machine.run()[:2] == said(*FIRST[1:])
+    assert machine.run()[:2] == calls(*FIRST[1:])
 
 
 def test_a_venv_of_others_is_used(machine):
     precious = machine.foreign_venv(12)
-    expected = said(*FIRST[1:], *TINY, name="foreign")
+    expected = calls(*FIRST[1:], *TINY, name="foreign")
     assert machine.run() == expected and precious.exists()
     assert machine.run() == expected[2:]
 
 
-@pytest.mark.parametrize("minor, missing, env, word", [
+@pytest.mark.parametrize("minor, missing, env, command", [
     (10, [], {}, "mv .venv .venv-old"),
     (11, [], {"PYTHON": "python3.12"}, "mv .venv .venv-old"),
     (11, ["ensurepip"], {}, "uv pip install --python .venv/bin/python pip"),
 ])  # fmt: skip
-def test_a_venv_of_others_that_cannot_be_used_is_left_alone(machine, minor, missing, env, word):
+def test_a_venv_of_others_that_cannot_be_used_is_left_alone(machine, minor, missing, env, command):
     precious = machine.foreign_venv(minor, missing)
     machine.python(12)
     assert machine.run(**env) == [f"foreign {ENSURE}"] * len(missing) and precious.exists()
     assert machine.done.returncode == 1 and machine.done.stderr.count("\n") == 1
-    assert word in machine.done.stderr
+    assert command in machine.done.stderr
 
 
 @pytest.mark.parametrize("missing, pip, taken", [
@@ -189,10 +191,10 @@ def test_without_ensurepip_as_on_colab_a_newer_pip_installs_from_outside(
         return
     outside = PIP.replace("-m pip", "-m pip --python .venv/bin/python")
     lines = VENV, ENSURE, f"{outside} requirements.txt", *TINY
-    assert machine.run() == said(*lines, name="python3")
-    assert machine.run() == said(*TINY, name="python3")
+    assert machine.run() == calls(*lines, name="python3")
+    assert machine.run() == calls(*TINY, name="python3")
     (machine.root / "requirements.txt").write_text("more==1\n")
-    assert machine.run() == said(*lines[1:], name="python3")
+    assert machine.run() == calls(*lines[1:], name="python3")
     machine.python(11)  # one with ensurepip is better
     assert machine.run(PYTHON="python3.11")[0] == f"python3.11 {VENV}"
 
@@ -228,7 +230,7 @@ def test_every_kind_of_machine_gets_its_wheels_preset_and_environment(
     machine.python(12)
     machine.become(KINDS[title])
     training = RECORD if preset == "record" else TINY
-    assert machine.run() == said(VENV, ENSURE, pip_line(wheels), *training)
+    assert machine.run() == calls(VENV, ENSURE, pip_line(wheels), *training)
     assert (machine.done.returncode, machine.done.stderr) == (0, "")
     (line,) = [line for line in machine.done.stdout.splitlines() if "No preset" in line]
     assert line.startswith(f'No preset given: running "{preset}", because ') and why in line
@@ -252,7 +254,7 @@ def test_other_wheels_get_a_fresh_venv_and_those_of_the_cpu_go_with_all(machine)
         machine.become(KINDS[title])
         assert machine.run("install")[0] == f"python3.12 {VENV}"
     machine.become(KINDS["a laptop"])
-    assert machine.run("install") == said(pip_line("cpu"))
+    assert machine.run("install") == calls(pip_line("cpu"))
     machine.become(H100)
     assert machine.run("install") == []
 
@@ -263,19 +265,19 @@ def test_changed_constraints_are_installed(machine):
     machine.run("install")
     pins = machine.root / "dev/constraints/cuda13.txt"
     pins.write_text(pins.read_text().replace("9.28", "9.29"))
-    assert machine.run("install") == said(pip_line("cuda13"))
+    assert machine.run("install") == calls(pip_line("cuda13"))
     assert machine.run("install") == []
 
 
 def test_where_the_record_does_not_fit_its_tokens_are_not_fetched(machine):
     machine.python(12)
     machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
-    assert machine.run()[3:] == said(*TINY)
+    assert machine.run()[3:] == calls(*TINY)
     reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.0"
     assert f'running "tiny", because {reason}\n' in machine.done.stdout
-    assert machine.run("record") == said(f"{TRAIN} record")  # which refuses it
+    assert machine.run("record") == calls(f"{TRAIN} record")  # which refuses it
     machine.become(KINDS["T4, on Colab"])
-    assert machine.run("record")[3:] == said(*RECORD)  # slow, but as asked for
+    assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 
 
 def test_unfit_drivers_pythons_and_systems_are_refused(machine):
@@ -289,9 +291,9 @@ def test_unfit_drivers_pythons_and_systems_are_refused(machine):
     for verb in "record", "plan":
         message = machine.refusal(verb)
         assert "the NVIDIA driver, 524, is too old: jax needs 525 or newer" in message
-    for name, word in ("MINGW64_NT-10.0", "WSL2"), ("MSYS_NT-10.0", "WSL2"), ("Darwin", "Intel"):
+    for name, hint in ("MINGW64_NT-10.0", "WSL2"), ("MSYS_NT-10.0", "WSL2"), ("Darwin", "Intel"):
         machine.system(name, "x86_64")
-        assert word in machine.refusal("test")
+        assert hint in machine.refusal("test")
 
 
 def test_plan_takes_no_arguments_and_any_python(machine):
@@ -309,27 +311,27 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
-    (["record"], [f"{TRAIN} record"]),  # without GPUs, which train_gpt.py explains
+    (["record"], [f"{TRAIN} record"]),  # there is no GPU, but train_gpt.py runs and explains that
     (["record", "--data", "x"], [f"{CHECK} x", f"{TRAIN} record --data x"]),
     (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
-    assert machine.run(*argv)[3:] == said(*expected)
+    assert machine.run(*argv)[3:] == calls(*expected)
 
 
 @pytest.mark.parametrize("name, count", [("data/source_code.py", 1), ("data/check.py", 2)])
 def test_failure_of_a_data_script_stops_the_run(machine, name, count):
     python = machine.python(12)
     python.write_text(python.read_text() + f"if argv[0] == {name!r}: sys.exit(1)\n")
-    assert machine.run()[3:] == said(*TINY[:count]) and machine.done.returncode == 1
+    assert machine.run()[3:] == calls(*TINY[:count]) and machine.done.returncode == 1
 
 
 def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     machine.python(12)
     lines = f"{PIP} tests/requirements.txt", "-m ruff check .", "-m ruff format --check ."
     *checks, suite = machine.run("test", "-k", "data")[3:]
-    assert checks == said(*lines)
+    assert checks == calls(*lines)
     assert " -m pytest " in suite and suite.endswith(" -k data")
     assert machine.run("test", "-k", "data") == [*checks[1:], suite]  # installed already
     assert os.access(ROOT / "run.sh", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
@@ -339,7 +341,7 @@ def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
 BUSY = """
 import time
 if argv[0] in ("-m", "data/source_code.py"):
-    os.mkdir("busy")  # fails where another is at it
+    os.mkdir("busy")  # fails if another process is here
     time.sleep(0.3)
     os.rmdir("busy")
 """
@@ -355,12 +357,14 @@ DEAD = 999999999  # no process has this number
 
 @pytest.mark.parametrize("left", [[], [f"Linux {DEAD}"]])
 def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
-    """Whose lock was left is read by all before the first of them removes it."""
+    """Also if a dead process left its lock: a slow readlink lets all of them read the old lock
+    before the first one removes it."""
     python = machine.python(12)
     python.write_text(python.read_text() + BUSY)
     for owner in left:
         (machine.root / ".lock").symlink_to(owner)
-        readlink, sleep = shutil.which("readlink"), shutil.which("sleep")
+        readlink = shutil.which("readlink")
+        sleep = shutil.which("sleep")
         (machine.bin / "readlink").unlink()
         machine.script("readlink", f'#!{BASH}\n{readlink} "$@"\n{sleep} 0.3\n')
     processes = [machine.start() for _ in range(4)]
@@ -368,24 +372,24 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, "") and out.count("Waiting") <= 1
     lines = machine.log.read_text().splitlines()
-    expected = said(*FIRST, *TINY * 4)
+    expected = calls(*FIRST, *TINY * 4)
     assert lines[:4] == expected[:4] and sorted(lines) == sorted(expected)
     assert machine.locks() == []
 
 
-@pytest.mark.parametrize("argv, held, free", [
+@pytest.mark.parametrize("argv, locked, unlocked", [
     ([], "-m -m data/source_code.py", "data/check.py dev/launch.py"),
     (["check"], "-m -m", "-m"),
     (["loss", "x"], "-m -m -m", "evals/loss.py"),
     (["test"], "-m -m -m", "-m -m -m"),
 ])  # fmt: skip
-def test_only_what_writes_holds_the_lock(machine, argv, held, free):
+def test_only_what_writes_holds_the_lock(machine, argv, locked, unlocked):
     python = machine.python(12)
     python.write_text(python.read_text() + "print('lock', os.path.lexists('.lock'), argv[0])\n")
     machine.run(*argv)
     lines = [line.split() for line in machine.done.stdout.splitlines()]
-    expected = [["lock", "True", name] for name in held.split()]
-    expected += [["lock", "False", name] for name in free.split()]
+    expected = [["lock", "True", name] for name in locked.split()]
+    expected += [["lock", "False", name] for name in unlocked.split()]
     assert [line for line in lines if line[0] == "lock"] == expected
 
 
@@ -394,9 +398,10 @@ def test_the_lock_of_another_host_or_of_a_live_process_stays_and_is_told_once(ma
     machine.python(12)
     owner = owner.replace("us", str(os.getpid()))
     (machine.root / ".lock").symlink_to(owner)
-    process, (host, number) = machine.start(HOSTNAME="elsewhere"), owner.split()
-    words = f"Waiting for process {number} on {host}; if it is gone, type  rm -r .lock*\n"
-    assert process.stdout.readline() == words
+    process = machine.start(HOSTNAME="elsewhere")
+    host, number = owner.split()
+    message = f"Waiting for process {number} on {host}; if it is gone, type  rm -r .lock*\n"
+    assert process.stdout.readline() == message
     time.sleep(0.5)
     assert not machine.log.exists() and machine.locks() == [".lock"]
     (machine.root / ".lock").unlink()
@@ -413,7 +418,7 @@ def test_a_container_that_is_started_again_has_the_number_of_the_one_that_was_ki
 
 
 def hanging(machine):
-    """run.sh at its install, which ends where there is a file `go`."""
+    """run.sh while it installs, which takes until there is a file `go`."""
     python = machine.python(12)
     python.write_text(python.read_text() + HANGS)
     process = machine.start()
@@ -430,7 +435,7 @@ def test_who_is_stopped_leaves_no_lock_or_one_that_is_taken_over(machine, number
     os.killpg(process.pid, number)
     assert process.wait(timeout=10) != 0 and machine.locks() == left
     (machine.root / "go").touch()
-    assert machine.run() == said(f"{PIP} requirements.txt", *TINY)
+    assert machine.run() == calls(f"{PIP} requirements.txt", *TINY)
     assert "Waiting" not in machine.done.stdout and machine.locks() == []
 
 
@@ -450,11 +455,11 @@ def test_where_nothing_can_be_written_what_is_installed_runs_without_a_lock(mach
     lock = machine.root / ".lock"
     lock.symlink_to("elsewhere 1")
     machine.root.chmod(0o555)
-    if os.access(machine.root, os.W_OK):  # root
+    if os.access(machine.root, os.W_OK):  # root may write anyway: a fake ln fails instead
         lock.unlink()
         (machine.bin / "ln").unlink()
         error = "ln: failed to create symbolic link '.lock': Read-only file system"
         machine.script("ln", f'#!{BASH}\necho "{error}" >&2\nexit 1\n')
-    assert machine.run() == said(*TINY) and machine.done.returncode == 0
+    assert machine.run() == calls(*TINY) and machine.done.returncode == 0
     assert machine.done.stderr == "" and "Waiting" not in machine.done.stdout
     machine.root.chmod(0o755)

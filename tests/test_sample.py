@@ -1,4 +1,4 @@
-"""Weights that a run has left: read by evals/weights.py, or refused; text of them, streamed."""
+"""evals/weights.py reads the weights of a run or refuses them; evals/sample.py streams text."""
 
 import argparse
 import dataclasses
@@ -29,14 +29,14 @@ from tests.tools import (
 from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
-SAMPLE, TRAIN = ROOT / "evals/sample.py", ROOT / "train_gpt.py"
+TRAIN = ROOT / "train_gpt.py"
 ALPHABET = "abcdefghijklmnop"  # the whole of every document
 HOW = dict(tokens=9, samples=1, seed=0, temperature=0.0, top_k=0, top_p=1.0, interactive=False)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder in which a run of a minute has learned the alphabet by heart; what it printed."""
+    """A run that has learned the alphabet by heart: its folder, weights and output."""
     folder = tmp_path_factory.mktemp("run")
     document = [256, *ALPHABET.encode()]
     write_shard(folder / "x_train_000001.bin", document * 1000)
@@ -58,7 +58,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(run):
-    """The weights in float32, and what makes logits of the last token of rows."""
+    """The weights in float32, and a function of tokens and places: the logits at these places."""
     w = weights.open_weights(run.path, TRAIN)
     w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
     read = lambda x, head, _, last: weights.logits(w, x[jnp.arange(len(x)), last], head)
@@ -67,7 +67,7 @@ def model(run):
 
 @pytest.fixture
 def call(run, monkeypatch, capsys):
-    """sample.py, in this process: exit status, stdout, stderr."""
+    """Runs sample.py in this process: its exit status, stdout and stderr."""
 
     def start(*argv, path=run.path):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(path), *argv])
@@ -102,8 +102,9 @@ def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
 
 
 def test_weights_from_gpus_are_read_without(run, tmp_path, call):
-    argv, on_gpus = ("abc", "--temperature", "0"), dict(attention="cudnn", microbatch=1)
-    out = call(*argv, path=edited(run, tmp_path, config=on_gpus))[1]
+    on_gpus = dict(attention="cudnn", microbatch=1)
+    path = edited(run, tmp_path, config=on_gpus)
+    _, out, _ = call("abc", "--temperature", "0", path=path)
     assert out == ALPHABET + "\n"
 
 
@@ -119,11 +120,12 @@ def test_padding_and_neighbours_have_no_influence(model):
     w, run = model
     rows = np.frombuffer(("xyzabcde" * 9 + ALPHABET * 4).encode(), np.uint8).reshape(2, -1)
     rows = np.pad(rows.astype(np.int32), ((0, 0), (1, 0)), constant_values=w.c.eot)
-    last, pad = np.array([20, 60]), lambda T: np.pad(rows, ((0, 0), (0, T - 68)))
+    last = np.array([20, 60])
+    pad = lambda T: np.pad(rows, ((0, 0), (0, T - 68)))
     whole = {k: jnp.asarray(v) for k, v in w.arrays.items()}
     whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
     for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
-        tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last one is not read
+        tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last token is only a target
         inputs = tokens[:, :-1]
         forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
         x = train_gpt.norm(forward(bigram_rows(whole, inputs, w.c), inputs, w.c, w.stage))
@@ -135,7 +137,7 @@ def test_padding_and_neighbours_have_no_influence(model):
 
 
 def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
-    """The windows of a run that has reached its target early are not those of its last stage."""
+    """A run that reached its target early was validated with the windows of an earlier stage."""
     for steps, stage in (3, 0), (9, 1):
         stages = Stage(4, 256, 8, 16, 0, 1.0), Stage(6, 256, 8, 32, 0, 1.0)
         stages = [dataclasses.asdict(stage) for stage in stages]
@@ -144,7 +146,8 @@ def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
 
 
 def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
-    lengths, how = [], argparse.Namespace(**HOW | dict(tokens=500, samples=2))
+    lengths = []
+    how = argparse.Namespace(**HOW | dict(tokens=500, samples=2))
 
     def run(tokens, last):
         assert not tokens[:, last[0] + 1 :].any() and len({*last}) == 1
@@ -157,16 +160,16 @@ def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
 
 
 def test_of_three_devices_two_are_used(run, monkeypatch):
-    """Rows are spread evenly over those that divide 8 matrices."""
+    """The number of devices must divide 8 matrices."""
     monkeypatch.setattr(jax, "device_count", lambda: 3)
     assert len(weights.open_weights(run.path, TRAIN).devices) == 2
 
 
 def test_every_prompt_of_a_session_has_its_own_randomness():
-    run, how = lambda tokens, last: np.zeros((1, 257)), argparse.Namespace(**HOW)
-    how.temperature = 1.0
-    first, again, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
-    assert len(first) == 9 and first == again != second
+    run = lambda tokens, last: np.zeros((1, 257))
+    how = argparse.Namespace(**HOW | dict(temperature=1.0))
+    first, repeated, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
+    assert len(first) == 9 and first == repeated != second
 
 
 # ---- Drawing -------------------------------------------------------------------------------------
@@ -180,7 +183,8 @@ def test_every_prompt_of_a_session_has_its_own_randomness():
     (dict(temperature=1.0, top_p=0.9), [0.1, 0.5, 0, 0.35]),
 ])  # fmt: skip
 def test_tokens_are_drawn_by_their_probability(change, p):
-    how, rng = argparse.Namespace(**HOW | change), np.random.default_rng(1)
+    how = argparse.Namespace(**HOW | change)
+    rng = np.random.default_rng(1)
     logits = np.log(np.float32([0.1, 0.5, 0.05, 0.35])) + 7
     drawn = [sample.draw(logits, how, rng) for _ in range(4000)]
     p = np.array(p) / np.sum(p)
@@ -189,18 +193,21 @@ def test_tokens_are_drawn_by_their_probability(change, p):
 
 
 def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys):
-    """Characters of several bytes as soon as they are whole, what is none as U+FFFD."""
-    coming, out = [*"é€".encode(), 0xFF, *b"!", 256], io.StringIO()
-    whole = ["> ", "> ", "> é", "> é", "> é", "> é€", "> é€\ufffd", "> é€\ufffd!"]
+    """A character of several bytes is shown once it is complete, an invalid byte as U+FFFD."""
+    coming = [*"é€".encode(), 0xFF, *b"!", 256]  # the next tokens
+    out = io.StringIO()
+    # What has been shown before each of them.
+    shown = ["> ", "> ", "> é", "> é", "> é", "> é€", "> é€\ufffd", "> é€\ufffd!"]
 
     def run(tokens, last):
-        assert out.getvalue() == whole.pop(0)
+        assert out.getvalue() == shown.pop(0)
         return np.eye(257)[[coming.pop(0)]]
 
     monkeypatch.setattr(sys, "stdout", out)
-    how, w = argparse.Namespace(**HOW | dict(tokens=99)), model[0]
+    how = argparse.Namespace(**HOW | dict(tokens=99))
+    w, _ = model
     sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
-    assert (out.getvalue(), coming, whole) == ("> é€\ufffd!\n", [], [])
+    assert (out.getvalue(), coming, shown) == ("> é€\ufffd!\n", [], [])
 
 
 def test_a_sample_that_has_ended_says_no_more(model, capsys):
@@ -210,7 +217,8 @@ def test_a_sample_that_has_ended_says_no_more(model, capsys):
         assert [*tokens[0, :3]] == [256, *b"> "]  # a prompt begins a document
         return np.eye(257)[[*coming.pop(0)]]
 
-    how, w = argparse.Namespace(**HOW | dict(samples=2)), model[0]
+    how = argparse.Namespace(**HOW | dict(samples=2))
+    w, _ = model
     sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
     assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
 
@@ -232,7 +240,7 @@ def test_prompts_in_a_row(call, monkeypatch):
 
 # ---- Refusals ------------------------------------------------------------------------------------
 def edited(run, tmp_path, **change) -> Path:
-    """The weights with other facts (config=..., result=...) or arrays; None: without."""
+    """A copy of the weights with other config=, result= or arrays; None removes one."""
     parts = dict(np.load(run.path))
     for name, value in change.items():
         if isinstance(value, dict):
@@ -243,13 +251,15 @@ def edited(run, tmp_path, **change) -> Path:
 
 
 def cut(run, tmp_path, size: int) -> Path:
+    """A copy of the first bytes."""
     (tmp_path / "x.npz").write_bytes(run.path.read_bytes()[:size])
     return tmp_path / "x.npz"
 
 
 def flipped(run, tmp_path) -> Path:
+    """A copy with a wrong bit in an array's header, which np.load would not notice."""
     data = bytearray(run.path.read_bytes())
-    data[data.find(b"head.npy") + 60] ^= 1  # in an array's header, which np.load takes as it is
+    data[data.find(b"head.npy") + 60] ^= 1
     (tmp_path / "x.npz").write_bytes(data)
     return tmp_path / "x.npz"
 
@@ -277,27 +287,27 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
-    make, words = BAD[case]
+    make, message = BAD[case]
     status, out, err = call("x", path=make(run, tmp_path))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("sample.py: ") and words in err
+    assert err.startswith("sample.py: ") and message in err
 
 
-@pytest.mark.parametrize("argv, words", [
+@pytest.mark.parametrize("argv, message", [
     ([], "give a prompt that is not empty"),
     ([""], "give a prompt that is not empty"),
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
-    (["x", "--temperature", "-1"], "begin at 1"),
-    (["x", "--temperature", "nan"], "begin at 1"),
+    (["x", "--temperature", "-1"], "begins at 0"),
+    (["x", "--temperature", "nan"], "begins at 0"),
     (["x", "--top_p", "0"], "--top_p is above 0"),
     (["x", "--top_p", "nan"], "--top_p is above 0"),
     (["x", "--topk", "3"], "unrecognized arguments"),
     (["x", "--script", "none.py"], "--script none.py is no script like train_gpt.py"),
 ])  # fmt: skip
-def test_bad_arguments_are_refused_in_a_line(argv, words, call):
+def test_bad_arguments_are_refused_in_a_line(argv, message, call):
     status, out, err = call(*argv)
-    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
 
 
 def test_without_gpt2s_vocabulary_a_line_says_how_to_get_it(monkeypatch, capsys):

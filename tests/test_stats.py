@@ -1,4 +1,4 @@
-"""Our Student's t against scipy's, which the judge does without."""
+"""stats.py, which needs no packages, agrees with scipy."""
 
 import itertools
 import math
@@ -13,8 +13,8 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 @pytest.mark.parametrize("df", [1, 1.5, 2, 3, 4.7, 7, 12, 30.3, 100, 1000, 9999])
 def test_the_distribution_is_scipys(df):
     for t in (-1000, -40, -12, -5, -2.815, -1, -0.3, -1e-3, 0.0, 1e-4, 0.7, 2, 6, 30, 1000):
-        ours, theirs = stats.tail(-t, df), scipy.stats.t.cdf(t, df)
-        assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-250)
+        theirs = scipy.stats.t.cdf(t, df)
+        assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
 
 
 def test_tests_are_scipys():
@@ -26,15 +26,18 @@ def test_tests_are_scipys():
         assert stats.below(a, 3.2795) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
         theirs = ttest_ind(a, b, equal_var=False, alternative="less")
         assert stats.welch(a, b) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
-        pairs = [*zip(a, b, strict=False)]
-        theirs, ours = ttest_rel(*zip(*pairs, strict=True)), stats.paired([x - y for x, y in pairs])
+        count = min(n, m)
+        theirs = ttest_rel(a[:count], b[:count])
+        ours = stats.paired([x - y for x, y in zip(a, b, strict=False)])
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
 
 
-def test_nothing_is_proved_by_what_does_not_vary():
+def test_values_that_do_not_vary_have_no_p_value():
     for losses in [3.2, 3.2, 3.2], [3.2], []:
-        assert math.isnan(stats.below(losses, 3.28).p) and math.isnan(stats.paired(losses).p)
-    assert math.isnan(stats.welch([1, 1], [2, 2]).p) and math.isnan(stats.welch([1.0], [2, 3]).p)
+        assert math.isnan(stats.below(losses, 3.28).p)
+        assert math.isnan(stats.paired(losses).p)
+    assert math.isnan(stats.welch([1, 1], [2, 2]).p)
+    assert math.isnan(stats.welch([1.0], [2, 3]).p)
 
 
 @pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (3, 4), (50, 2), (0.1, 700)])
@@ -49,5 +52,7 @@ def test_power_is_that_of_the_noncentral_t(effect, n, alpha):
 def test_runs_needed_is_the_first_number_that_suffices():
     for effect in 0.05, 0.3, 0.8, 1.5, 4, 50:
         n = stats.runs_needed(effect)
-        assert stats.power(effect, n) >= 0.8 and (n == 2 or stats.power(effect, n - 1) < 0.8)
+        assert stats.power(effect, n) >= 0.8
+        if n > 2:
+            assert stats.power(effect, n - 1) < 0.8
     assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))

@@ -1,5 +1,5 @@
-"""Which tokens the batches have, and in which order. That any number of devices gets the same is in
-test_devices.py."""
+"""Which tokens the batches have, and in which order. test_devices.py shows that any number of
+devices gets the same."""
 
 import dataclasses
 import itertools
@@ -19,10 +19,10 @@ LENGTHS = [
     [1000, 2, 500],
     [2, 1000],
     [65, 66, 67],  # a batch of (2, 32) needs 65
-    [129, 130, 131, 64, 0x101],
+    [129, 130, 131, 64, 257],
     [1, 0, 300],
 ]
-# Shards of documents: the size of the text before the first start, then of each document.
+# For each shard, the tokens before the first document, and the size of every document.
 DOCUMENTS = dict(
     some=[(0, *range(1, 40)), (0, *range(40, 1, -1))],
     long=[(0, 300, 1, 200, 33, 34, 35, 500), (0, 8, 300)],
@@ -43,32 +43,37 @@ SHAPES = dict(  # sequences, T, max_doc of every batch
 
 
 def text_batches(batch: int, T: int, steps: int = 10**4) -> list[tuple[int, int, int]]:
-    """Shapes of batches in which documents go on in the next sequence."""
+    """Shapes of batches of unpacked text: a document continues in the next sequence."""
     return [(batch, T, 0)] * steps
 
 
 def numbered_shards(lengths) -> list[np.ndarray]:
-    """Shards in which a token is its place: no two are equal."""
+    """Shards whose tokens count on from shard to shard, so that no two are equal."""
     starts = np.cumsum([0, *lengths])
     return [np.arange(a, b, dtype="<u2") for a, b in itertools.pairwise(starts)]
 
 
 def document_shards(name: str) -> list[np.ndarray]:
-    """Numbered shards, with the starts of these documents."""
+    """Numbered shards in which these documents start with EOT."""
     shards = [tokens + 1000 for tokens in numbered_shards(map(sum, DOCUMENTS[name]))]
-    for tokens, (before, *sizes) in zip(shards, DOCUMENTS[name], strict=True):
-        tokens[[*itertools.accumulate([before, *sizes[:-1]])] if sizes else []] = EOT
+    for tokens, (place, *sizes) in zip(shards, DOCUMENTS[name], strict=True):
+        for size in sizes:
+            tokens[place] = EOT
+            place += size
     return shards
 
 
 # ---- Batches of consecutive text -----------------------------------------------------------------
 def upstream(shards, batch: int, T: int):
-    """Upstream's rule: while fewer than a batch and a token are left, the next shard is taken.
-    (Upstream wants one more token than it reads; we do not.)"""
-    shard = token = 0
+    """The inputs and targets of every batch by upstream's rule: if a shard has fewer tokens left
+    than a batch and one more, the next shard is read. (Upstream asks for yet another token, which
+    it does not read.)"""
+    shard = 0
+    token = 0  # the place in the shard
     while True:
         while shard < len(shards) and token + batch * T + 1 > len(shards[shard]):
-            shard, token = shard + 1, 0
+            shard += 1
+            token = 0
         if shard == len(shards):
             return
         tokens = shards[shard][token : token + batch * T + 1]
@@ -90,21 +95,21 @@ def test_the_stream_ends_after_the_last_batch():
     shards = numbered_shards([1000, 1000])
     for steps in (0, 1, 15, 16, 30, 31):
         batches = list(train_gpt.read_batches(shards, text_batches(2, 32, steps), MINI))
-        assert len(batches) == min(steps, 30)  # there are no more; find_data() refuses
+        assert len(batches) == min(steps, 30)  # all that there are; find_data() would refuse 31
 
 
 def test_a_document_longer_than_a_sequence_goes_on_in_the_next():
     tokens = np.arange(400, dtype="<u2") % 200
     tokens[[0, 300]] = EOT  # one document of 300 tokens over sequences of 32
     (batch,) = train_gpt.read_batches([tokens], text_batches(8, 32), MINI)
-    assert (batch == EOT).sum() == 1  # no sequence gets a start that the text does not have
+    assert (batch == EOT).sum() == 1  # a sequence begins with EOT only if the text has it there
     assert batch[:, 0].tolist() == tokens[0:256:32].tolist()
-    assert batch[:, -1].tolist() == tokens[32:257:32].tolist()  # a target is the next one's input
+    assert batch[:, -1].tolist() == tokens[32:257:32].tolist()  # the next sequence's first input
 
 
 # ---- Batches of packed documents -----------------------------------------------------------------
 def read_naively(shards, shapes):
-    """The rules, a token at a time."""
+    """The batches by the rules of the stream, read token by token."""
     shapes = [*shapes]
     for shard in (shard.tolist() for shard in shards):
         place = 0
@@ -114,7 +119,7 @@ def read_naively(shards, shapes):
             try:
                 for _ in range(sequences):
                     sequence = []
-                    if not max_doc:  # the text as it goes on; its last token is read again
+                    if not max_doc:  # consecutive text; the next sequence repeats the last token
                         sequence = [shard[place + i] for i in range(T + 1)]
                         place += T
                     while len(sequence) < T + 1:
@@ -145,12 +150,11 @@ def test_what_becomes_of_documents_by_example():
     text = "12E345E6789abcdE12E34567E1E1234567"
     shard = np.array([EOT if t == "E" else int(t, 16) for t in text], "<u2")
     E = EOT
-    batches = train_gpt.read_batches(
-        [shard], [(2, 9, 5)] * 2, MINI
-    )  # of which the second finds no text
+    # Two batches are asked for, but there are tokens for one only.
+    batches = train_gpt.read_batches([shard], [(2, 9, 5)] * 2, MINI)
     assert [batch.tolist() for batch in batches] == [
         [
-            [E, 3, 4, 5, E, 6, 7, 8, 9, E],  # documents 2 and 3 are cut: to 5, and to what fits
+            [E, 3, 4, 5, E, 6, 7, 8, 9, E],  # document 2 is cut to 5, document 3 to what fits
             [E, 3, 4, 5, 6, E, 1, E, 1, 2],  # the rest of document 3 is dropped
         ]
     ]
@@ -164,7 +168,7 @@ def test_pack_documents_works_beyond_16_bits():
 
 
 def test_parts_of_the_stream_together_are_the_stream():
-    """Processes read a part of each batch, in order."""
+    """Every process reads a part of each batch."""
     shards = document_shards("long")
     shapes = [(4, 16, 9), (4, 24, 0)] * 3
     for parts in 1, 2, 4:
@@ -179,7 +183,8 @@ def test_parts_of_the_stream_together_are_the_stream():
 
 # ---- Stages --------------------------------------------------------------------------------------
 def test_stages_follow_each_other_at_their_steps(tmp_path):
-    """Each in its shape from its first step on; within a shard as well as from shard to shard."""
+    """A stage's batches have its shape from its first step on, also where the stage begins within a
+    shard."""
     stages = (
         Stage(3, 64, short=8, long=8, max_doc=5, lr=1.0),
         Stage(4, 128, short=8, long=8, max_doc=0, lr=1.0),

@@ -1,4 +1,4 @@
-"""The promise "copy one file and change it": diffs of dev/change_it.md, applied and run."""
+"""A reader copies one file and changes it: the diffs of dev/change_it.md are applied and run."""
 
 import importlib.util
 import inspect
@@ -25,10 +25,10 @@ IN_README = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 OTHERS = [diff for diff in IN_README if diff not in PAGE]
 ALL = DIFFS | {f"readme{i}": diff for i, diff in enumerate(OTHERS)}
 ONE_LAYER = "(Layer(SHORT),)"
-ON_ONE_DEVICE = "value_residual", "stages"  # these change nothing that devices share
+ON_ONE_DEVICE = "value_residual", "stages"  # they change nothing of the sharding
 LAYERS = {"value_residual": '(Layer(SHORT), Layer(SHORT), Layer(LONG, mudd=("input",)))'}
 SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
-SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="xla")
+SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band")
 
 
 def soap(scale: float, b1=0.95, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
@@ -57,23 +57,24 @@ def soap(scale: float, b1=0.95, b2=0.95, eps=1e-8) -> optax.GradientTransformati
 
 
 def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
-    """Each hunk's old lines stand once in the source, and its new ones take their place."""
+    """The source after a diff; the old lines of every hunk must be there exactly once."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
         lines = hunk.splitlines(keepends=True)
         old = "".join(line[1:] or "\n" for line in lines if line[0] in " -\n")
+        new = "".join(line[1:] or "\n" for line in lines if line[0] != "-")
         assert source.count(old) == 1, f"{source.count(old)} places have\n{old}"
-        source = source.replace(old, "".join(line[1:] or "\n" for line in lines if line[0] != "-"))
+        source = source.replace(old, new)
     return source
 
 
 def with_soap(source: str) -> str:
-    """The source with soap() in front of param_table()."""
+    """The source with soap() before param_table(), for the diff that uses it."""
     return source.replace("def param_table(", f"{inspect.getsource(soap)}\n\ndef param_table(")
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """Imports a source, as a module of its own."""
+    """A function that imports a source as a module."""
     folder = tmp_path_factory.mktemp("tweaked")
 
     def load(source: str, name: str = "tweaked") -> ModuleType:
@@ -88,14 +89,15 @@ def load(tmp_path_factory):
 
 
 def config(module: ModuleType, layers: str = ONE_LAYER):
-    """`tiny` of a module, small and in float32, with other layers, but with the module's stages."""
+    """A module's `tiny`, small and in float32, with these layers (as code) and its own stages."""
     layers = eval(layers, vars(module))
     return module.dataclasses.replace(module.PRESETS["tiny"], layers=layers, **SMALL)
 
 
 def first_state(module: ModuleType, c, mesh):
-    """The first state, with noise on its parameters: in a fresh model many gradients are 0."""
-    state, table = module.make_state(c, mesh), module.param_table(c)
+    """The first state, with noise added: in a fresh model many gradients are 0."""
+    state = module.make_state(c, mesh)
+    table = module.param_table(c)
     params = {}
     for name, p in state.params.items():
         array = 0.05 * noise(name, p.shape)
@@ -120,7 +122,8 @@ def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[di
     with ThreadPoolExecutor(2) as pool:
         programs = list(pool.map(lambda step: module.compile_train_step(*step, c, mesh), steps))
         state = first_state(module, c, mesh)
-    losses, params = [], [jax.tree.map(np.asarray, state.params)]
+    losses = []
+    params = [jax.tree.map(np.asarray, state.params)]
     for i, (program, row) in enumerate(zip(programs, module.schedule(c), strict=True)):
         tokens = sequences(c, c.sequence_length(steps[i][0]), seed=i)
         row = jax.device_put(row, NamedSharding(mesh, PartitionSpec()))
@@ -131,8 +134,9 @@ def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[di
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, before: np.ndarray) -> None:
-    """The same movement, within the rounding of float32: SOAP divides by small singular values."""
-    error, moved = np.linalg.norm(got - want), np.linalg.norm(want - before)
+    """Both moved alike from `before`, but for rounding: SOAP divides by small singular values."""
+    error = np.linalg.norm(got - want)
+    moved = np.linalg.norm(want - before)
     assert error <= 3e-4 * moved + 1e-6, f"{name}: {error} after moving by {moved}"
 
 
@@ -144,7 +148,7 @@ def plain(load):
 
 
 # ---- The diffs -----------------------------------------------------------------------------------
-@pytest.mark.slow  # that the model itself does is in test_devices.py
+@pytest.mark.slow  # test_devices.py checks it for the model without a diff
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ON_ONE_DEVICE])
 def test_a_diff_runs_alike_on_1_and_8_devices(name, load):
     module = load(with_soap(apply(ALL[name])) if "soap(" in ALL[name] else apply(ALL[name]))
@@ -181,20 +185,21 @@ def test_a_diff_is_short_and_runs(name, load, plain):
 
 
 def check_optimizer(losses: list, params: list[dict], plain: tuple) -> None:
-    """In the first step, the MLP moves otherwise than without the change, and nothing else does."""
+    """In the first step, the MLP moves unlike in the plain model, and all else moves alike."""
     plain_losses, plain_params = plain
     assert losses[0] == pytest.approx(plain_losses[0], rel=1e-6)
     before = plain_params[0]
     for key in before:
         if key != "mlp":
             close(key, params[1][key], plain_params[1][key], before[key])
-    moved, plainly = params[1]["mlp"] - before["mlp"], plain_params[1]["mlp"] - before["mlp"]
-    assert np.linalg.norm(moved - plainly) > 0.1 * np.linalg.norm(plainly)
-    assert 0.3 < np.linalg.norm(moved) / np.linalg.norm(plainly) < 3  # the rates fit
+    move = params[1]["mlp"] - before["mlp"]
+    plain_move = plain_params[1]["mlp"] - before["mlp"]
+    assert np.linalg.norm(move - plain_move) > 0.1 * np.linalg.norm(plain_move)
+    assert 0.3 < np.linalg.norm(move) / np.linalg.norm(plain_move) < 3  # the rates fit
 
 
 def check_swiglu(module: ModuleType, c) -> None:
-    """The MLP is the formula, and so are its gradients."""
+    """The MLP and its gradients are those of the formula."""
     x = jnp.asarray(noise("x", (2, 3, c.D)))
     matrices = [jnp.asarray(noise(name, (c.F, c.D))) for name in ("fc", "gate", "proj")]
 
@@ -208,12 +213,14 @@ def check_swiglu(module: ModuleType, c) -> None:
 
     want, want_vjp = jax.vjp(formula, x, matrices)
     got, got_vjp = jax.vjp(changed, x, matrices)
-    for a, b in zip(*map(jax.tree.leaves, ((got, got_vjp(x)), (want, want_vjp(x)))), strict=True):
+    got_leaves = jax.tree.leaves((got, got_vjp(x)))
+    want_leaves = jax.tree.leaves((want, want_vjp(x)))
+    for a, b in zip(got_leaves, want_leaves, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 def check_stages(module: ModuleType, c) -> None:
-    """Two stages train, the last one only sets the windows of the last validation."""
+    """Two stages train; the last stage sets the windows of the last validation alone."""
     assert [c.stage_at(step) for step in range(3)] == [0, 1, 2]
     tiny = module.PRESETS["tiny"]
     assert tiny.total_steps == 368 and tiny.stage_ends.tolist() == [300, 368, 368]
@@ -249,7 +256,7 @@ SWIGLU_ROW, SWIGLU_LAYER = DIFFS["swiglu"].split("@@\n")
     (train_gpt.SOURCE.replace("F, D, range(n_layers),", "F, D, with_attention,"), r"^1\b"),
 ], ids=["row", "layer", "a layer without matrices"])  # fmt: skip
 def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, message, load):
-    """What is changed in one of two places only."""
+    """The change is made in only one of the two places."""
     module = load(source)
     c = config(module, "(Layer(SHORT), Layer(None))")
     with pytest.raises((ValueError, KeyError), match=message):

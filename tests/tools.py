@@ -1,4 +1,4 @@
-"""What several tests need: a mesh of simulated devices, miniatures of `tiny`, weights, shards."""
+"""What several test files need: small configurations, random weights, meshes, tokens, shards."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
-FLOAT32_FLAGS = [word for name in FORMATS for word in (f"--{name}", "float32")]
+FLOAT32_FLAGS = [argument for name in FORMATS for argument in (f"--{name}", "float32")]
 
-# Every technique in a small model.
+# A small model that uses every technique.
 MINI_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
@@ -42,20 +42,19 @@ MINI = dataclasses.replace(
     stages=MINI_STAGES,
     mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
     D=32, H=2, F=64, R=8, bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32,
-    dc_window=12, attention="xla", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
+    dc_window=12, attention="band", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
     cooldown_end=18 / 20, momentum_warmup=5 / 20, momentum_cooldown=4 / 20, untie=13 / 20,
 )  # fmt: skip
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
-
-SMALL = (  # flags for train_gpt.py: a run of seconds
+SMALL = (  # flags of train_gpt.py for a run that takes seconds
     "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
     "--val_tokens 1024 --batch 8 --target 0"
 ).split()
 
 
 def with_tiny(source: str, layers: str, stages: str) -> str:
-    """The source of a script whose preset `tiny` has these layers and stages, written as code."""
+    """`source` with other layers and stages in its preset `tiny`; both are given as code."""
     main = 'if __name__ == "__main__":'
     assert source.count(main) == 1
     change = f"layers=({layers},), stages=({stages},), mudd_head=()"
@@ -64,8 +63,8 @@ def with_tiny(source: str, layers: str, stages: str) -> str:
 
 
 def tiny_program(layers: tuple, stages: tuple) -> str:
-    """For `python -c`, in a process that finds train_gpt.py: it trains a `tiny` of these layers and
-    stages, with the source of train_gpt.py in its log."""
+    """A program for `python -c` that trains `tiny` with these layers and stages. Its process must
+    find train_gpt.py (PYTHONPATH), and its log has the unchanged source of that file."""
     change = f"layers={layers!r}, stages={stages!r}, mudd_head=(), head_chunk=32"
     return (
         "import dataclasses, sys, train_gpt\n"
@@ -77,14 +76,17 @@ def tiny_program(layers: tuple, stages: tuple) -> str:
 
 
 def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    """A file of tokens; magic, version and count are written into its header as they are given."""
     header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
+    header[0] = magic
+    header[1] = version
+    header[2] = len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
     return path
 
 
 def text(length: int, first: int = 0) -> np.ndarray:
-    """Tokens that can be learned, of documents of 50."""
+    """Tokens that are easy to learn: documents of 50 tokens that count from 0 to 15, repeatedly."""
     return np.where(np.arange(length) % 50, (np.arange(length) + first) % 16, 256)
 
 
@@ -107,22 +109,23 @@ def place_on(mesh: Mesh, tokens: np.ndarray) -> jax.Array:
 
 
 def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal numbers that depend on the name and the seed alone."""
     return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
 
 
 def bigram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
-    """Weights as forward() takes them: with the bigram rows that tokens (B, T) read."""
+    """Weights as forward() takes them: with the rows of the bigram table that tokens (B, T) use."""
     rows, _ = train_gpt.hash_bigrams(tokens, c)
     return w | {"bigram_rows": train_gpt.take_rows(w["bigram"], rows)}
 
 
 def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) -> jax.Array:
-    """loss_fn of weights as from whole_weights, tokens (B, T + 1)."""
+    """loss_fn of weights like those of whole_weights(), and of tokens (B, T + 1)."""
     return train_gpt.loss_fn(bigram_rows(w, tokens[:, :-1], c), tokens, targets, c, stage)
 
 
 def bank_matrices(name: str, matrices, c: train_gpt.Config) -> dict[int, list]:
-    """Matrices [N, rows, cols] of a bank as whole_weights returns them, by layer."""
+    """The matrices [N, rows, cols] of a bank, grouped by layer as train_gpt.whole_weights does."""
     by_layer = {}
     for layer, matrix in zip(train_gpt.param_table(c)[name].layers, matrices, strict=True):
         by_layer.setdefault(layer, []).append(matrix)
@@ -130,8 +133,8 @@ def bank_matrices(name: str, matrices, c: train_gpt.Config) -> dict[int, list]:
 
 
 def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
-    """Weights as train_gpt.whole_weights returns them, all of them random, so that no path can
-    hide."""
+    """Weights as train_gpt.whole_weights returns them. All are random, because a weight that is
+    zero would hide an error in what it multiplies."""
     weights = {}
     for name, param in train_gpt.param_table(c).items():
         if param.sharding == BANK:
@@ -139,7 +142,7 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
             weights[name] = bank_matrices(name, matrices, c)
         elif param.sharding == LOOKUP:
             weights[name] = jnp.asarray(0.3 * noise(name, param.shape, seed))
-        else:  # around their first values: some of these are there to keep the stream in bounds
+        else:  # near their first values, some of which keep the residual stream small
             first = np.asarray(param.init(jax.random.key(seed), param.shape))
             weights[name] = jnp.asarray(first + 0.2 * noise(name, param.shape, seed))
     return weights
@@ -147,16 +150,17 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
 
 @functools.cache
 def random_params(c: train_gpt.Config) -> dict[str, np.ndarray]:
-    """Stored parameters of which none is zero: no gradient is 0 but for rounding, of which Adam
-    would make full steps."""
+    """Stored parameters of which none is zero. With zeros, some gradients would be nothing but
+    rounding, and Adam would turn that into full steps."""
     params = train_gpt.initial_state(np.uint32(c.seed), c).params
     params = {name: np.asarray(p) + 0.05 * noise(name, p.shape) for name, p in params.items()}
     return params | dict(embed=params["head"])
 
 
 def make_random_state(c: train_gpt.Config, mesh: Mesh) -> train_gpt.State:
-    """A state with these parameters; the lookups are theirs, and embed is head."""
-    state, params = train_gpt.make_state(c, mesh), random_params(c)
+    """A state with the parameters of random_params(); its lookups are copies of them."""
+    state = train_gpt.make_state(c, mesh)
+    params = random_params(c)
     put = lambda name, like: jax.device_put(params[name].astype(like.dtype), like.sharding)
     return state._replace(
         params={name: put(name, like) for name, like in state.params.items()},
@@ -170,14 +174,15 @@ def schedule_row(c: train_gpt.Config, step: int, mesh: Mesh) -> train_gpt.Schedu
 
 
 def basic(tmp_path: Path, name: str, *flags: str, plant: tuple[str, str] | None = None):
-    """A file of basics/ run as its readers do, in a process that has to ask for its devices itself;
-    if wanted with a fault (old, new) planted in its text. Returns subprocess.CompletedProcess."""
+    """Runs a file of basics/ as its readers do, in a process that asks for its devices itself.
+    plant=(old, new) replaces text of the file. Returns subprocess.CompletedProcess."""
     source = (ROOT / f"basics/{name}.py").read_text(encoding="utf-8")
     if plant:
         assert source.count(plant[0]) == 1, plant
         source = source.replace(*plant)
     (tmp_path / "basics").mkdir(exist_ok=True)
-    (tmp_path / "data").exists() or (tmp_path / "data").symlink_to(ROOT / "data")
+    if not (tmp_path / "data").exists():
+        (tmp_path / "data").symlink_to(ROOT / "data")
     (tmp_path / f"basics/{name}.py").write_text(source, encoding="utf-8")
     hidden = "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"
     env = {key: value for key, value in os.environ.items() if key not in hidden}

@@ -1,4 +1,4 @@
-"""What the record's programs must be in numbers, and whether a compiled one is."""
+"""What the record's programs must gather, scatter and launch, and whether a compiled one does."""
 
 import dataclasses
 import math
@@ -10,28 +10,30 @@ import train_gpt
 from h100.estimate import Cost, Transfer, exposed_ms, traffic
 from h100.hlo import Instruction, Program, inner, kernels, operands_of, users_of, walk
 
-KINDS = "first", "second", "val"  # of programs; a second step updates every parameter
+# Programs: the first and the second of two steps, of which only the second updates all parameters,
+# and validation.
+KINDS = "first", "second", "val"
 
-# A little above what was reached, but for the first two.
+# Limits. All but the first two are a little above what was reached.
 MOST_COMPILE_SECONDS = 40
 MOST_MEMORY_GB = 40
-MOST_SENT = 1.04  # times the bytes that must be sent
-MOST_WITHOUT_PTX = 0.02  # of the traffic
+MOST_SENT = 1.04  # bytes sent / bytes that must be sent
+MOST_WITHOUT_PTX = 0.02  # fraction of the traffic
 MOST_TRAFFIC_GB = 95
 MOST_EXPOSED_MS = 3.5
 
 
 # ---- What a program must be ----------------------------------------------------------------------
 class Expected(NamedTuple):
-    """What a program must be. Elements are counted with padding."""
+    """What a program must be. Padding counts among the elements, but for `ideal`."""
 
     train: bool
     devices: int
     attention_layers: int
-    microbatches: int  # of a device
+    microbatches: int  # that each device runs, one after the other
     activation: int  # elements of x in a microbatch
     head: tuple[int, int, int]  # tokens in a chunk, rows of the table, width
-    chunks: int  # of the head
+    chunks: int  # for which each device runs the head, one after the other
     gathered: int  # elements of weights
     scattered: int  # elements of gradients
     reduced: int  # elements of gradients that every device needs whole
@@ -41,9 +43,10 @@ class Expected(NamedTuple):
 def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Expected:
     """Counts, from the table of parameters, what a program must gather, scatter and launch.
 
-    Every training step gathers the banks and scatters all gradients but those of bigrams, of which
-    the devices exchange which rows they read and a gradient for each token. Lookups are gathered at
-    the end of second steps, after their updates. Validation gathers all weights.
+    Every training step gathers the banks and scatters the gradients of all parameters but bigrams.
+    For those, the devices exchange which row each token has read, and the gradient of that row.
+    Lookups are gathered at the end of second steps, after their updates. Validation gathers all
+    weights.
     """
     train = kind != "val"
     params = train_gpt.param_table(c)
@@ -51,32 +54,32 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
     lookups = [p for p in params.values() if p.sharding == train_gpt.LOOKUP]
     replicated = [p for p in params.values() if p.sharding == train_gpt.REPLICATED]
     gathered = banks if kind == "first" else banks + lookups
-    scattered = []
     if train:
         scattered = [p for p in banks + lookups if p is not params["bigram"]]
-    if train:
         sequences = c.batch
         T = c.sequence_length(stage)
         microbatch = math.gcd(c.microbatch, sequences // devices)
-        bigrams = sequences * T  # a token exchanges one row
+        bigrams = sequences * T  # rows that are exchanged: one for each token
     else:
+        scattered = []
         sequences = train_gpt.VAL_SEQUENCES
         T = c.val_T
         microbatch = math.gcd(c.for_validation().microbatch, sequences // devices)
         bigrams = 0
-    a_device = sequences // devices
+    device_sequences = sequences // devices
     return Expected(
         train=train,
         devices=devices,
         attention_layers=len(c.attention_layers()),
-        microbatches=a_device // microbatch,
+        microbatches=device_sequences // microbatch,
         activation=microbatch * T * c.D,
         head=(c.head_chunk, params["head"].shape[0], c.D),
-        chunks=a_device * T // c.head_chunk,
+        chunks=device_sequences * T // c.head_chunk,
+        # A bigram row is D elements and its number, which is an int32: in `ideal`, which counts
+        # elements of two bytes, it is two of them.
         gathered=stored_elements(gathered) + bigrams * (c.D + 1),
         scattered=stored_elements(scattered),
         reduced=stored_elements(replicated) if train else 0,
-        # The number of a row, in int32, counts as two elements of two bytes.
         ideal=model_elements(gathered) + model_elements(scattered) + bigrams * (c.D + 2),
     )
 
@@ -93,7 +96,7 @@ def model_elements(params: Iterable[train_gpt.Param]) -> int:
 
 # ---- Checks --------------------------------------------------------------------------------------
 def check_loops(program: Program) -> Iterator[str]:
-    """The compiler knows how often every loop runs."""
+    """The compiler must know how often every loop runs."""
     for computation in program.computations.values():
         for instruction in computation.values():
             if instruction.kind == "while" and instruction.trip_count() is None:
@@ -101,8 +104,8 @@ def check_loops(program: Program) -> Iterator[str]:
 
 
 def check_attention(program: Program, expected: Expected) -> Iterator[str]:
-    """cuDNN runs once forward and once backward for every layer with attention and microbatch, and
-    nothing copies its operands or results."""
+    """cuDNN must run once forward and once backward for every layer with attention and every
+    microbatch, and nothing may copy its operands or results."""
     backward = expected.attention_layers if expected.train else 0
     for target, calls in (
         ("fmhaSoftmax", expected.attention_layers),
@@ -113,15 +116,16 @@ def check_attention(program: Program, expected: Expected) -> Iterator[str]:
             if f'"__cudnn${target}"' in kernel.instruction.attributes:
                 found.append(kernel.runs)
         if found != [expected.microbatches] * calls:
-            wanted = f"{calls} of them {expected.microbatches} times"
-            yield f"calls of cuDNN {target} run {found} times, not {wanted}"
+            wanted = f"{calls} calls that run {expected.microbatches} times"
+            yield f"cuDNN {target} has calls that run {found} times, expected {wanted}"
     yield from copies_beside_attention(program, expected.activation)
 
 
 def copies_beside_attention(program: Program, activation: int) -> Iterator[str]:
-    """Kernels that only change the layout of an activation before or after attention."""
+    """Finds kernels that only change the layout of an activation before or after attention."""
     moves = {"copy", "transpose", "copy-start"}
-    harmless = {"parameter", "bitcast", "reshape", "tuple"}
+    free = {"parameter", "bitcast", "reshape", "tuple"}  # these neither move nor compute anything
+    # What may stand between attention and such a kernel.
     views = {"bitcast", "get-tuple-element", "copy-done", "fusion-done", "opt-barrier"}
     for computation in program.computations.values():
         for call in computation.values():
@@ -131,8 +135,10 @@ def copies_beside_attention(program: Program, activation: int) -> Iterator[str]:
             after = walk(call.name, computation, users_of, views)
             for beside in (*before, *after):
                 kinds = {part.kind for part, _ in inner(program, beside, computation)}
-                only_moves = kinds & moves and kinds <= moves | harmless
-                if only_moves and beside.elements() >= activation:
+                has_a_move = not kinds.isdisjoint(moves)
+                computes_nothing = kinds <= moves | free
+                is_large = beside.elements() >= activation
+                if has_a_move and computes_nothing and is_large:
                     yield f"{beside.name} changes only the layout, beside {call.name}"
 
 
@@ -145,24 +151,24 @@ class Fp8Product(NamedTuple):
 
 
 def fp8_products(program: Program) -> Iterator[Fp8Product]:
-    """The matrix products in FP8."""
+    """Finds the matrix products that have an operand in FP8."""
     for kernel in kernels(program):
         for part, computation in inner(program, kernel.instruction, kernel.computation):
             if part.product() == "gemm":
-                formats = sorted(computation[name].shapes[0][0] for name in part.operands[:2])
-                if formats[-1].startswith("f8"):
+                formats = sorted(computation[name].dtype() for name in part.operands[:2])
+                if any(dtype.startswith("f8") for dtype in formats):
                     yield Fp8Product(formats, part, kernel.runs)
 
 
 def check_head(program: Program, expected: Expected) -> Iterator[str]:
-    """Training has three FP8 products for every chunk of the head: the logits z, and the gradients
-    dx and dw. Validation has none."""
+    """Training must have three FP8 products for every chunk of the head: the logits z, and the
+    gradients dx and dw. Validation must have none."""
     N, V, D = expected.head
     e4 = "f8e4m3fn"
     e5 = "f8e5m2"
-    found = Counter()
+    found = Counter()  # (format, format, size, size), in ascending order -> runs
     for product in fp8_products(program):
-        sizes = sorted(n for n in product.instruction.shapes[0][1] if n > 1)
+        sizes = sorted(n for n in product.instruction.dims() if n > 1)
         found[(*product.formats, *sizes)] += product.runs
     wanted = {}
     if expected.train:
@@ -171,12 +177,12 @@ def check_head(program: Program, expected: Expected) -> Iterator[str]:
         dw = (e4, e5, *sorted((V, D)))
         wanted = dict.fromkeys((z, dx, dw), expected.chunks)
     if found != wanted:
-        yield f"GEMMs in FP8 run {dict(found)} times, not {wanted}"
+        yield f"GEMMs in FP8 run {dict(found)} times, expected {wanted}"
 
 
 def check_collectives(program: Program, expected: Expected) -> Iterator[str]:
-    """All-gathers of weights run beside work, but for one that may have none to run beside;
-    gradients are reduce-scattered; nothing else is large."""
+    """All-gathers must be asynchronous, but for one, which may have no work to run beside it.
+    Gradients must be reduce-scattered. Only small arrays may be all-reduced."""
     elements = Counter()
     synchronous = []
     for kernel in kernels(program):
@@ -186,27 +192,28 @@ def check_collectives(program: Program, expected: Expected) -> Iterator[str]:
         kind = instruction.collective()
         n = sum(kernel.computation[name].elements() for name in instruction.operands)
         elements[kind] += n
-        starts = instruction.kind.endswith("-start")
-        waits = not starts or '"is_sync":true' in instruction.attributes
-        if kind == "all-gather" and waits:
+        is_synchronous = '"is_sync":true' in instruction.attributes
+        if not instruction.kind.endswith("-start"):
+            is_synchronous = True
+        if kind == "all-gather" and is_synchronous:
             synchronous.append(instruction.name)
-        if kind == "all-reduce" and n > expected.reduced + 1:
+        if kind == "all-reduce" and n > expected.reduced + 1:  # the loss is one element
             yield f"{instruction.name} all-reduces {n} elements: loss and small gradients are fewer"
         if kind not in ("all-gather", "all-reduce", "reduce-scatter"):
             yield f"{instruction.name} is {kind}: nothing here needs one"
     if len(synchronous) > 1:
-        yield f"{' '.join(synchronous)} are synchronous all-gathers"
+        yield f"{' '.join(synchronous)} are synchronous all-gathers: only one may be"
     for kind, n in (
         ("all-gather", expected.gathered // expected.devices),
         ("reduce-scatter", expected.scattered),
     ):
         if elements[kind] != n:
-            yield f"{kind} of {elements[kind]} elements in all, not {n}"
+            yield f"{kind} of {elements[kind]} elements in all, expected {n}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a program turned out to be."""
+    """The figures of a compiled program."""
 
     kind: str
     stage: int
@@ -217,7 +224,7 @@ class Result:
     program: Program
     costs: dict[tuple[str, str], Cost]
     transfers: list[Transfer]
-    sent_ratio: float  # bytes sent, of those that must be sent
+    sent_ratio: float  # bytes sent / bytes that must be sent
     parts: dict[str, float]  # estimated milliseconds of a step
 
     def traffic_GB(self) -> float:
@@ -234,34 +241,38 @@ class Result:
 
 
 def check(result: Result, timed: bool = True) -> Iterator[str]:
-    """What is not as it must be, or above its limit. Without `timed`, seconds are not judged."""
+    """Yields a message for what is not as it must be, or above its limit. Without `timed`, the
+    seconds of compiling may be anything."""
     program = result.program
-    many = result.expected.devices > 1
+    communicates = result.expected.devices > 1
     yield from check_loops(program)
     yield from check_attention(program, result.expected)
     yield from check_head(program, result.expected)
-    if many:
+    if communicates:
         yield from check_collectives(program, result.expected)
     if timed and result.compile_s > MOST_COMPILE_SECONDS:
-        yield f"{result.compile_s:.0f} s to compile, limit {MOST_COMPILE_SECONDS}; is it idle?"
+        yield (
+            f"{result.compile_s:.0f} s to compile, limit {MOST_COMPILE_SECONDS}: --untimed accepts "
+            "it on a machine that is not idle"
+        )
     memory = result.arguments_GB + result.temporaries_GB
     if memory > MOST_MEMORY_GB:
         yield f"{memory:.2f} GB of arguments and temporaries, limit {MOST_MEMORY_GB}"
     limit = MOST_WITHOUT_PTX * result.traffic_GB()
     unknown = traffic_without_ptx(program)
     if unknown > limit:
-        yield f"{unknown:.2f} GB are of kernels without PTX, limit {limit:.2f}"
-    if many and result.sent_ratio > MOST_SENT:
+        yield f"{unknown:.2f} GB of traffic are of kernels without PTX, limit {limit:.2f} GB"
+    if communicates and result.sent_ratio > MOST_SENT:
         yield f"{result.sent_ratio:.2f} times the ideal bytes are sent, limit {MOST_SENT}"
-    if many and result.expected.train and result.traffic_GB() > MOST_TRAFFIC_GB:
+    if communicates and result.expected.train and result.traffic_GB() > MOST_TRAFFIC_GB:
         yield f"{result.traffic_GB():.2f} GB of non-GEMM traffic, limit {MOST_TRAFFIC_GB}"
     exposed = exposed_ms(result.transfers)
-    if many and exposed > MOST_EXPOSED_MS:
+    if communicates and exposed > MOST_EXPOSED_MS:
         yield f"{exposed:.2f} ms of communication are exposed (estimate), limit {MOST_EXPOSED_MS}"
 
 
 def traffic_without_ptx(program: Program) -> float:
-    """Gigabytes of kernels whose instructions are not known."""
+    """Traffic in GB of the kernels whose instructions are not known."""
     unknown = 0
     for kernel in kernels(program):
         if kernel.kind == "other" and kernel.instruction.name not in program.issued:

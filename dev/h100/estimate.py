@@ -1,19 +1,19 @@
 """Estimates what a compiled program costs on H100s: bytes, and milliseconds. No GPU has run it.
 
-Traffic: bytes that kernels other than GEMMs, attention and collectives read and write, without
-    caches. Of an operand only what the results need counts (a slice, the gathered rows); of an
-    update in place, only the update. Where the updates were gathered from n devices, one n-th
-    counts, because a device adds only those of its rows.
-Cause: XLA names one function of train_gpt.py for a whole kernel. The head computes its gradients in
-    its forward pass.
-Time: a kernel takes as long as its bytes or its instructions (ptx.py), whichever is longer; a
-    product or attention as long as its operations or its bytes (cuBLAS's workspace among them).
-    The rates were fixed before the first look at this program, on record 21's file as it stands in
-    its record: another calculation from rates gave 108 ms for that, PyTorch's took 102.
-Sent: by one of n devices, in a ring: (n - 1) / n of an array that is gathered or scattered.
+Traffic is the bytes that kernels other than GEMMs, attention and collectives read and write, as if
+    there were no caches. Of an operand, only what the results need counts (a slice, the gathered
+    rows); of an update in place, only the update. If the updates were gathered from n devices, one
+    n-th of them counts, because a device adds only those of its rows.
+Cause is the function of train_gpt.py that XLA names for a kernel: one, even if the kernel fuses
+    several. The head computes its gradients in its forward pass.
+Time: a kernel takes as long as its bytes or its instructions (ptx.py) need, whichever is longer; a
+    product or attention takes as long as its operations or its bytes, cuBLAS's workspace included.
+    The rates were fixed before the first look at this program, on the file of record 21: another
+    calculation had given 108 ms for a step of it, and PyTorch's took 102 ms.
+Sent bytes are those of one of n devices, in a ring: (n - 1) / n of an array that is gathered or
+    scattered.
 """
 
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -40,7 +40,7 @@ BFLOAT16 = 600e12
 FP8_MIXED = 800e12  # operands in two formats of FP8, as in the head's backward pass
 FP8 = 900e12  # operands in one format
 ATTENTION = 560e12
-MORE_KEYS = 400  # attention to a window takes as long as a window with so many more keys would
+MORE_KEYS = 400  # attention takes as long as if its window were so many keys longer
 ISSUE = 25e12  # instructions a second, of all threads
 MEMORY = 2.75e12  # bytes a second
 LINKS = 350e9  # bytes a second
@@ -52,12 +52,13 @@ PARTS = "gemm", "attention", "other", "launches", "exposed", "stolen"
 
 # Functions of train_gpt.py, and of older files, that only build and compile programs.
 COMPILING = {"compile_train_step", "compile_val_step", "compile_program", "compile_stage"}
+# Functions whose kernels belong to the forward pass, even if XLA does not mark them.
 FORWARD = {"loss_fn", "whole_weights", "val_step"}
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------
 class Moved(NamedTuple):
-    """What a run of a kernel reads and writes."""
+    """What one run of a kernel reads and writes."""
 
     bytes: int
     largest: int  # elements of the largest array
@@ -72,7 +73,7 @@ class KernelBody(NamedTuple):
 
 
 def kernel_body(program: Program, kernel: Kernel) -> KernelBody:
-    """The computation of a fusion; of another instruction, a computation that has only this one."""
+    """The computation of a fusion; for any other instruction, a computation of it alone."""
     instruction = kernel.instruction
     if instruction.kind in FUSIONS:
         body = program.computations[instruction.called()]
@@ -103,9 +104,8 @@ def moved(program: Program, kernel: Kernel) -> Moved:
         if updates_a_parameter(source, body.instructions):
             in_place.add(source.name)
             n = elements_updated(program, kernel, body, source)
-            # A scatter adds: it also reads what it writes.
-            times = 2 if source.kind == "scatter" else 1
-            written += times * n * BYTES[source.shapes[0][0]]
+            accesses = 2 if source.kind == "scatter" else 1  # it adds, so it reads first
+            written += accesses * n * BYTES[source.dtype()]
             largest = max(largest, n)
         elif source.kind != "parameter":
             written += source.bytes()
@@ -123,7 +123,7 @@ def moved(program: Program, kernel: Kernel) -> Moved:
 def elements_needed(
     program: Program, kernel: Kernel, body: KernelBody, in_place: set[str]
 ) -> dict[str, float]:
-    """How many elements of every value the outputs depend on, from the outputs backward."""
+    """How many elements of every value the outputs need: goes from the outputs backward."""
     needed = dict.fromkeys(body.instructions, 0.0)
     for output in body.outputs:
         needed[output] += body.instructions[output].elements()
@@ -134,9 +134,11 @@ def elements_needed(
         for position, name in enumerate(part.operands):
             operand = body.instructions[name]
             read = elements_read(part, position, operand, n)
-            if position == 0 and part.name in in_place:
+            is_target = position == 0 and part.name in in_place
+            is_update = position == 2 and part.kind == "scatter"
+            if is_target:
                 read = 0.0
-            if position == 2 and part.kind == "scatter":
+            if is_update:
                 read /= devices_that_share(program, kernel, body, part)
             needed[name] += read
     return needed
@@ -144,13 +146,8 @@ def elements_needed(
 
 def elements_read(part: Instruction, position: int, operand: Instruction, n: float) -> float:
     """Elements of an operand that n elements of an instruction's result need."""
-    if position == 0 and part.kind in (
-        "slice",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "gather",
-        "scatter",
-    ):
+    slices = ("slice", "dynamic-slice", "dynamic-update-slice", "gather", "scatter")
+    if position == 0 and part.kind in slices:
         return n
     if part.kind in ("dynamic-slice", "dynamic-update-slice"):
         return operand.elements()
@@ -158,12 +155,15 @@ def elements_read(part: Instruction, position: int, operand: Instruction, n: flo
 
 
 def behind_bitcasts(name: str, body: Computation) -> Instruction:
-    """The first instruction that is no bitcast, from a value backward."""
-    return next(part for part in walk(name, body, operands_of) if part.kind != "bitcast")
+    """The instruction that makes a value, seen through bitcasts."""
+    part = body[name]
+    while part.kind == "bitcast":
+        part = body[part.operands[0]]
+    return part
 
 
 def updates_a_parameter(part: Instruction, body: Computation) -> bool:
-    """Whether an instruction changes a part of a kernel's operand and leaves the rest in place."""
+    """Whether an instruction updates some elements of a kernel's operand in place."""
     if part.kind not in ("dynamic-update-slice", "scatter"):
         return False
     return behind_bitcasts(part.operands[0], body).kind == "parameter"
@@ -182,8 +182,8 @@ def elements_updated(
 def devices_that_share(
     program: Program, kernel: Kernel, body: KernelBody, scatter: Instruction
 ) -> int:
-    """All devices if a scatter's updates were all-gathered, or 1: a device uses those of its rows,
-    which are one n-th of all."""
+    """The number of devices if a scatter's updates were all-gathered, else 1. A device uses only
+    the updates of its rows."""
     views = {"bitcast", "get-tuple-element", "all-gather-done"}
     for part in walk(scatter.operands[2], body.instructions, operands_of):
         if part.name not in body.operand_of:
@@ -210,24 +210,27 @@ class Cost(NamedTuple):
     seconds: float = 0.0
 
     def plus(self, other: "Cost") -> "Cost":
-        """The sum of two."""
+        """The sum of two costs."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def cause(program: Program, kernel: Kernel) -> tuple[str, str]:
-    """A kernel's pass (forward, backward or update) and its innermost function of train_gpt.py."""
+    """A kernel's pass (forward, backward or update) and its innermost function of train_gpt.py. If
+    XLA names none for the kernel, the last instruction that has one decides."""
     parts = [part for part, _ in inner(program, kernel.instruction, kernel.computation)]
     for part in (kernel.instruction, *reversed(parts)):
         frame = re.search(r"stack_frame_id=(\d+)", part.attributes)
         functions = program.frames.get(frame[1], []) if frame else []
-        if not set(functions) - COMPILING - {"<module>"}:
+        if COMPILING.union(["<module>"]).issuperset(functions):
             continue
-        name = "".join(re.findall(r'op_name="([^"]*)"', part.attributes))
-        if "transpose(" in name:
-            return "backward", functions[0]
-        if "jvp(" in name or FORWARD & set(functions):
-            return "forward", functions[0]
-        return "update", functions[0]
+        innermost = functions[0]
+        op_name = re.search(r'op_name="([^"]*)"', part.attributes)
+        transforms = op_name[1] if op_name else ""
+        if "transpose(" in transforms:
+            return "backward", innermost
+        if "jvp(" in transforms or not FORWARD.isdisjoint(functions):
+            return "forward", innermost
+        return "update", innermost
     return "any", "not named"
 
 
@@ -254,56 +257,66 @@ def issued(program: Program, kernel: Kernel) -> float:
 
 
 def seconds(program: Program, kernel: Kernel) -> float:
-    """Estimate for all runs of a kernel that is no collective, from the end of the one before."""
+    """Estimated seconds of all runs of a kernel that is no collective, launches included."""
     if kernel.kind == "other":
         work = max(traffic(program, kernel) / MEMORY, issued(program, kernel) / ISSUE)
         return work + kernel.runs * LAUNCH
-    a_run = LAUNCH
+    per_run = LAUNCH
     for part, computation in inner(program, kernel.instruction, kernel.computation):
         if part.product() == "attention":
-            a_run += attention_seconds(part, computation)
+            per_run += attention_seconds(part, computation)
         elif part.product() == "gemm":
-            a_run += gemm_seconds(part, computation)
-    return kernel.runs * a_run
+            per_run += gemm_seconds(part, computation)
+    return kernel.runs * per_run
 
 
 def attention_seconds(call: Instruction, computation: Computation) -> float:
-    """Of one call of cuDNN's attention: two products forward, five backward, of every query with
-    the keys in its window."""
-    queries = computation[call.operands[0]].shapes[0][1]  # (sequences, T, heads, head_dim)
+    """Estimated seconds of a call of cuDNN's attention: two products forward, five backward, of
+    every query with the keys in its window."""
+    queries = computation[call.operands[0]].dims()  # (sequences, T, heads, head_dim)
     T = queries[1]
     window = int(re.search(r'"sliding_window_length": ?(\d+)', call.attributes)[1])
     keys = min(window, T) if window else T
-    operations = 10 if "Backward" in call.attributes else 4
+    operations = 10 if "Backward" in call.attributes else 4  # two for each product
     flops = operations * math.prod(queries) * keys
     return flops * (1 + MORE_KEYS / keys) / ATTENTION
 
 
 def gemm_seconds(product: Instruction, computation: Computation) -> float:
-    """Of one matrix product."""
+    """Estimated seconds of a matrix product."""
     operands = [computation[name] for name in product.operands]
-    left = operands[0].shapes[0][1]
-    written = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)'
-    axes = re.findall(r"\d+", re.search(written, product.attributes)[1])
+    left = operands[0].dims()
+    # lhs_contracting_dims={1} of a dot, "lhs_contracting_dimensions":["1"] of cuBLAS
+    pattern = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)'
+    axes = re.findall(r"\d+", re.search(pattern, product.attributes)[1])
     contracted = math.prod(left[int(axis)] for axis in axes)
-    flops = 2 * math.prod(product.shapes[0][1]) * contracted
+    flops = 2 * math.prod(product.dims()) * contracted
     bytes_moved = product.bytes() + sum(operand.bytes() for operand in operands)
     return max(flops / gemm_rate(operands), bytes_moved / MEMORY)
 
 
 def gemm_rate(operands: list[Instruction]) -> float:
     """Operations a second, by the formats of both operands."""
-    formats = {operand.shapes[0][0] for operand in operands[:2]}
+    formats = {operand.dtype() for operand in operands[:2]}
     if "f8e4m3fn" in formats:
         return FP8 if len(formats) == 1 else FP8_MIXED
     return FLOAT32 if "f32" in formats else BFLOAT16
 
 
 # ---- Communication -------------------------------------------------------------------------------
-class Transfer(NamedTuple):
-    """A collective, on the estimate's clock."""
+class Running(NamedTuple):
+    """A collective that has started. Times are seconds since the program's start."""
 
-    name: str  # the collective, and the parameters it is for
+    kernel: Kernel
+    bytes: int  # that a device sends
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """A collective that has ended."""
+
+    name: str  # the collective, and the parameters whose values or gradients it sends
     arrays: str
     bytes: int  # that a device sends
     seconds: float
@@ -312,38 +325,45 @@ class Transfer(NamedTuple):
 
 
 def transfers(program: Program) -> list[Transfer]:
-    """Follows the schedule: kernels take one clock further, collectives another, one at a time."""
+    """Follows the schedule with two clocks, one for kernels and one for collectives. The links send
+    one collective at a time, while kernels run."""
     now = 0.0  # when the last kernel ends
     links_free = 0.0  # when the last collective ends
-    running = {}  # name -> collective, bytes, its start and its end
-    done = []
+    running = {}  # name -> Running
+    ended = []
     for kernel in kernels(program):
         instruction = kernel.instruction
         if kernel.kind == "collective":
             n = bytes_sent(kernel, program.devices)
             links_free = max(now, links_free) + n / LINKS
-            running[instruction.name] = (kernel, n, now, links_free)
+            running[instruction.name] = Running(kernel, n, now, links_free)
         elif kernel.kind != "done":
             now += seconds(program, kernel)
         if instruction.kind.endswith("-start"):
-            continue
-        ended = instruction.operands[0] if kernel.kind == "done" else instruction.name
-        if ended in running:
-            collective, n, start, end = running.pop(ended)
-            name = collective_name(program, collective)
-            arrays = collective_arrays(collective)
-            exposed = max(0.0, end - now)
-            done.append(Transfer(name, arrays, n, n / LINKS, now - start, exposed))
-            now = max(now, end)
-    return done
+            continue  # it ends at its "-done"; any other collective ends at once
+        name = instruction.operands[0] if kernel.kind == "done" else instruction.name
+        if name in running:
+            collective = running.pop(name)
+            transfer = Transfer(
+                name=collective_name(program, collective.kernel),
+                arrays=collective_arrays(collective.kernel),
+                bytes=collective.bytes,
+                seconds=collective.bytes / LINKS,
+                hidden=now - collective.start,
+                exposed=max(0.0, collective.end - now),
+            )
+            ended.append(transfer)
+            now = max(now, collective.end)
+    return ended
 
 
 def bytes_sent(kernel: Kernel, devices: int) -> int:
-    """Bytes that a device sends in all runs of a collective. The operand of an all-gather is a
-    share, and an all-reduce passes everything twice."""
-    passes = {"all-gather": devices, "all-reduce": 2}.get(kernel.instruction.collective(), 1)
+    """Bytes that a device sends in all runs of a collective. The operand of an all-gather is one
+    n-th of its result, and an all-reduce sends everything twice."""
+    factors = {"all-gather": devices, "all-reduce": 2}
+    factor = factors.get(kernel.instruction.collective(), 1)
     operand = sum(kernel.computation[name].bytes() for name in kernel.instruction.operands)
-    return kernel.runs * operand * passes * (devices - 1) // devices
+    return kernel.runs * operand * factor * (devices - 1) // devices
 
 
 def exposed_ms(program_transfers: Iterable[Transfer]) -> float:
@@ -352,7 +372,8 @@ def exposed_ms(program_transfers: Iterable[Transfer]) -> float:
 
 
 def collective_name(program: Program, kernel: Kernel) -> str:
-    """A collective and the parameters it is for. An all-reduce is for too many to name them."""
+    """A collective and the parameters whose values or gradients it sends. Those of an all-reduce
+    are too many to name them."""
     kind = kernel.instruction.collective()
     names = []
     if kind == "all-gather":
@@ -373,13 +394,13 @@ def collective_arrays(kernel: Kernel) -> str:
 
 
 def once_each(texts: Iterable[str], times: str) -> str:
-    """Equal texts once, with their number before them."""
+    """The texts without repetition; a text that is there n times has n in front of it."""
     counts = Counter(texts).items()
     return " ".join(text if n == 1 else f"{n}{times}{text}" for text, n in counts)
 
 
 def parameters_behind(program: Program, name: str, computation: Computation) -> str:
-    """The parameters that a value is made of, the nearest ones."""
+    """The parameters that a value is computed from: the first that are met on the way back."""
     for part in walk(name, computation, operands_of):
         names = parameter_names([part.name, *part.operands], computation)
         if names:
@@ -388,14 +409,17 @@ def parameters_behind(program: Program, name: str, computation: Computation) -> 
 
 
 def parameters_updated_by(program: Program, name: str, computation: Computation) -> str:
-    """The parameters whose state meets a gradient first, or whose memory the result takes. One
-    kernel updates embedding and head, so they are named together."""
+    """The parameters that a gradient is for: those whose state is the first to be combined with it,
+    or those whose memory the result takes. A kernel updates both embedding and head, which are
+    named together."""
     passed = set()
     for part in walk(name, computation, users_of):
         near = [part.name, *part.operands]
-        if part.kind == "tuple":  # a result of the program
-            results = [i for i, operand in enumerate(part.operands) if operand in passed]
-            near = [program.overwritten[i] for i in results if i in program.overwritten]
+        if part.kind == "tuple":  # the results of the program
+            near = []
+            for number, operand in enumerate(part.operands):
+                if operand in passed and number in program.overwritten:
+                    near.append(program.overwritten[number])
         names = parameter_names(near, computation)
         if names:
             return names
@@ -404,14 +428,15 @@ def parameters_updated_by(program: Program, name: str, computation: Computation)
 
 
 def parameter_names(names: list[str], computation: Computation) -> str:
-    """The names in train_gpt.py's table of the parameters among some instructions, from their
-    op_name="state.params[\\'embed\\']" and the like; "" if there are none."""
-    found = []
+    """The names, in train_gpt.py's table, of the parameters among some instructions, or "". They
+    are in op_name="state.params[\\'embed\\']" and the like."""
+    found = set()
     for name in names:
         part = computation[name]
         if part.kind == "parameter":
-            found.append(re.findall(r"\[\\?'([\w.]+)\\?'\]", part.attributes)[-1:])
-    return "/".join(sorted(set(itertools.chain(*found))))
+            quoted = re.findall(r"\[\\?'([\w.]+)\\?'\]", part.attributes)
+            found.update(quoted[-1:])
+    return "/".join(sorted(found))
 
 
 # ---- A step --------------------------------------------------------------------------------------

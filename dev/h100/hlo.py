@@ -20,6 +20,7 @@ NO_KERNEL = {
 }
 # fmt: on
 FUSIONS = {"fusion", "fusion-start"}
+HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")  # of a computation
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
 
 
@@ -30,8 +31,16 @@ class Instruction(NamedTuple):
     kind: str
     shapes: list[tuple[str, tuple[int, ...]]]  # (dtype, dimensions) of every array it returns
     operands: list[str]
-    attributes: str  # what follows the operands; a parameter's begin with its number
+    attributes: str  # what follows the operands; those of a parameter begin with its number
     root: bool = False
+
+    def dtype(self) -> str:
+        """Format of its first array."""
+        return self.shapes[0][0]
+
+    def dims(self) -> tuple[int, ...]:
+        """Dimensions of its first array."""
+        return self.shapes[0][1]
 
     def elements(self) -> int:
         """Elements of all its arrays."""
@@ -46,12 +55,12 @@ class Instruction(NamedTuple):
         return re.search(r"(?:calls|body|to_apply)=%?([\w.\-]+)", self.attributes)[1]
 
     def trip_count(self) -> int | None:
-        """How often a loop runs, where the compiler knows it."""
+        """How often a loop runs, or None if the compiler does not know it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found[1]) if found else None
 
     def collective(self) -> str | None:
-        """The collective that it is, or that it starts."""
+        """The collective that it is or starts, or None."""
         if not self.kind.startswith(COLLECTIVES) or self.kind.endswith("-done"):
             return None
         return self.kind.removesuffix("-start")
@@ -97,12 +106,12 @@ def parse(text: str, devices: int = 8, issued: dict[str, float] | None = None) -
     computation = None
     parameters = {}  # number -> name; the entry comes last, so its parameters remain
     for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line)
-        if head:
+        header = HEADER.match(line)
+        if header:
             computation = {}
-            computations[head[2]] = computation
-            if head[1]:
-                entry = head[2]
+            computations[header["name"]] = computation
+            if header["entry"]:
+                entry = header["name"]
         elif line.startswith("}"):
             computation = None
         elif computation is not None:
@@ -111,6 +120,7 @@ def parse(text: str, devices: int = 8, issued: dict[str, float] | None = None) -
                 computation[instruction.name] = instruction
                 if instruction.kind == "parameter":
                     parameters[instruction.attributes.split()[0]] = instruction.name
+    # The first line has `{result}: (parameter, {}, may-alias)` for every parameter that is donated.
     first_line = text.split("\n", 1)[0]
     aliases = re.findall(r"\{(\d+)\}: \((\d+), ", first_line)
     overwritten = {int(result): parameters[number] for result, number in aliases}
@@ -133,23 +143,29 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def parse_frames(text: str) -> dict[str, list[str]]:
-    """Functions of train_gpt.py on every stack frame, from the tables above the computations."""
+    """The functions of train_gpt.py on every stack frame, innermost first. The tables above the
+    computations have them, in rows like `3 {file_name_id=1 function_name_id=3 line=9}`."""
     tables = {}
     for paragraph in text.split("\n\n"):
         title = paragraph.split("\n")[0]
         tables[title] = dict(re.findall(r"^(\d+) (.*)", paragraph, re.M))
     functions = {}
     for frame, row in tables.get("StackFrames", {}).items():
-        numbers = re.findall(r"=(\d+)", row)
-        location = tables["FileLocations"][numbers[0]]
-        file, function = re.findall(r"=(\d+)", location)[:2]
-        # A parent is written plus one; without a parent, the field is 1 or absent.
-        parent = int(numbers[1]) - 1 if len(numbers) > 1 else 0
+        fields = row_fields(row)
+        location = row_fields(tables["FileLocations"][fields["file_location_id"]])
+        # The number of a parent is written plus one; without a parent, the field is 1 or absent.
+        parent = int(fields.get("parent_frame_id", 1)) - 1
         functions[frame] = functions.get(str(parent), [])
-        if "train_gpt.py" in tables["FileNames"][file]:
-            name = tables["FunctionNames"][function].strip('"').split(".<locals>")[0]
+        if "train_gpt.py" in tables["FileNames"][location["file_name_id"]]:
+            function = tables["FunctionNames"][location["function_name_id"]]
+            name = function.strip('"').split(".<locals>")[0]
             functions[frame] = [name, *functions[frame]]
     return functions
+
+
+def row_fields(row: str) -> dict[str, str]:
+    """The fields of a row of these tables, by name."""
+    return dict(re.findall(r"(\w+)=(\d+)", row))
 
 
 # ---- Walking a program ---------------------------------------------------------------------------
@@ -189,8 +205,8 @@ def walk(
 def inner(
     program: Program, instruction: Instruction, computation: Computation
 ) -> list[tuple[Instruction, Computation]]:
-    """The instructions that a fusion consists of and where they stand; of others, the instruction
-    itself."""
+    """The instructions that a fusion consists of, and the computation of each; for any other
+    instruction, the instruction itself."""
     if instruction.kind not in FUSIONS:
         return [(instruction, computation)]
     found = []
@@ -201,14 +217,15 @@ def inner(
 
 
 def kernels(program: Program, computation: str = "", runs: int = 1) -> Iterator[Kernel]:
-    """Yields what the program launches, in order. A kernel in a loop comes once, with its runs."""
+    """Yields what the program launches, in order. A kernel in a loop comes once, with the number of
+    its runs."""
     instructions = program.computations[computation or program.entry]
     for instruction in instructions.values():
         if instruction.collective():
             yield Kernel("collective", instruction, instructions, runs)
         elif instruction.kind in ("while", "call"):
-            times = instruction.trip_count() or 1
-            yield from kernels(program, instruction.called(), runs * times)
+            trips = instruction.trip_count() or 1
+            yield from kernels(program, instruction.called(), runs * trips)
         elif instruction.kind.endswith("-done"):
             yield Kernel("done", instruction, instructions, runs)
         elif instruction.kind not in NO_KERNEL:

@@ -1,8 +1,8 @@
 """Counts the instructions that the threads of XLA's kernels issue, from their PTX.
 
-The count is of all branches, so it is an upper bound. A loop that ends in a conditional jump counts
-as often as thread 0 runs it. That follows from three instructions on integers, mov, add and setp,
-which are interpreted; a loop that depends on anything else counts once.
+All branches count, so the count is an upper bound. A loop that ends in a conditional jump counts as
+often as thread 0 runs it. To find out how often that is, three instructions on integers are
+interpreted: mov, add and setp. A loop that depends on anything else counts once.
 """
 
 import math
@@ -33,7 +33,7 @@ COMPARE = {
 def count_instructions(lines: list[str]) -> int:
     """Instructions that a thread issues, from the lines of a kernel's code and its labels."""
     labels = {line[:-1]: i for i, line in enumerate(lines) if line.startswith(LABEL)}
-    times = [1] * len(lines)
+    counts = [1] * len(lines)  # how often a thread runs each line
     for i, line in enumerate(lines):
         jump = JUMP.match(line)
         if jump and labels[jump["label"]] < i:
@@ -41,8 +41,8 @@ def count_instructions(lines: list[str]) -> int:
             repeats_if = not jump["negated"]
             rounds = count_rounds(lines[:start], lines[start:i], jump["predicate"], repeats_if)
             for inside in range(start, i + 1):
-                times[inside] *= rounds
-    return sum(n for n, line in zip(times, lines, strict=True) if not line.startswith(LABEL))
+                counts[inside] *= rounds
+    return sum(n for n, line in zip(counts, lines, strict=True) if not line.startswith(LABEL))
 
 
 def count_rounds(before: list[str], loop: list[str], predicate: str, repeats_if: bool) -> int:
@@ -51,22 +51,23 @@ def count_rounds(before: list[str], loop: list[str], predicate: str, repeats_if:
     interpret(before, registers)
     for rounds in range(1, ROUNDS):
         interpret(loop, registers)
-        if bool(registers[predicate]) != repeats_if:
+        repeats = bool(registers[predicate]) == repeats_if
+        if not repeats:
             return rounds
     return 1
 
 
 def interpret(lines: list[str], registers: dict[str, int]) -> None:
-    """Runs the instructions that can count a loop."""
+    """Runs those instructions that may count the rounds of a loop."""
     for line in lines:
         found = COUNTING.match(line)
         if not found:
             continue
         a = value(found["a"], registers)
         b = value(found["b"], registers)
-        type_ = found["type"] or found["how"]
+        type_ = found["type"] or found["how"]  # `how` is a comparison in setp.lt.s32, else the type
         width = re.search(r"\d+", type_)
-        modulus = 2 ** int(width[0]) if width else 2
+        modulus = 2 ** int(width[0]) if width else 2  # a predicate (.pred) has no width
         if found["kind"] == "setp":
             signed = found["type"] is not None and found["type"].startswith("s")
             compare = COMPARE.get(found["how"], operator.lt)
@@ -87,20 +88,21 @@ def value(operand: str | None, registers: dict[str, int]) -> int:
 
 
 def wrap(number: int, modulus: int, signed: bool) -> int:
-    """The number that a register of so many values has."""
+    """What a register that can have `modulus` values makes of a number."""
     lowest = -modulus // 2 if signed else 0
     return (number - lowest) % modulus + lowest
 
 
 def read_dump(folder: Path) -> dict[str, float]:
-    """Instructions of every kernel, all threads together, from what XLA dumps of a program."""
-    a_thread = {}
+    """Instructions that all threads of a kernel issue, by kernel, from what XLA dumps of a program:
+    the code of its functions, the names of its launches, and the threads of each launch."""
+    per_thread = {}  # function -> instructions that one thread issues
     for path in folder.glob("*.ptx"):
         entries = re.findall(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", path.read_text(), re.S)
         for function, code in entries:
             lines = [line.strip() for line in code.splitlines()]
             lines = [line for line in lines if re.match(r"[a-z@$]", line)]
-            a_thread[function] = count_instructions(lines)
+            per_thread[function] = count_instructions(lines)
     (metadata,) = folder.glob("*thunk_metadata.txt")
     (sequence,) = folder.glob("*thunk_sequence.txt")
     named = r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)'
@@ -109,5 +111,5 @@ def read_dump(folder: Path) -> dict[str, float]:
     issued = {}
     for number, function, grid, block in re.findall(launched, sequence.read_text(), re.M):
         threads = math.prod(int(n) for n in f"{grid},{block}".split(","))
-        issued[names[number.lstrip("0")]] = threads * a_thread[function]
+        issued[names[number.lstrip("0")]] = threads * per_thread[function]
     return issued
