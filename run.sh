@@ -113,7 +113,7 @@ make_venv() {
   rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv --without-pip .venv
 }
 
-# Runs pip in .venv: its own, which ensurepip makes, or one from outside.
+# Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.
 venv_pip() {
   if runs .venv/bin/python 8 pip ||
     .venv/bin/python -m ensurepip --default-pip >/dev/null 2>&1; then

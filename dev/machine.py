@@ -248,7 +248,7 @@ def cuda_wheels(driver: int, capability: float) -> Wheels:
 
 def gpu_environment(smallest: Device) -> tuple[dict[str, str], float]:
     """What JAX should find in the environment, and the fraction of the memory that it takes then.
-    What the user has set stays. JAX refuses the fraction's old and new name at once."""
+    What the user has set stays. JAX refuses to find the old and the new name of the fraction."""
     environment = {}
     if "JAX_PLATFORMS" not in os.environ:  # else JAX goes on with the CPU if CUDA does not start
         environment["JAX_PLATFORMS"] = "cuda,cpu"

@@ -156,7 +156,7 @@ class Machine:
         return path
 
     def python(self, minor: int, name: str = "", missing=(), pip: str = "") -> Path:
-        """`pip` is the version of its own, outside of .venv."""
+        """Puts one on the PATH; `pip` is the version of its pip, "" for none."""
         name = name or f"python3.{minor}"
         parts = dict(real=sys.executable, log=str(self.log), name=name, version=(3, minor, 0))
         parts |= dict(missing=missing, ensurepip="ensurepip" in missing, pip=pip)

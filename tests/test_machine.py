@@ -16,7 +16,7 @@ SET_BY_USERS = (
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """This process sees a fake machine, and none of its own variables."""
+    """A fake machine that this process finds, without the variables that a user may have set."""
     fake = Machine(tmp_path)
     monkeypatch.setenv("PATH", str(fake.bin))
     monkeypatch.setenv("JNANO_PCI", str(fake.pci))
@@ -108,7 +108,7 @@ def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
     ("echo broken >&2; exit 1", "nvidia-smi shows no NVIDIA GPU: broken"),
     ("", "nvidia-smi shows no NVIDIA GPU: it prints nothing"),
 ])  # fmt: skip
-def test_why_nvidia_smi_shows_no_gpu_is_said(fake, script, why):
+def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
     fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
     decision = machine.decide(machine.find_machine())
     assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
@@ -182,18 +182,18 @@ def test_gpus_before_turing_get_the_last_cudnn_that_knows_them():
 
 
 # ---- The plan ------------------------------------------------------------------------------------
-def test_the_plan_says_what_else_is_to_be_known(fake):
-    lines = [
+def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory(fake):
+    plans = [
         machine.for_person(found, machine.decide(found))
         for found in (
             machine.Machine([machine.Device("RTX 3090", 24576.0, 8.6)] * 3, 580),
             machine.Machine([machine.Device("GB10", None, 12.1)], 580),
         )
     ]
-    assert "; but 3 do not divide the batch: choose 2 of them\n" in lines[0]
-    assert "minutes    of training not known, 2 to 3" in lines[0]
-    assert "\nflags      those for the memory that JAX finds\n" in lines[1]
-    assert lines[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
+    assert "; but 3 do not divide the batch: choose 2 of them\n" in plans[0]
+    assert "minutes    of training not known, 2 to 3" in plans[0]
+    assert "\nflags      those for the memory that JAX finds\n" in plans[1]
+    assert plans[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
 
 
 def test_the_page_has_the_plan_of_every_machine_and_planning_writes_nothing(tmp_path):

@@ -1,8 +1,10 @@
 """run.sh, with fake Pythons and fake machines: which Python and wheels it takes, what it runs."""
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -267,6 +269,26 @@ def test_changed_constraints_are_installed(machine):
     pins.write_text(pins.read_text().replace("9.28", "9.29"))
     assert machine.run("install") == calls(pip_line("cuda13"))
     assert machine.run("install") == []
+
+
+@pytest.mark.parametrize("driver, wheels", [("580", "cuda13"), ("535", "cuda12")])
+def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheels):
+    """The line of dev/Dockerfile that installs, with what is copied before it."""
+    machine.python(12, name="python3")
+    shutil.rmtree(machine.root / "tests")
+    (machine.root / "train_gpt.py").unlink()
+    for tool in "chmod", "env", "bash":
+        (machine.bin / tool).symlink_to(shutil.which(tool))
+    text = (ROOT / "dev/Dockerfile").read_text().replace("/usr/local/bin", str(machine.bin))
+    (command,) = re.findall("^RUN (printf .*?)\n\n", text, re.M | re.S)
+    env = {"PATH": str(machine.bin), "DRIVER": driver}
+    subprocess.run([BASH, "-c", command], env=env, cwd=machine.root, check=True)
+    expected = calls(VENV, ENSURE, pip_line(wheels), name="python3")
+    assert machine.log.read_text().splitlines() == expected
+    assert {path.name for path in machine.root.iterdir() if path.is_file()} == {
+        "run.sh", "requirements.txt"
+    }  # fmt: skip
+    assert not (machine.bin / "nvidia-smi").exists()
 
 
 def test_where_the_record_does_not_fit_its_tokens_are_not_fetched(machine):
