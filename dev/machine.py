@@ -48,11 +48,12 @@ TPU = Wheels("tpu", "jax[tpu]", 1.3)
 # and later, with driver 580; CUDA 12 wheels 5.2 and later, with driver 525. But cuDNN has no code
 # for GPUs before 7.5 since 9.11, and crashes on them (conda-forge/jaxlib-feedstock, pull request
 # 330), while jax's CUDA 12 wheels accept cuDNN from 9.10.2 on: P100 (6.0) and V100 (7.0) get that
-# one. By documents and metadata of wheels; nobody has run this on such a GPU.
+# one. By documents and metadata of wheels: tiny's programs compile for 6.0 and 7.0 with them, but
+# nobody has run this on such a GPU.
 CUDA = (
     Wheels("cuda13", "jax[cuda13]", 4.8, driver=580, capability=7.5),
-    Wheels("cuda12", "jax[cuda12]", 5.5, driver=525, capability=7.5),
-    Wheels("cuda12-volta", "jax[cuda12]", 5.4, driver=525, capability=5.2),
+    Wheels("cuda12", "jax[cuda12]", 5.9, driver=525, capability=7.5),
+    Wheels("cuda12-volta", "jax[cuda12]", 5.8, driver=525, capability=5.2),
 )
 
 # By PCI device, as in jax/_src/hardware_utils.py: devices of a chip, and GiB of each, if known.

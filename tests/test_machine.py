@@ -105,6 +105,8 @@ def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
     ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
      "nvidia-smi shows no NVIDIA GPU: Failed to initialize NVML: Driver/library version mismatch"),
     ("echo No devices were found", "nvidia-smi shows no NVIDIA GPU: No devices were found"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo GPU lost; exit 15",
+     "nvidia-smi shows no NVIDIA GPU: GPU lost"),
     ("echo broken >&2; exit 1", "nvidia-smi shows no NVIDIA GPU: broken"),
     ("", "nvidia-smi shows no NVIDIA GPU: it prints nothing"),
 ])  # fmt: skip
