@@ -1380,24 +1380,9 @@ def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     replaced a seed of -1; for tools that have not, it is 0. It takes the memory of an old state:
     the first call of a program with other addresses is slow."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
-    seed = np.uint32(max(0, c.seed))
-
-    def start(old, seed):
-        return initial_state(seed, c)
-
     options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
-    return jax.jit(start, **options)(old, seed)
-
-
-def empty_state(c: Config, mesh: Mesh) -> State:
-    """A state of zeros, to try programs on."""
-    shapes = state_shapes(c, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-
-    def zeros():
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    return jax.jit(zeros, out_shardings=shardings)()
+    program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
+    return program(old, np.uint32(max(0, c.seed)))
 
 
 def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
@@ -1975,9 +1960,9 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
 
 def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     """Runs every program once, because the first call loads it and sets up the communication
-    between devices. Tokens and numbers are zeros. Nothing of the state is used but its memory, in
-    which main() makes the first one."""
-    state = empty_state(c, mesh)
+    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
+    but its memory, in which main() makes the first one."""
+    state = make_state(c, mesh)
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
