@@ -188,7 +188,9 @@ def tpus() -> list[Device]:
 
 
 def find_machine() -> Machine:
-    """The machine that this runs on."""
+    """The machine that this runs on; where JAX_PLATFORMS is cpu, one without GPUs and TPUs."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return Machine([], why_none="JAX_PLATFORMS=cpu is set")
     try:
         return Machine(driver=nvidia_driver(), devices=visible_gpus())
     except NoGpu as reason:
@@ -220,7 +222,7 @@ def decide(machine: Machine) -> Decision:
     rows, number = fits(), listed(len(devices))
 
     wheels = cuda_wheels(machine.driver, oldest.capability) if machine.driver else TPU
-    environment, fraction = gpu_environment(smallest) if wheels in CUDA else ({}, 1.0)
+    environment, fraction = environment_for(wheels, smallest)
     memory = USABLE * fraction * smallest.gigabytes if smallest.mib else None
     flags = fit(rows, number, memory) if wheels != CPU else None
 
@@ -247,12 +249,16 @@ def cuda_wheels(driver: int, capability: float) -> Wheels:
     return CPU
 
 
-def gpu_environment(smallest: Device) -> tuple[dict[str, str], float]:
+def environment_for(wheels: Wheels, smallest: Device) -> tuple[dict[str, str], float]:
     """What JAX should find in the environment, and the fraction of the memory that it takes then.
     What the user has set stays. JAX refuses to find the old and the new name of the fraction."""
     environment = {}
-    if "JAX_PLATFORMS" not in os.environ:  # else JAX goes on with the CPU if CUDA does not start
-        environment["JAX_PLATFORMS"] = "cuda,cpu"
+    if wheels == CPU:
+        return environment, 1.0
+    if "JAX_PLATFORMS" not in os.environ:  # else JAX may go on with the CPU in silence
+        environment["JAX_PLATFORMS"] = "tpu,cpu" if wheels == TPU else "cuda,cpu"
+    if wheels == TPU:
+        return environment, 1.0
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if os.environ.get(name):
             return environment, float(os.environ[name])

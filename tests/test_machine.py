@@ -66,8 +66,9 @@ def test_memory_is_what_jax_has_of_the_smallest_gpu(fake):
 
 
 def test_what_the_user_has_set_stays(fake, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert decide(fake, Kind(pci=(V5E,))).environment == {}
     decision = decide(fake, KINDS["RTX 4090"])
     assert decision.environment == {}
     assert decision.memory == pytest.approx(0.98 * 0.5 * 24564 * 2**20 / 1e9)
@@ -76,6 +77,13 @@ def test_what_the_user_has_set_stays(fake, monkeypatch):
 def test_the_old_name_of_the_fraction_counts_because_jax_refuses_both(fake, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert decide(fake, KINDS["RTX 4090"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
+
+
+@pytest.mark.parametrize("title", ["1×H100", "TPU v5e-1, on Colab", "a laptop"])
+def test_jax_platforms_cpu_makes_any_machine_a_cpu(fake, monkeypatch, title):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    decision = decide(fake, KINDS[title])
+    assert decision == (machine.CPU, "tiny", "JAX_PLATFORMS=cpu is set", {}, None, None)
 
 
 MIXED = Kind((Gpu("RTX 4090", "8.9", "24564"), Gpu("GT 1030", "6.1", "2048")))

@@ -221,9 +221,9 @@ def pip_line(wheels):
      "Tesla T4 has compute capability 7.5, and the record needs 8.0"),
     ("P100, on Kaggle", "cuda12-volta", "tiny", "cuda,cpu", "0.92",
      "Tesla P100-PCIE-16GB has compute capability 6.0, and the record needs 8.0"),
-    ("TPU v5e-8, on Kaggle", "tpu", "record", "None", "None", "this machine has 8 x TPU v5e"),
-    ("TPU v5e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v5e"),
-    ("TPU v6e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v6e"),
+    ("TPU v5e-8, on Kaggle", "tpu", "record", "tpu,cpu", "None", "this machine has 8 x TPU v5e"),
+    ("TPU v5e-1, on Colab", "tpu", "record", "tpu,cpu", "None", "this machine has 1 x TPU v5e"),
+    ("TPU v6e-1, on Colab", "tpu", "record", "tpu,cpu", "None", "this machine has 1 x TPU v6e"),
     ("a Mac", "cpu", "tiny", "None", "None", "jax has no wheels for the GPU of a Mac"),
     ("a laptop", "cpu", "tiny", "None", "None", "this machine has no NVIDIA GPU and no TPU"),
 ])  # fmt: skip
@@ -259,6 +259,16 @@ def test_other_wheels_get_a_fresh_venv_and_those_of_the_cpu_go_with_all(machine)
     assert machine.run("install") == calls(pip_line("cpu"))
     machine.become(H100)
     assert machine.run("install") == []
+
+
+def test_jax_platforms_cpu_keeps_the_wheels_of_the_gpu_that_are_installed(machine):
+    machine.python(12)
+    machine.become(H100)
+    machine.run("install")
+    assert machine.run(JAX_PLATFORMS="cpu") == calls(pip_line("cpu"), *TINY)
+    assert 'running "tiny", because JAX_PLATFORMS=cpu is set\n' in machine.done.stdout
+    assert variables(machine)["JAX_PLATFORMS"] == "cpu"
+    assert machine.run() == calls(*RECORD)
 
 
 def test_changed_constraints_are_installed(machine):
