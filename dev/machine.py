@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def nvidia_smi(fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or may not be executed
         raise NoGpu("this machine has no NVIDIA GPU and no TPU") from None
     except subprocess.TimeoutExpired:
         raise NoGpu("nvidia-smi has not answered in a minute") from None
@@ -140,36 +141,41 @@ def nvidia_smi(fields: str) -> list[list[str]]:
 
 
 def nvidia_driver() -> int:
-    """The first number of its version. Raises NoGpu, and SystemExit if it is too old."""
+    """The first number of its version. Raises NoGpu, also if jax has no wheels for it."""
     version = nvidia_smi("driver_version")[0][0]
     driver = version.partition(".")[0]
     if not driver.isdigit():
         raise NoGpu(f"nvidia-smi shows no NVIDIA GPU: {version}")
     oldest = CUDA[-1].driver
     if int(driver) < oldest:
-        raise SystemExit(
-            f"run.sh: the NVIDIA driver, {driver}, is too old: jax needs {oldest} or newer"
-        )
+        raise NoGpu(f"the NVIDIA driver {driver} is too old: jax needs {oldest}")
     return int(driver)
 
 
-def visible_gpus() -> list[Device]:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves, which has numbers, or beginnings of UUIDs. A slice of
-    a GPU (MIG) is in no list of GPUs, so that its memory is not known. Raises NoGpu."""
+def all_gpus() -> dict[tuple[str, str], Device]:
+    """GPUs by index and UUID. Raises NoGpu, also if one is lost, of which a line says so."""
     gpus = {}
-    rows = nvidia_smi("index,uuid,name,compute_cap,memory.total")
-    for index, uuid, name, capability, mib in rows:
+    for row in nvidia_smi("index,uuid,name,compute_cap,memory.total"):
+        if len(row) != 5 or not re.fullmatch(r"\d+\.\d+", row[3]):
+            raise NoGpu(f"nvidia-smi describes no GPU: {', '.join(row)}")
+        index, uuid, name, capability, mib = row
         memory = float(mib) if mib.isdigit() else None  # "[N/A]" where it is the host's, as of GB10
         gpus[index, uuid] = Device(name, memory, float(capability))
+    return gpus
+
+
+def visible(gpus: dict[tuple[str, str], Device]) -> list[Device]:
+    """The GPUs listed in CUDA_VISIBLE_DEVICES, by index or by the beginning of a UUID; all if it is
+    unset. A slice of a GPU (MIG) has its own UUID, and memory that nothing lists. Raises NoGpu."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus.values())
     devices = []
-    for word in wanted.replace(" ", "").split(","):
-        if word.startswith("MIG-"):
+    for entry in wanted.replace(" ", "").split(","):
+        if entry.startswith("MIG-"):
             devices.append(next(iter(gpus.values()))._replace(mib=None))
         for (index, uuid), gpu in gpus.items():
-            if word == index or (word.startswith("GPU-") and uuid.startswith(word)):
+            if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)):
                 devices.append(gpu)
     if not devices:
         raise NoGpu(f"CUDA_VISIBLE_DEVICES={wanted} leaves no NVIDIA GPU")
@@ -192,7 +198,8 @@ def find_machine() -> Machine:
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return Machine([], why_none="JAX_PLATFORMS=cpu is set")
     try:
-        return Machine(driver=nvidia_driver(), devices=visible_gpus())
+        driver = nvidia_driver()
+        return Machine(visible(all_gpus()), driver)
     except NoGpu as reason:
         why = str(reason)
     if subprocess.check_output(["uname"], text=True).strip() == "Darwin":
@@ -261,11 +268,20 @@ def environment_for(wheels: Wheels, smallest: Device) -> tuple[dict[str, str], f
         return environment, 1.0
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if os.environ.get(name):
-            return environment, float(os.environ[name])
+            return environment, number_in(name)
     if smallest.mib and smallest.mib < SMALL:
         environment["XLA_CLIENT_MEM_FRACTION"] = str(FRACTION)
         return environment, FRACTION
     return environment, JAX_FRACTION
+
+
+def number_in(name: str) -> float:
+    """The number in an environment variable. Raises SystemExit."""
+    try:
+        return float(os.environ[name])
+    except ValueError:
+        line = f"run.sh: {name}={os.environ[name]} is no number: set it to a fraction, as 0.9"
+        raise SystemExit(line) from None
 
 
 def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None:

@@ -79,6 +79,13 @@ def test_the_old_name_of_the_fraction_counts_because_jax_refuses_both(fake, monk
     assert decide(fake, KINDS["RTX 4090"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
 
 
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_fraction_that_is_no_number_is_refused(fake, monkeypatch, name):
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(SystemExit, match=f"run.sh: {name}=abc is no number: set it to a fraction"):
+        decide(fake, KINDS["1×H100"])
+
+
 @pytest.mark.parametrize("title", ["1×H100", "TPU v5e-1, on Colab", "a laptop"])
 def test_jax_platforms_cpu_makes_any_machine_a_cpu(fake, monkeypatch, title):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -117,11 +124,23 @@ def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
      "nvidia-smi shows no NVIDIA GPU: GPU lost"),
     ("echo broken >&2; exit 1", "nvidia-smi shows no NVIDIA GPU: broken"),
     ("", "nvidia-smi shows no NVIDIA GPU: it prints nothing"),
+    ("echo 470.1", "the NVIDIA driver 470 is too old: jax needs 525"),
+    ("echo 524.99", "the NVIDIA driver 524 is too old: jax needs 525"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo 0, GPU-0, K, [N/A], 8192",
+     "nvidia-smi describes no GPU: 0, GPU-0, K, [N/A], 8192"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo Unable to determine the device handle",
+     "nvidia-smi describes no GPU: Unable to determine the device handle"),
 ])  # fmt: skip
 def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
     fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
     decision = machine.decide(machine.find_machine())
     assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
+
+
+def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
+    fake.script("nvidia-smi", "").chmod(0o644)
+    decision = machine.decide(machine.find_machine())
+    assert decision.why == "this machine has no NVIDIA GPU and no TPU"
 
 
 def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
