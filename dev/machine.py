@@ -1,7 +1,8 @@
 """Finds out what this machine is, and decides what run.sh does on it.
 
-    python dev/machine.py         the decisions, as lines NAME=VALUE for run.sh
-    ./run.sh plan                 the same for a person; nothing is installed or written
+    python dev/machine.py [ARGUMENT ...]    the decisions, as lines NAME=VALUE for run.sh, or
+                                            the reason why its arguments cannot work here
+    ./run.sh plan                           the same for a person; nothing is installed or written
 
 It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are those
 of nvidia-smi that CUDA_VISIBLE_DEVICES leaves, TPUs those among /sys/bus/pci/devices (JNANO_PCI
@@ -86,6 +87,14 @@ TRAINING = {
     "TPU v5e": (90, 120),
     "TPU v6e": (20, 30),
 }
+# Sequences in a step. One process trains on as many devices as there are, at most on so many.
+BATCH = {"record": 8, "tiny": 4}
+DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
+# Flags of run.sh with which train_gpt.py may do without what it needs otherwise, or does not train.
+ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --help -h".split()
+# In which launchers give the number of processes: dev/launch.py.
+PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+
 COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
 
@@ -118,6 +127,7 @@ class Machine(NamedTuple):
 
     devices: list[Device]
     driver: int = 0  # NVIDIA's, 0 without GPUs
+    differ: bool = False  # whether its GPUs, the hidden ones included, are of several kinds
     why_none: str = ""
 
 
@@ -199,7 +209,8 @@ def find_machine() -> Machine:
         return Machine([], why_none="JAX_PLATFORMS=cpu is set")
     try:
         driver = nvidia_driver()
-        return Machine(visible(all_gpus()), driver)
+        gpus = all_gpus()
+        return Machine(visible(gpus), driver, len(set(gpus.values())) > 1)
     except NoGpu as reason:
         why = str(reason)
     if subprocess.check_output(["uname"], text=True).strip() == "Darwin":
@@ -229,7 +240,7 @@ def decide(machine: Machine) -> Decision:
     rows, number = fits(), listed(len(devices))
 
     wheels = cuda_wheels(machine.driver, oldest.capability) if machine.driver else TPU
-    environment, fraction = environment_for(wheels, smallest)
+    environment, fraction = environment_for(wheels, smallest, machine.differ)
     memory = USABLE * fraction * smallest.gigabytes if smallest.mib else None
     flags = fit(rows, number, memory) if wheels != CPU else None
 
@@ -237,14 +248,16 @@ def decide(machine: Machine) -> Decision:
     size = f"JAX has {memory or 0:.1f} GB of {smallest.name}, and"
     reasons = (
         (wheels == CPU, f"{age} jax needs {CUDA[-1].capability}"),
-        (wheels in CUDA and oldest.capability < RECORD, f"{age} the record needs {RECORD}"),
         (flags is None, f"{size} the record needs {rows[-1][1][number]:.1f}"),
+        (wheels in CUDA and oldest.capability < RECORD, f"{age} the record needs {RECORD}"),
     )
     for holds, why in reasons:
         if holds:
             differ = "; CUDA_VISIBLE_DEVICES leaves GPUs out" if len(set(devices)) > 1 else ""
             return Decision(wheels, "tiny", why + differ, environment, memory, flags)
     why = f"this machine has {counted(devices)}"
+    if len(devices) > BATCH["record"] and not several_processes():
+        why += f", of which the record uses {BATCH['record']}"
     return Decision(wheels, "record", why, environment, memory, flags)
 
 
@@ -256,7 +269,7 @@ def cuda_wheels(driver: int, capability: float) -> Wheels:
     return CPU
 
 
-def environment_for(wheels: Wheels, smallest: Device) -> tuple[dict[str, str], float]:
+def environment_for(wheels: Wheels, smallest: Device, differ: bool) -> tuple[dict[str, str], float]:
     """What JAX should find in the environment, and the fraction of the memory that it takes then.
     What the user has set stays. JAX refuses to find the old and the new name of the fraction."""
     environment = {}
@@ -266,6 +279,8 @@ def environment_for(wheels: Wheels, smallest: Device) -> tuple[dict[str, str], f
         environment["JAX_PLATFORMS"] = "tpu,cpu" if wheels == TPU else "cuda,cpu"
     if wheels == TPU:
         return environment, 1.0
+    if differ and "CUDA_DEVICE_ORDER" not in os.environ:  # CUDA's own order: the fastest first
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if os.environ.get(name):
             return environment, number_in(name)
@@ -295,7 +310,54 @@ def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None
 
 def listed(number: int) -> int:
     """The largest number of devices in FITS that is no larger."""
-    return max(n for n in (1, 2, 4, 8) if n <= number)
+    return max(n for n in DIVISORS if n <= number)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
+    """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
+    A copy of train_gpt.py, one of several processes and ADVANCED flags may work anywhere."""
+    preset = trained_preset(argv, decision.preset)
+    flags = {argument.partition("=")[0] for argument in argv}
+    if preset not in BATCH or flags.intersection(ADVANCED) or several_processes():
+        return ""
+    if preset == "record" and decision.flags is None and not os.environ.get("JAX_PLATFORMS"):
+        return (
+            f"the record does not run here: {decision.why}; type  ./run.sh tiny  or name what JAX "
+            "should use all the same, as in  JAX_PLATFORMS=cpu ./run.sh record"
+        )
+    return odd_number(machine, decision, preset)
+
+
+def trained_preset(argv: list[str], default: str) -> str:
+    """The preset for train_gpt.py itself in arguments of run.sh; another word if it is not run."""
+    rest = list(argv)
+    if rest and rest[0].endswith(".py"):
+        script = rest.pop(0)
+        if os.path.normpath(script) != "train_gpt.py":
+            return script
+    if rest and not rest[0].startswith("-"):
+        return rest[0]
+    return default
+
+
+def several_processes() -> bool:
+    """Whether this is one of several processes of a run, by what launchers set."""
+    counts = [os.environ.get(name, "") for name in PROCESSES]
+    return any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def odd_number(machine: Machine, decision: Decision, preset: str) -> str:
+    """Why the preset cannot use so many GPUs, and what to do; "" if it can."""
+    number = min(len(machine.devices), BATCH[preset])
+    if decision.wheels not in CUDA or number in DIVISORS:
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7"
+    chosen = visible.replace(" ", "").split(",")[: listed(number)]
+    return (
+        f"{number} GPUs do not divide a step of {preset}: to use {len(chosen)} of them, type  "
+        f"export CUDA_VISIBLE_DEVICES={','.join(chosen)}"
+    )
 
 
 # ---- Printing ------------------------------------------------------------------------------------
@@ -312,7 +374,6 @@ def for_shell(decision: Decision) -> str:
         "environment": assignments(decision.environment),
         "preset": decision.preset,
         "why": decision.why,
-        "record_fits": "no" if decision.flags is None else "yes",
     }
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
@@ -328,12 +389,13 @@ def for_person(machine: Machine, decision: Decision) -> str:
         "wheels": pinned if wheels != CPU else "jax for CPUs",
         "Python": f"3.{wheels.minor} or newer",
         "preset": f"{decision.preset}, because {decision.why}",
-        "flags": describe_flags(len(machine.devices), decision),
+        "refused": refusal([], machine, decision),
+        "flags": describe_flags(decision),
         "variables": assignments(decision.environment) or "none",
         "disk": f"{total:.1f} GB: .venv {wheels.disk}, tokens {tokens}, weights {weights}",
         "minutes": describe_minutes(machine, decision),
     }
-    return "\n".join(f"{title:<11}{text}" for title, text in lines.items())
+    return "\n".join(f"{title:<11}{text}" for title, text in lines.items() if text)
 
 
 def assignments(environment: dict[str, str]) -> str:
@@ -360,7 +422,7 @@ def describe(machine: Machine) -> str:
     return ", ".join(parts)
 
 
-def describe_flags(number: int, decision: Decision) -> str:
+def describe_flags(decision: Decision) -> str:
     """What the fit adds to the command line."""
     if decision.preset != "record":
         return "none"
@@ -370,8 +432,6 @@ def describe_flags(number: int, decision: Decision) -> str:
     line = f"{flags or 'none'}: JAX has {decision.memory:.1f} GB of each device"
     if "bigrams" in decision.flags:
         line += "; with a smaller bigram table, so this is not the record"
-    if number < 8 and number != listed(number):
-        line += f"; but {number} do not divide the batch: choose {listed(number)} of them"
     return line
 
 
@@ -390,12 +450,15 @@ def describe_minutes(machine: Machine, decision: Decision) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Prints lines for run.sh, or the plan."""
-    if argv not in ([], ["plan"]):
+    """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
+    if argv[:1] == ["plan"] and argv != ["plan"]:
         raise SystemExit("run.sh: plan takes no arguments")
     machine = find_machine()
     decision = decide(machine)
-    print(for_person(machine, decision) if argv else for_shell(decision))
+    reason = refusal(argv, machine, decision)
+    if reason:
+        raise SystemExit(f"run.sh: {reason}")
+    print(for_person(machine, decision) if argv == ["plan"] else for_shell(decision))
 
 
 if __name__ == "__main__":

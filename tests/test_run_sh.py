@@ -301,13 +301,20 @@ def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheel
     assert not (machine.bin / "nvidia-smi").exists()
 
 
-def test_where_the_record_does_not_fit_its_tokens_are_not_fetched(machine):
+def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine):
     machine.python(12)
     machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
-    assert machine.run()[3:] == calls(*TINY)
     reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.0"
+    assert f"run.sh: the record does not run here: {reason}; type " in machine.refusal("record")
+    assert machine.run()[3:] == calls(*TINY)
     assert f'running "tiny", because {reason}\n' in machine.done.stdout
-    assert machine.run("record") == calls(f"{TRAIN} record")  # which refuses it
+    fit = [*RECORD[:2], f"{TRAIN} record --batch 128"]
+    assert machine.run("record", "--batch", "128") == calls(*fit)
+    machine.become(Kind(3 * (Gpu(),)))
+    assert machine.run() == [] and machine.done.returncode == 1
+    assert machine.done.stderr.endswith("type  export CUDA_VISIBLE_DEVICES=0,1\n")
+    assert machine.run("plan") == [] and "\nrefused    3 GPUs do not" in machine.done.stdout
+    assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
     machine.become(KINDS["T4, on Colab"])
     assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 
@@ -347,8 +354,8 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
-    (["record"], [f"{TRAIN} record"]),  # there is no GPU, but train_gpt.py runs and explains that
-    (["record", "--data", "x"], [f"{CHECK} x", f"{TRAIN} record --data x"]),
+    (["record", "--fit", "0"], [*RECORD[:2], f"{TRAIN} record --fit 0"]),
+    (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
     (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
