@@ -79,7 +79,7 @@ any_python() {
   for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" 8; then return; fi
   done
-  fail "found no Python 3.11 or newer"
+  fail "found no Python: install 3.12 or newer (CPUs: 3.11)"
 }
 
 # For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip.

@@ -4,9 +4,9 @@
                                             the reason why its arguments cannot work here
     ./run.sh plan                           the same for a person; nothing is installed or written
 
-It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are those
-of nvidia-smi that CUDA_VISIBLE_DEVICES leaves, TPUs those among /sys/bus/pci/devices (JNANO_PCI
-names another folder, for tests).
+It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are
+those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/pci/devices
+(JNANO_PCI names another folder, for tests).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Wheels(NamedTuple):
 
     @property
     def minor(self) -> int:
-        """Of the oldest Python 3: jax 0.11.2 and later, for GPUs and TPUs, have left 3.11."""
+        """The minor version of the oldest Python: jax dropped 3.11 in 0.11.2; CPUs keep an older
+        jax there."""
         return 12 if self.requirement else 11
 
     @property
@@ -47,11 +48,10 @@ class Wheels(NamedTuple):
 CPU = Wheels("cpu", "", 0.7)
 TPU = Wheels("tpu", "jax[tpu]", 1.3)
 # The first row that fits. jax's docs/installation.md: CUDA 13 wheels support compute capability 7.5
-# and later, with driver 580; CUDA 12 wheels 5.2 and later, with driver 525. But cuDNN has no code
-# for GPUs before 7.5 since 9.11, and crashes on them (conda-forge/jaxlib-feedstock, pull request
-# 330), while jax's CUDA 12 wheels accept cuDNN from 9.10.2 on: P100 (6.0) and V100 (7.0) get that
-# one. By documents and metadata of wheels: tiny's programs compile for 6.0 and 7.0 with them, but
-# nobody has run this on such a GPU.
+# and later, with driver 580; CUDA 12 wheels 5.2 and later, with driver 525.
+# P100 (6.0) and V100 (7.0) get cuDNN 9.10.2, the oldest that these wheels accept, because cuDNN
+# crashes on GPUs before 7.5 since 9.11 (conda-forge/jaxlib-feedstock, pull request 330). With it,
+# tiny's programs were compiled for 6.0 and 7.0, but they never ran on such a GPU.
 CUDA = (
     Wheels("cuda13", "jax[cuda13]", 4.8, driver=580, capability=7.5),
     Wheels("cuda12", "jax[cuda12]", 5.9, driver=525, capability=7.5),
@@ -73,7 +73,8 @@ TPUS = {
 }
 
 RECORD = 8.0  # the least compute capability: bfloat16 and cuDNN's attention begin with Ampere
-SMALL = 45_000  # MiB; a GPU that has less gives JAX FRACTION of them, and not JAX_FRACTION
+# Below SMALL MiB, JAX gets FRACTION of the memory, else its default, JAX_FRACTION.
+SMALL = 45_000
 FRACTION = 0.92
 JAX_FRACTION = 0.75
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
@@ -87,16 +88,16 @@ TRAINING = {
     "TPU v5e": (90, 120),
     "TPU v6e": (20, 30),
 }
-# Sequences in a step. One process trains on as many devices as there are, at most on so many.
-BATCH = {"record": 8, "tiny": 4}
-DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
-# Flags of run.sh with which train_gpt.py may do without what it needs otherwise, or does not train.
-ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --help -h".split()
-# In which launchers give the number of processes: dev/launch.py.
-PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
-
 COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
+
+BATCH = {"record": 8, "tiny": 4}  # sequences in a step; one process uses no more devices than that
+DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
+# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing.
+ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --help -h".split()
+# The variables in which launchers give the number of processes, as in dev/launch.py.
+PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"
 
 
 def fits() -> tuple:
@@ -253,7 +254,7 @@ def decide(machine: Machine) -> Decision:
     )
     for holds, why in reasons:
         if holds:
-            differ = "; CUDA_VISIBLE_DEVICES leaves GPUs out" if len(set(devices)) > 1 else ""
+            differ = f"; {OTHERS}" if len(set(devices)) > 1 else ""
             return Decision(wheels, "tiny", why + differ, environment, memory, flags)
     why = f"this machine has {counted(devices)}"
     if len(devices) > BATCH["record"] and not several_processes():
@@ -275,7 +276,7 @@ def environment_for(wheels: Wheels, smallest: Device, differ: bool) -> tuple[dic
     environment = {}
     if wheels == CPU:
         return environment, 1.0
-    if "JAX_PLATFORMS" not in os.environ:  # else JAX may go on with the CPU in silence
+    if not os.environ.get("JAX_PLATFORMS"):  # else JAX may go on with the CPU in silence
         environment["JAX_PLATFORMS"] = "tpu,cpu" if wheels == TPU else "cuda,cpu"
     if wheels == TPU:
         return environment, 1.0
@@ -300,8 +301,8 @@ def number_in(name: str) -> float:
 
 
 def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None:
-    """The first flags of FITS for 1, 2, 4 or 8 devices of which JAX has so many GB, or None. In the
-    same way train_gpt.py chooses, which asks JAX; it alone judges memory that nothing lists."""
+    """The first flags of FITS for 1, 2, 4 or 8 devices of which JAX has so many GB, or None if none
+    fit. If memory is None, this returns the first row, and train_gpt.py decides."""
     for flags, needs in rows:
         if memory is None or memory >= needs[number]:
             return flags
@@ -316,7 +317,7 @@ def listed(number: int) -> int:
 # ---- Refusals ------------------------------------------------------------------------------------
 def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
-    A copy of train_gpt.py, one of several processes and ADVANCED flags may work anywhere."""
+    Copies of train_gpt.py, several processes and ADVANCED flags are never refused: they may fit."""
     preset = trained_preset(argv, decision.preset)
     flags = {argument.partition("=")[0] for argument in argv}
     if preset not in BATCH or flags.intersection(ADVANCED) or several_processes():
@@ -330,7 +331,8 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
 
 
 def trained_preset(argv: list[str], default: str) -> str:
-    """The preset for train_gpt.py itself in arguments of run.sh; another word if it is not run."""
+    """The preset that train_gpt.py itself is to train, by run.sh's arguments; if they are for
+    something else, a word that is no preset."""
     rest = list(argv)
     if rest and rest[0].endswith(".py"):
         script = rest.pop(0)
@@ -428,8 +430,10 @@ def describe_flags(decision: Decision) -> str:
         return "none"
     if decision.memory is None:
         return "those for the memory that JAX finds"
+    if not decision.flags:
+        return "none: the record fits as it is"
     flags = " ".join(f"--{name} {value}" for name, value in decision.flags.items())
-    line = f"{flags or 'none'}: JAX has {decision.memory:.1f} GB of each device"
+    line = f"{flags}: JAX has {decision.memory:.1f} GB of each device"
     if "bigrams" in decision.flags:
         line += "; with a smaller bigram table, so this is not the record"
     return line
@@ -441,12 +445,14 @@ def describe_minutes(machine: Machine, decision: Decision) -> str:
         return "about 3, one of them to train: measured on two cores of a CPU"
     if decision.preset == "tiny":
         return "not known: tiny has run on CPUs only, where it takes about 3"
-    training = "of training not known"
+    training = "not known"
     for name, minutes in TRAINING.items():
         if name in machine.devices[0].name:
-            each = [f"{round(x / listed(len(machine.devices)), 1):g}" for x in minutes]
-            training = " to ".join(dict.fromkeys(each)) + " to train"
-    return f"{training}, {COMPILING['gpu' if machine.driver else 'tpu']} to compile: estimates"
+            number = listed(len(machine.devices))
+            minutes_here = [f"{round(x / number, 1):g}" for x in minutes]
+            training = " to ".join(dict.fromkeys(minutes_here))
+    compiling = COMPILING["gpu" if machine.driver else "tpu"]
+    return f"training: {training}; compiling: {compiling}; all are estimates"
 
 
 def main(argv: list[str]) -> None:

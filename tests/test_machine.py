@@ -67,6 +67,8 @@ def test_memory_is_what_jax_has_of_the_smallest_gpu(fake):
 
 
 def test_what_the_user_has_set_stays(fake, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # which JAX reads as unset
+    assert decide(fake, KINDS["1×H100"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert decide(fake, Kind(pci=(V5E,))).environment == {}
@@ -99,8 +101,8 @@ SMALL = "JAX has 1.9 GB of GT 1030, and the record needs"
 
 
 @pytest.mark.parametrize("visible, wheels, why", [
-    (None, "cuda12-volta", f"{SMALL} 11.0; CUDA_VISIBLE_DEVICES leaves GPUs out"),
-    ("1,0", "cuda12-volta", f"{SMALL} 11.0; CUDA_VISIBLE_DEVICES leaves GPUs out"),
+    (None, "cuda12-volta", f"{SMALL} 11.0; {machine.OTHERS}"),
+    ("1,0", "cuda12-volta", f"{SMALL} 11.0; {machine.OTHERS}"),
     ("0", "cuda13", "this machine has 1 x RTX 4090"),
     ("GPU-0", "cuda13", "this machine has 1 x RTX 4090"),
     (" 1", "cuda12-volta", f"{SMALL} 14.0"),
@@ -322,7 +324,7 @@ def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory(fake):
         )
     ]
     assert "\nrefused    3 GPUs do not divide a step of record: to use 2 of them, type" in plans[0]
-    assert "minutes    of training not known, 2 to 3" in plans[0]
+    assert "minutes    training: not known; compiling: 2 to 3" in plans[0]
     assert "\nflags      those for the memory that JAX finds\n" in plans[1]
     assert plans[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
 

@@ -130,7 +130,7 @@ def test_newest_python_that_works_is_taken(machine):
 
 
 def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
-    assert "found no Python 3.11 or newer" in machine.refusal()
+    assert "found no Python: install 3.12 or newer (CPUs: 3.11)\n" in machine.refusal()
     machine.python(10, name="python3")
     assert "found no Python 3.11 or newer" in machine.refusal()
     machine.python(12, name="python3")
