@@ -79,7 +79,7 @@ any_python() {
   for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" 8; then return; fi
   done
-  fail "found no Python 3.11 or newer"
+  fail "found no Python: install 3.12 or newer (CPUs: 3.11)"
 }
 
 # For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip.
@@ -148,10 +148,10 @@ case "$(uname -s) $(uname -m)" in
   "Darwin x86_64") fail "jax has no wheels for Intel Macs any more: run this on another machine" ;;
 esac
 
-# Sets wheels, requirement, constraints, other_wheels, minor, environment, preset, why, record_fits.
 any_python
 if [ "${1:-}" = plan ]; then exec "$python" dev/machine.py "$@"; fi
-decisions=$("$python" dev/machine.py) || exit
+decisions=$("$python" dev/machine.py "$@") || exit
+# wheels, requirement, constraints, other_wheels, minor, environment, preset and why
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
 needs="Python 3.$minor or newer with venv, and with ensurepip or pip 22.3"
@@ -222,7 +222,7 @@ done
 case "$preset:$data: $* " in
   *" --help "* | *" -h "*) data="" ;;
   tiny::*) data=data/source_code script=data/source_code.py ;;
-  record::*) [ $record_fits = no ] || data=data/fineweb10B script=data/cached_fineweb10B.py ;;
+  record::*) data=data/fineweb10B script=data/cached_fineweb10B.py ;;
 esac
 [ -z "$script" ] || .venv/bin/python $script
 unlock

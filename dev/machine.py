@@ -1,17 +1,19 @@
 """Finds out what this machine is, and decides what run.sh does on it.
 
-    python dev/machine.py         the decisions, as lines NAME=VALUE for run.sh
-    ./run.sh plan                 the same for a person; nothing is installed or written
+    python dev/machine.py [ARGUMENT ...]    the decisions, as lines NAME=VALUE for run.sh, or
+                                            the reason why its arguments cannot work here
+    ./run.sh plan                           the same for a person; nothing is installed or written
 
-It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are those
-of nvidia-smi that CUDA_VISIBLE_DEVICES leaves, TPUs those among /sys/bus/pci/devices (JNANO_PCI
-names another folder, for tests).
+It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are
+those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/pci/devices
+(JNANO_PCI names another folder, for tests).
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,7 +35,8 @@ class Wheels(NamedTuple):
 
     @property
     def minor(self) -> int:
-        """Of the oldest Python 3: jax 0.11.2 and later, for GPUs and TPUs, have left 3.11."""
+        """The minor version of the oldest Python: jax dropped 3.11 in 0.11.2; CPUs keep an older
+        jax there."""
         return 12 if self.requirement else 11
 
     @property
@@ -45,11 +48,10 @@ class Wheels(NamedTuple):
 CPU = Wheels("cpu", "", 0.7)
 TPU = Wheels("tpu", "jax[tpu]", 1.3)
 # The first row that fits. jax's docs/installation.md: CUDA 13 wheels support compute capability 7.5
-# and later, with driver 580; CUDA 12 wheels 5.2 and later, with driver 525. But cuDNN has no code
-# for GPUs before 7.5 since 9.11, and crashes on them (conda-forge/jaxlib-feedstock, pull request
-# 330), while jax's CUDA 12 wheels accept cuDNN from 9.10.2 on: P100 (6.0) and V100 (7.0) get that
-# one. By documents and metadata of wheels: tiny's programs compile for 6.0 and 7.0 with them, but
-# nobody has run this on such a GPU.
+# and later, with driver 580; CUDA 12 wheels 5.2 and later, with driver 525.
+# P100 (6.0) and V100 (7.0) get cuDNN 9.10.2, the oldest that these wheels accept, because cuDNN
+# crashes on GPUs before 7.5 since 9.11 (conda-forge/jaxlib-feedstock, pull request 330). With it,
+# tiny's programs were compiled for 6.0 and 7.0, but they never ran on such a GPU.
 CUDA = (
     Wheels("cuda13", "jax[cuda13]", 4.8, driver=580, capability=7.5),
     Wheels("cuda12", "jax[cuda12]", 5.9, driver=525, capability=7.5),
@@ -71,7 +73,8 @@ TPUS = {
 }
 
 RECORD = 8.0  # the least compute capability: bfloat16 and cuDNN's attention begin with Ampere
-SMALL = 45_000  # MiB; a GPU that has less gives JAX FRACTION of them, and not JAX_FRACTION
+# Below SMALL MiB, JAX gets FRACTION of the memory, else its default, JAX_FRACTION.
+SMALL = 45_000
 FRACTION = 0.92
 JAX_FRACTION = 0.75
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
@@ -87,6 +90,14 @@ TRAINING = {
 }
 COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
+
+BATCH = {"record": 8, "tiny": 4}  # sequences in a step; one process uses no more devices than that
+DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
+# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing.
+ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --help -h".split()
+# The variables in which launchers give the number of processes, as in dev/launch.py.
+PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"
 
 
 def fits() -> tuple:
@@ -117,6 +128,7 @@ class Machine(NamedTuple):
 
     devices: list[Device]
     driver: int = 0  # NVIDIA's, 0 without GPUs
+    differ: bool = False  # whether its GPUs, the hidden ones included, are of several kinds
     why_none: str = ""
 
 
@@ -129,7 +141,7 @@ def nvidia_smi(fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or may not be executed
         raise NoGpu("this machine has no NVIDIA GPU and no TPU") from None
     except subprocess.TimeoutExpired:
         raise NoGpu("nvidia-smi has not answered in a minute") from None
@@ -140,36 +152,41 @@ def nvidia_smi(fields: str) -> list[list[str]]:
 
 
 def nvidia_driver() -> int:
-    """The first number of its version. Raises NoGpu, and SystemExit if it is too old."""
+    """The first number of its version. Raises NoGpu, also if jax has no wheels for it."""
     version = nvidia_smi("driver_version")[0][0]
     driver = version.partition(".")[0]
     if not driver.isdigit():
         raise NoGpu(f"nvidia-smi shows no NVIDIA GPU: {version}")
     oldest = CUDA[-1].driver
     if int(driver) < oldest:
-        raise SystemExit(
-            f"run.sh: the NVIDIA driver, {driver}, is too old: jax needs {oldest} or newer"
-        )
+        raise NoGpu(f"the NVIDIA driver {driver} is too old: jax needs {oldest}")
     return int(driver)
 
 
-def visible_gpus() -> list[Device]:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves, which has numbers, or beginnings of UUIDs. A slice of
-    a GPU (MIG) is in no list of GPUs, so that its memory is not known. Raises NoGpu."""
+def all_gpus() -> dict[tuple[str, str], Device]:
+    """GPUs by index and UUID. Raises NoGpu, also if one is lost, of which a line says so."""
     gpus = {}
-    rows = nvidia_smi("index,uuid,name,compute_cap,memory.total")
-    for index, uuid, name, capability, mib in rows:
+    for row in nvidia_smi("index,uuid,name,compute_cap,memory.total"):
+        if len(row) != 5 or not re.fullmatch(r"\d+\.\d+", row[3]):
+            raise NoGpu(f"nvidia-smi describes no GPU: {', '.join(row)}")
+        index, uuid, name, capability, mib = row
         memory = float(mib) if mib.isdigit() else None  # "[N/A]" where it is the host's, as of GB10
         gpus[index, uuid] = Device(name, memory, float(capability))
+    return gpus
+
+
+def visible(gpus: dict[tuple[str, str], Device]) -> list[Device]:
+    """The GPUs listed in CUDA_VISIBLE_DEVICES, by index or by the beginning of a UUID; all if it is
+    unset. A slice of a GPU (MIG) has its own UUID, and memory that nothing lists. Raises NoGpu."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus.values())
     devices = []
-    for word in wanted.replace(" ", "").split(","):
-        if word.startswith("MIG-"):
+    for entry in wanted.replace(" ", "").split(","):
+        if entry.startswith("MIG-"):
             devices.append(next(iter(gpus.values()))._replace(mib=None))
         for (index, uuid), gpu in gpus.items():
-            if word == index or (word.startswith("GPU-") and uuid.startswith(word)):
+            if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)):
                 devices.append(gpu)
     if not devices:
         raise NoGpu(f"CUDA_VISIBLE_DEVICES={wanted} leaves no NVIDIA GPU")
@@ -188,9 +205,13 @@ def tpus() -> list[Device]:
 
 
 def find_machine() -> Machine:
-    """The machine that this runs on."""
+    """The machine that this runs on; where JAX_PLATFORMS is cpu, one without GPUs and TPUs."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return Machine([], why_none="JAX_PLATFORMS=cpu is set")
     try:
-        return Machine(driver=nvidia_driver(), devices=visible_gpus())
+        driver = nvidia_driver()
+        gpus = all_gpus()
+        return Machine(visible(gpus), driver, len(set(gpus.values())) > 1)
     except NoGpu as reason:
         why = str(reason)
     if subprocess.check_output(["uname"], text=True).strip() == "Darwin":
@@ -220,7 +241,7 @@ def decide(machine: Machine) -> Decision:
     rows, number = fits(), listed(len(devices))
 
     wheels = cuda_wheels(machine.driver, oldest.capability) if machine.driver else TPU
-    environment, fraction = gpu_environment(smallest) if wheels in CUDA else ({}, 1.0)
+    environment, fraction = environment_for(wheels, smallest, machine.differ)
     memory = USABLE * fraction * smallest.gigabytes if smallest.mib else None
     flags = fit(rows, number, memory) if wheels != CPU else None
 
@@ -228,14 +249,16 @@ def decide(machine: Machine) -> Decision:
     size = f"JAX has {memory or 0:.1f} GB of {smallest.name}, and"
     reasons = (
         (wheels == CPU, f"{age} jax needs {CUDA[-1].capability}"),
-        (wheels in CUDA and oldest.capability < RECORD, f"{age} the record needs {RECORD}"),
         (flags is None, f"{size} the record needs {rows[-1][1][number]:.1f}"),
+        (wheels in CUDA and oldest.capability < RECORD, f"{age} the record needs {RECORD}"),
     )
     for holds, why in reasons:
         if holds:
-            differ = "; CUDA_VISIBLE_DEVICES leaves GPUs out" if len(set(devices)) > 1 else ""
+            differ = f"; {OTHERS}" if len(set(devices)) > 1 else ""
             return Decision(wheels, "tiny", why + differ, environment, memory, flags)
     why = f"this machine has {counted(devices)}"
+    if len(devices) > BATCH["record"] and not several_processes():
+        why += f", of which the record uses {BATCH['record']}"
     return Decision(wheels, "record", why, environment, memory, flags)
 
 
@@ -247,24 +270,39 @@ def cuda_wheels(driver: int, capability: float) -> Wheels:
     return CPU
 
 
-def gpu_environment(smallest: Device) -> tuple[dict[str, str], float]:
+def environment_for(wheels: Wheels, smallest: Device, differ: bool) -> tuple[dict[str, str], float]:
     """What JAX should find in the environment, and the fraction of the memory that it takes then.
     What the user has set stays. JAX refuses to find the old and the new name of the fraction."""
     environment = {}
-    if "JAX_PLATFORMS" not in os.environ:  # else JAX goes on with the CPU if CUDA does not start
-        environment["JAX_PLATFORMS"] = "cuda,cpu"
+    if wheels == CPU:
+        return environment, 1.0
+    if not os.environ.get("JAX_PLATFORMS"):  # else JAX may go on with the CPU in silence
+        environment["JAX_PLATFORMS"] = "tpu,cpu" if wheels == TPU else "cuda,cpu"
+    if wheels == TPU:
+        return environment, 1.0
+    if differ and "CUDA_DEVICE_ORDER" not in os.environ:  # CUDA's own order: the fastest first
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if os.environ.get(name):
-            return environment, float(os.environ[name])
+            return environment, number_in(name)
     if smallest.mib and smallest.mib < SMALL:
         environment["XLA_CLIENT_MEM_FRACTION"] = str(FRACTION)
         return environment, FRACTION
     return environment, JAX_FRACTION
 
 
+def number_in(name: str) -> float:
+    """The number in an environment variable. Raises SystemExit."""
+    try:
+        return float(os.environ[name])
+    except ValueError:
+        line = f"run.sh: {name}={os.environ[name]} is no number: set it to a fraction, as 0.9"
+        raise SystemExit(line) from None
+
+
 def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None:
-    """The first flags of FITS for 1, 2, 4 or 8 devices of which JAX has so many GB, or None. In the
-    same way train_gpt.py chooses, which asks JAX; it alone judges memory that nothing lists."""
+    """The first flags of FITS for 1, 2, 4 or 8 devices of which JAX has so many GB, or None if none
+    fit. If memory is None, this returns the first row, and train_gpt.py decides."""
     for flags, needs in rows:
         if memory is None or memory >= needs[number]:
             return flags
@@ -273,7 +311,55 @@ def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None
 
 def listed(number: int) -> int:
     """The largest number of devices in FITS that is no larger."""
-    return max(n for n in (1, 2, 4, 8) if n <= number)
+    return max(n for n in DIVISORS if n <= number)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
+    """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
+    Copies of train_gpt.py, several processes and ADVANCED flags are never refused: they may fit."""
+    preset = trained_preset(argv, decision.preset)
+    flags = {argument.partition("=")[0] for argument in argv}
+    if preset not in BATCH or flags.intersection(ADVANCED) or several_processes():
+        return ""
+    if preset == "record" and decision.flags is None and not os.environ.get("JAX_PLATFORMS"):
+        return (
+            f"the record does not run here: {decision.why}; type  ./run.sh tiny  or name what JAX "
+            "should use all the same, as in  JAX_PLATFORMS=cpu ./run.sh record"
+        )
+    return odd_number(machine, decision, preset)
+
+
+def trained_preset(argv: list[str], default: str) -> str:
+    """The preset that train_gpt.py itself is to train, by run.sh's arguments; if they are for
+    something else, a word that is no preset."""
+    rest = list(argv)
+    if rest and rest[0].endswith(".py"):
+        script = rest.pop(0)
+        if os.path.normpath(script) != "train_gpt.py":
+            return script
+    if rest and not rest[0].startswith("-"):
+        return rest[0]
+    return default
+
+
+def several_processes() -> bool:
+    """Whether this is one of several processes of a run, by what launchers set."""
+    counts = [os.environ.get(name, "") for name in PROCESSES]
+    return any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def odd_number(machine: Machine, decision: Decision, preset: str) -> str:
+    """Why the preset cannot use so many GPUs, and what to do; "" if it can."""
+    number = min(len(machine.devices), BATCH[preset])
+    if decision.wheels not in CUDA or number in DIVISORS:
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7"
+    chosen = visible.replace(" ", "").split(",")[: listed(number)]
+    return (
+        f"{number} GPUs do not divide a step of {preset}: to use {len(chosen)} of them, type  "
+        f"export CUDA_VISIBLE_DEVICES={','.join(chosen)}"
+    )
 
 
 # ---- Printing ------------------------------------------------------------------------------------
@@ -290,7 +376,6 @@ def for_shell(decision: Decision) -> str:
         "environment": assignments(decision.environment),
         "preset": decision.preset,
         "why": decision.why,
-        "record_fits": "no" if decision.flags is None else "yes",
     }
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
@@ -306,12 +391,13 @@ def for_person(machine: Machine, decision: Decision) -> str:
         "wheels": pinned if wheels != CPU else "jax for CPUs",
         "Python": f"3.{wheels.minor} or newer",
         "preset": f"{decision.preset}, because {decision.why}",
-        "flags": describe_flags(len(machine.devices), decision),
+        "refused": refusal([], machine, decision),
+        "flags": describe_flags(decision),
         "variables": assignments(decision.environment) or "none",
         "disk": f"{total:.1f} GB: .venv {wheels.disk}, tokens {tokens}, weights {weights}",
         "minutes": describe_minutes(machine, decision),
     }
-    return "\n".join(f"{title:<11}{text}" for title, text in lines.items())
+    return "\n".join(f"{title:<11}{text}" for title, text in lines.items() if text)
 
 
 def assignments(environment: dict[str, str]) -> str:
@@ -338,18 +424,18 @@ def describe(machine: Machine) -> str:
     return ", ".join(parts)
 
 
-def describe_flags(number: int, decision: Decision) -> str:
+def describe_flags(decision: Decision) -> str:
     """What the fit adds to the command line."""
     if decision.preset != "record":
         return "none"
     if decision.memory is None:
         return "those for the memory that JAX finds"
+    if not decision.flags:
+        return "none: the record fits as it is"
     flags = " ".join(f"--{name} {value}" for name, value in decision.flags.items())
-    line = f"{flags or 'none'}: JAX has {decision.memory:.1f} GB of each device"
+    line = f"{flags}: JAX has {decision.memory:.1f} GB of each device"
     if "bigrams" in decision.flags:
         line += "; with a smaller bigram table, so this is not the record"
-    if number < 8 and number != listed(number):
-        line += f"; but {number} do not divide the batch: choose {listed(number)} of them"
     return line
 
 
@@ -359,21 +445,26 @@ def describe_minutes(machine: Machine, decision: Decision) -> str:
         return "about 3, one of them to train: measured on two cores of a CPU"
     if decision.preset == "tiny":
         return "not known: tiny has run on CPUs only, where it takes about 3"
-    training = "of training not known"
+    training = "not known"
     for name, minutes in TRAINING.items():
         if name in machine.devices[0].name:
-            each = [f"{round(x / listed(len(machine.devices)), 1):g}" for x in minutes]
-            training = " to ".join(dict.fromkeys(each)) + " to train"
-    return f"{training}, {COMPILING['gpu' if machine.driver else 'tpu']} to compile: estimates"
+            number = listed(len(machine.devices))
+            minutes_here = [f"{round(x / number, 1):g}" for x in minutes]
+            training = " to ".join(dict.fromkeys(minutes_here))
+    compiling = COMPILING["gpu" if machine.driver else "tpu"]
+    return f"training: {training}; compiling: {compiling}; all are estimates"
 
 
 def main(argv: list[str]) -> None:
-    """Prints lines for run.sh, or the plan."""
-    if argv not in ([], ["plan"]):
+    """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
+    if argv[:1] == ["plan"] and argv != ["plan"]:
         raise SystemExit("run.sh: plan takes no arguments")
     machine = find_machine()
     decision = decide(machine)
-    print(for_person(machine, decision) if argv else for_shell(decision))
+    reason = refusal(argv, machine, decision)
+    if reason:
+        raise SystemExit(f"run.sh: {reason}")
+    print(for_person(machine, decision) if argv == ["plan"] else for_shell(decision))
 
 
 if __name__ == "__main__":

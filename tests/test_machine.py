@@ -10,8 +10,9 @@ from fake_machine import BASH, GVNIC, KINDS, ROOT, V5E, Gpu, Kind, Machine
 import train_gpt
 
 SET_BY_USERS = (
-    "CUDA_VISIBLE_DEVICES JAX_PLATFORMS XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION"
-).split()
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER JAX_PLATFORMS "
+    "XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION"
+).split() + machine.PROCESSES
 
 
 @pytest.fixture
@@ -66,8 +67,11 @@ def test_memory_is_what_jax_has_of_the_smallest_gpu(fake):
 
 
 def test_what_the_user_has_set_stays(fake, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # which JAX reads as unset
+    assert decide(fake, KINDS["1×H100"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert decide(fake, Kind(pci=(V5E,))).environment == {}
     decision = decide(fake, KINDS["RTX 4090"])
     assert decision.environment == {}
     assert decision.memory == pytest.approx(0.98 * 0.5 * 24564 * 2**20 / 1e9)
@@ -78,16 +82,30 @@ def test_the_old_name_of_the_fraction_counts_because_jax_refuses_both(fake, monk
     assert decide(fake, KINDS["RTX 4090"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
 
 
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_fraction_that_is_no_number_is_refused(fake, monkeypatch, name):
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(SystemExit, match=f"run.sh: {name}=abc is no number: set it to a fraction"):
+        decide(fake, KINDS["1×H100"])
+
+
+@pytest.mark.parametrize("title", ["1×H100", "TPU v5e-1, on Colab", "a laptop"])
+def test_jax_platforms_cpu_makes_any_machine_a_cpu(fake, monkeypatch, title):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    decision = decide(fake, KINDS[title])
+    assert decision == (machine.CPU, "tiny", "JAX_PLATFORMS=cpu is set", {}, None, None)
+
+
 MIXED = Kind((Gpu("RTX 4090", "8.9", "24564"), Gpu("GT 1030", "6.1", "2048")))
-OLD = "GT 1030 has compute capability 6.1, and the record needs 8.0"
+SMALL = "JAX has 1.9 GB of GT 1030, and the record needs"
 
 
 @pytest.mark.parametrize("visible, wheels, why", [
-    (None, "cuda12-volta", f"{OLD}; CUDA_VISIBLE_DEVICES leaves GPUs out"),
-    ("1,0", "cuda12-volta", f"{OLD}; CUDA_VISIBLE_DEVICES leaves GPUs out"),
+    (None, "cuda12-volta", f"{SMALL} 11.0; {machine.OTHERS}"),
+    ("1,0", "cuda12-volta", f"{SMALL} 11.0; {machine.OTHERS}"),
     ("0", "cuda13", "this machine has 1 x RTX 4090"),
     ("GPU-0", "cuda13", "this machine has 1 x RTX 4090"),
-    (" 1", "cuda12-volta", OLD),
+    (" 1", "cuda12-volta", f"{SMALL} 14.0"),
     ("MIG-8a", "cuda13", "this machine has 1 x RTX 4090"),
     ("", "cpu", "CUDA_VISIBLE_DEVICES= leaves no NVIDIA GPU"),
     ("-1", "cpu", "CUDA_VISIBLE_DEVICES=-1 leaves no NVIDIA GPU"),
@@ -101,6 +119,19 @@ def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
         assert decision.memory is None and "XLA_CLIENT_MEM_FRACTION" not in decision.environment
 
 
+@pytest.mark.parametrize("gpus, order, exported", [
+    (MIXED.gpus, None, "PCI_BUS_ID"),
+    (MIXED.gpus, "FASTEST_FIRST", None),  # what the user has set stays
+    (2 * MIXED.gpus[:1], None, None),
+])  # fmt: skip
+def test_gpus_that_differ_are_counted_as_by_nvidia_smi(fake, monkeypatch, gpus, order, exported):
+    """Also where only one of them is visible: it must be the one that nvidia-smi means."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    if order:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert decide(fake, Kind(gpus)).environment.get("CUDA_DEVICE_ORDER") == exported
+
+
 @pytest.mark.parametrize("script, why", [
     ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
      "nvidia-smi shows no NVIDIA GPU: Failed to initialize NVML: Driver/library version mismatch"),
@@ -109,11 +140,23 @@ def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
      "nvidia-smi shows no NVIDIA GPU: GPU lost"),
     ("echo broken >&2; exit 1", "nvidia-smi shows no NVIDIA GPU: broken"),
     ("", "nvidia-smi shows no NVIDIA GPU: it prints nothing"),
+    ("echo 470.1", "the NVIDIA driver 470 is too old: jax needs 525"),
+    ("echo 524.99", "the NVIDIA driver 524 is too old: jax needs 525"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo 0, GPU-0, K, [N/A], 8192",
+     "nvidia-smi describes no GPU: 0, GPU-0, K, [N/A], 8192"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo Unable to determine the device handle",
+     "nvidia-smi describes no GPU: Unable to determine the device handle"),
 ])  # fmt: skip
 def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
     fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
     decision = machine.decide(machine.find_machine())
     assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
+
+
+def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
+    fake.script("nvidia-smi", "").chmod(0o644)
+    decision = machine.decide(machine.find_machine())
+    assert decision.why == "this machine has no NVIDIA GPU and no TPU"
 
 
 def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
@@ -157,6 +200,94 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     assert machine.listed(number) == stands_for
 
 
+# ---- Refusals ------------------------------------------------------------------------------------
+def refusal(fake, kind, *argv):
+    """Why run.sh with these arguments refuses on a machine of this kind."""
+    decision = decide(fake, kind)
+    return machine.refusal([*argv], machine.find_machine(), decision)
+
+
+RTX_3060 = Kind((Gpu("RTX 3060", "8.6", "12288"),))
+NO_RECORD = (
+    "the record does not run here: {}; type  ./run.sh tiny  or name what JAX should use all the "
+    "same, as in  JAX_PLATFORMS=cpu ./run.sh record"
+)
+
+
+@pytest.mark.parametrize("kind, why", [
+    (RTX_3060, "JAX has 11.6 GB of RTX 3060, and the record needs 14.0"),
+    (Kind((Gpu("K", "5.0"),)), "K has compute capability 5.0, and jax needs 5.2"),
+    (Kind((Gpu(),), "470.1"), "the NVIDIA driver 470 is too old: jax needs 525"),
+    (KINDS["a laptop"], "this machine has no NVIDIA GPU and no TPU"),
+])  # fmt: skip
+def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
+    assert refusal(fake, kind, "record") == NO_RECORD.format(why)
+
+
+@pytest.mark.parametrize("argv, env, refused", [
+    ("", {}, False),
+    ("tiny", {}, False),
+    ("check", {}, False),
+    ("basics/gpt2.py", {}, False),
+    ("record --seed 1 --data x", {}, True),
+    ("train_gpt.py record", {}, True),
+    ("./train_gpt.py record", {}, True),
+    ("my_idea.py record", {}, False),  # its model may be smaller
+    ("record --batch 64", {}, False),
+    ("record --fit=0", {}, False),
+    ("record --attention band", {}, False),
+    ("record --help", {}, False),
+    ("record", {"JAX_PLATFORMS": "cpu"}, False),
+    ("record", {"JAX_PLATFORMS": "rocm"}, False),  # AMD's GPUs
+    ("record", {"JNANO_PROCESSES": "8"}, False),
+    ("record", {"WORLD_SIZE": "8"}, False),
+    ("record", {"OMPI_COMM_WORLD_SIZE": "2"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "8"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": ""}, True),
+])  # fmt: skip
+def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refused):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for kind in RTX_3060, KINDS["a laptop"]:
+        assert bool(refusal(fake, kind, *argv.split())) == refused
+
+
+def test_flags_and_batches_are_those_of_the_trainer():
+    flags = {f"--{name}" for name in (*train_gpt.MEMORY_FLAGS, "fit", "attention")}
+    assert {*machine.ADVANCED} == flags | {"--help", "-h"}
+    for preset, config in train_gpt.PRESETS.items():
+        assert machine.BATCH[preset] == config.batch
+
+
+@pytest.mark.parametrize("number, argv, visible, chosen", [
+    (1, "record", None, None), (2, "record", None, None), (3, "record", None, "0,1"),
+    (4, "record", None, None), (5, "", None, "0,1,2,3"), (6, "record", None, "0,1,2,3"),
+    (7, "record", None, "0,1,2,3"), (8, "record", None, None), (9, "record", None, None),
+    (16, "record", None, None), (8, "record", "7,5, 3", "7,5"), (3, "tiny", None, "0,1"),
+    (5, "tiny", None, None), (3, "record --batch 2", None, None), (3, "install", None, None),
+])  # fmt: skip
+def test_gpus_that_do_not_divide_a_step_are_refused(
+    fake, monkeypatch, number, argv, visible, chosen
+):
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    line = refusal(fake, Kind(number * (Gpu(),)), *argv.split())
+    assert line.endswith(f"export CUDA_VISIBLE_DEVICES={chosen}" if chosen else "")
+    assert bool(line) == bool(chosen)
+
+
+def test_of_more_than_eight_gpus_one_process_uses_eight(fake, monkeypatch):
+    why = "this machine has 12 x NVIDIA H100 80GB HBM3"
+    kind = Kind(12 * (Gpu(),))
+    assert decide(fake, kind).why == f"{why}, of which the record uses 8"
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert decide(fake, kind).why == why
+
+
+def test_gpus_too_old_for_jax_are_not_counted(fake):
+    assert refusal(fake, Kind(3 * (Gpu("K", "5.0"),)), "tiny") == ""
+
+
 # ---- Constraints ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("wheels", [*machine.CUDA, machine.TPU])
 def test_what_jax_leaves_open_is_pinned(wheels):
@@ -192,8 +323,8 @@ def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory(fake):
             machine.Machine([machine.Device("GB10", None, 12.1)], 580),
         )
     ]
-    assert "; but 3 do not divide the batch: choose 2 of them\n" in plans[0]
-    assert "minutes    of training not known, 2 to 3" in plans[0]
+    assert "\nrefused    3 GPUs do not divide a step of record: to use 2 of them, type" in plans[0]
+    assert "minutes    training: not known; compiling: 2 to 3" in plans[0]
     assert "\nflags      those for the memory that JAX finds\n" in plans[1]
     assert plans[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
 

@@ -130,7 +130,7 @@ def test_newest_python_that_works_is_taken(machine):
 
 
 def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
-    assert "found no Python 3.11 or newer" in machine.refusal()
+    assert "found no Python: install 3.12 or newer (CPUs: 3.11)\n" in machine.refusal()
     machine.python(10, name="python3")
     assert "found no Python 3.11 or newer" in machine.refusal()
     machine.python(12, name="python3")
@@ -221,9 +221,9 @@ def pip_line(wheels):
      "Tesla T4 has compute capability 7.5, and the record needs 8.0"),
     ("P100, on Kaggle", "cuda12-volta", "tiny", "cuda,cpu", "0.92",
      "Tesla P100-PCIE-16GB has compute capability 6.0, and the record needs 8.0"),
-    ("TPU v5e-8, on Kaggle", "tpu", "record", "None", "None", "this machine has 8 x TPU v5e"),
-    ("TPU v5e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v5e"),
-    ("TPU v6e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v6e"),
+    ("TPU v5e-8, on Kaggle", "tpu", "record", "tpu,cpu", "None", "this machine has 8 x TPU v5e"),
+    ("TPU v5e-1, on Colab", "tpu", "record", "tpu,cpu", "None", "this machine has 1 x TPU v5e"),
+    ("TPU v6e-1, on Colab", "tpu", "record", "tpu,cpu", "None", "this machine has 1 x TPU v6e"),
     ("a Mac", "cpu", "tiny", "None", "None", "jax has no wheels for the GPU of a Mac"),
     ("a laptop", "cpu", "tiny", "None", "None", "this machine has no NVIDIA GPU and no TPU"),
 ])  # fmt: skip
@@ -261,6 +261,16 @@ def test_other_wheels_get_a_fresh_venv_and_those_of_the_cpu_go_with_all(machine)
     assert machine.run("install") == []
 
 
+def test_jax_platforms_cpu_keeps_the_wheels_of_the_gpu_that_are_installed(machine):
+    machine.python(12)
+    machine.become(H100)
+    machine.run("install")
+    assert machine.run(JAX_PLATFORMS="cpu") == calls(pip_line("cpu"), *TINY)
+    assert 'running "tiny", because JAX_PLATFORMS=cpu is set\n' in machine.done.stdout
+    assert variables(machine)["JAX_PLATFORMS"] == "cpu"
+    assert machine.run() == calls(*RECORD)
+
+
 def test_changed_constraints_are_installed(machine):
     machine.python(12)
     machine.become(H100)
@@ -291,31 +301,42 @@ def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheel
     assert not (machine.bin / "nvidia-smi").exists()
 
 
-def test_where_the_record_does_not_fit_its_tokens_are_not_fetched(machine):
+def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine):
     machine.python(12)
     machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
-    assert machine.run()[3:] == calls(*TINY)
     reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.0"
+    assert f"run.sh: the record does not run here: {reason}; type " in machine.refusal("record")
+    assert machine.run()[3:] == calls(*TINY)
     assert f'running "tiny", because {reason}\n' in machine.done.stdout
-    assert machine.run("record") == calls(f"{TRAIN} record")  # which refuses it
+    fit = [*RECORD[:2], f"{TRAIN} record --batch 128"]
+    assert machine.run("record", "--batch", "128") == calls(*fit)
+    machine.become(Kind(3 * (Gpu(),)))
+    assert machine.run() == [] and machine.done.returncode == 1
+    assert machine.done.stderr.endswith("type  export CUDA_VISIBLE_DEVICES=0,1\n")
+    assert machine.run("plan") == [] and "\nrefused    3 GPUs do not" in machine.done.stdout
+    assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
     machine.become(KINDS["T4, on Colab"])
     assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 
 
-def test_unfit_drivers_pythons_and_systems_are_refused(machine):
+def test_unfit_pythons_and_systems_are_refused(machine):
     machine.python(11)
     machine.become(H100)
     message = machine.refusal()
     assert "no Python 3.12 or newer with" in message and "GPUs and TPUs need jax" in message
     machine.become(KINDS["TPU v5e-1, on Colab"])
     assert "no Python 3.12 or newer with" in machine.refusal()
-    machine.become(Kind((Gpu(),), driver="524.99"))
-    for verb in "record", "plan":
-        message = machine.refusal(verb)
-        assert "the NVIDIA driver, 524, is too old: jax needs 525 or newer" in message
     for name, hint in ("MINGW64_NT-10.0", "WSL2"), ("MSYS_NT-10.0", "WSL2"), ("Darwin", "Intel"):
         machine.system(name, "x86_64")
         assert hint in machine.refusal("test")
+
+
+def test_with_a_driver_that_is_too_old_for_jax_tiny_runs_on_the_cpu(machine):
+    machine.python(11)
+    machine.become(Kind((Gpu(),), driver="470.57"))
+    assert machine.run() == calls(*FIRST, *TINY, name="python3.11")
+    assert "because the NVIDIA driver 470 is too old: jax needs 525\n" in machine.done.stdout
+    assert machine.run("plan") == [] and "jax for CPUs" in machine.done.stdout
 
 
 def test_plan_takes_no_arguments_and_any_python(machine):
@@ -333,8 +354,8 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
-    (["record"], [f"{TRAIN} record"]),  # there is no GPU, but train_gpt.py runs and explains that
-    (["record", "--data", "x"], [f"{CHECK} x", f"{TRAIN} record --data x"]),
+    (["record", "--fit", "0"], [*RECORD[:2], f"{TRAIN} record --fit 0"]),
+    (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
     (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):

@@ -268,9 +268,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     ("1xgpu", dict(batch=64, bigrams=65536), 1),  # another model
 ])  # fmt: skip
 def test_the_memory_may_choose_sequences_on_one_gpu(tmp_path, track, fit, complaints):
-    """The launcher's time-out is no flag of the run's."""
+    """The launcher's time-out is no flag of the run's, nor is the order of GPUs."""
     argv = ["record", "--target", "0", "--seed", "100"]
-    facts = dict(environment={"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS}, fit=fit, argv=argv)
+    environment = {"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    facts = dict(environment=environment, fit=fit, argv=argv)
     evidence = verify.collect(write_ours(tmp_path / "x", losses=LOSSES[:1], **facts))
     assert len(list(verify.check_flags(evidence, verify.TRACKS[track]))) == complaints
 
