@@ -1763,16 +1763,17 @@ def fit_memory(devices: list[jax.Device], c: Config) -> Config:
     )
 
 
-def fit_line(c: Config, fitted: Config) -> str:
-    """A line for the log about what fit_memory() has changed, "" if nothing."""
-    changed = [name for name in MEMORY_FLAGS if getattr(c, name) != getattr(fitted, name)]
-    if not changed:
-        return ""
-    flags = " ".join(f"--{name} {getattr(fitted, name)}" for name in changed)
-    what = "as many tokens a step, in shorter sequences"
-    if "bigrams" in changed:
-        what += " and with a smaller bigram table, so this is not the record"
-    return f"fitted to the memory of the devices by {flags}: {what}; --fit 0 runs it as it is"
+def changed_by_fit(c: Config, fitted: Config) -> dict[str, int]:
+    """The flags that fit_memory() has set, {} if none; prints a line about them."""
+    values = {name: getattr(fitted, name) for name in MEMORY_FLAGS}
+    changed = {name: value for name, value in values.items() if value != getattr(c, name)}
+    if changed:
+        flags = " ".join(f"--{name} {value}" for name, value in changed.items())
+        what = "as many tokens a step, in shorter sequences"
+        if "bigrams" in changed:
+            what += " and with a smaller bigram table, so this is not the record"
+        print(f"fitted to the memory of the devices by {flags}: {what}; --fit 0 runs it as it is")
+    return changed
 
 
 def device_memory(devices: list[jax.Device]) -> float:
@@ -2158,7 +2159,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     # Devices, and what fits their memory. Their kernels and dtypes are chosen below: a checkpoint
     # may be resumed with others.
     devices, fitted = fit_devices(preset, c)
-    fit = fit_line(c, fitted)
+    fit = changed_by_fit(c, fitted)
     c = fit_memory(devices, c)
     mesh = make_mesh(devices)
     hardware = f"{len(devices)} x {devices[0].device_kind}"
@@ -2189,9 +2190,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     log = Log("" if changed else facts.get("log", ""))
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
-    log.facts({"data": data} | run_facts(preset, c, devices, argv))
-    if fit:
-        log.line(fit)
+    log.facts({"data": data, "fit": fit} | run_facts(preset, c, devices, argv))
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
     state = warm_up(programs, c, mesh)

@@ -2,10 +2,11 @@
 estimates the milliseconds of a step.
 
     python dev/compile_8xh100.py [--write]             about 18 minutes on two idle cores
+    python dev/compile_8xh100.py --memory              the memory of every row of FITS alone
     python dev/compile_8xh100.py --lowered [--write]   seconds: does the page need to be renewed?
 
-The first command needs jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, it
-writes the page records/gpu/h100_compile.md. The second command runs with any JAX: it lowers some
+The first two need jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, the first
+writes the page records/gpu/h100_compile.md. The last one runs with any JAX: it lowers some
 programs without compiling them, and looks for a digest of their text in the page. If it is there,
 an edit has changed no program. The text differs between versions of JAX: with --write, the digest
 of this version is added, provided that train_gpt.py has not changed since the page was written.
@@ -17,7 +18,6 @@ are in dev/h100/; dev/h100/estimate.py begins with how bytes and milliseconds ar
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import os
@@ -56,25 +56,9 @@ RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are 
 DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
 
 
-class Setting(NamedTuple):
-    """Flags of the record for one GPU."""
-
-    GB: int  # memory of the GPU
-    flags: dict[str, Any]
-    fits: bool  # whether that memory should be enough
-
-
-SETTINGS = (
-    Setting(80, {}, True),
-    Setting(40, {}, True),
-    Setting(
-        40,
-        dict(batch=16, head_chunk=8192, head_forward="bfloat16", head_backward="bfloat16"),
-        True,
-    ),
-    Setting(24, dict(batch=32, head_chunk=4096, val_T=65536), True),
-    Setting(16, dict(batch=64, head_chunk=2048, val_T=65536), False),
-)
+# What FITS in train_gpt.py adds to the memory that the compiler plans, for the workspaces of cuDNN
+# and cuBLAS and for tuning.
+SPARE_GB = 1.0
 
 
 # ---- The record's programs -----------------------------------------------------------------------
@@ -228,7 +212,6 @@ def record_21_ms() -> float:
     return total / 2
 
 
-@functools.cache  # because measure_settings() asks again for programs of compile_everything()
 def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
     """Compiles a program and derives all its figures."""
     memory, program, seconds = compile_for_h100(compile_step, kind, stage, c, devices=devices)
@@ -251,32 +234,37 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
     )
 
 
-def measure_settings(c: train_gpt.Config) -> tuple[str, list[str]]:
-    """A table of the memory that one GPU needs in each of SETTINGS, and a list of what is not as
-    expected. All of the state counts, although validation does not read it."""
-    rows = [("GPU", "flags", "state GB", "training GB", "validation GB", "together GB", "fits")]
+def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
+    """A table of the memory that every row of FITS needs on 1, 2, 4 and 8 devices, and a list of
+    the numbers in FITS that are too low. All of the state counts, although validation does not read
+    it. On one device, GPUs without FP8 are measured as well."""
+    rows = [("flags", "devices", "head", "state GB", "training GB", "validation GB", "together GB",
+             "FITS GB")]  # fmt: skip
     wrong = []
     tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
-    largest = tokens.index(max(tokens))  # the number of the stage with the longest sequences
-    for GB, flags, fits in SETTINGS:
-        small = dataclasses.replace(c, **flags)
-        first = measure("first", largest, small, 1)
-        second = measure("second", largest, small, 1)
-        val = measure("val", largest, small, 1)
-        state = second.arguments_GB
-        training = max(first.temporaries_GB, second.temporaries_GB)
-        validation = val.temporaries_GB
-        together = state + max(training, validation)
+    longest = tokens.index(max(tokens))  # the number of the stage with the longest sequences
+    for flags, gigabytes in train_gpt.FITS:
+        fitted = dataclasses.replace(c, **flags)
         text = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
-        numbers = [f"{n:.1f}" for n in (state, training, validation, together)]
-        rows.append((f"{GB} GB", text, *numbers, "yes" if fits else "no"))
-        found = together <= 0.9 * GB
-        if found != fits:
-            wrong.append(
-                f"{together:.1f} GB of {GB} GB with the flags {text}: fits is {found}, not {fits} "
-                "as in SETTINGS"
-            )
+        for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
+            second = planned_memory("second", longest, config, devices)
+            val = planned_memory("val", longest, config, devices)
+            state = second.argument_size_in_bytes / 1e9
+            training = second.temp_size_in_bytes / 1e9
+            validation = val.temp_size_in_bytes / 1e9
+            together = state + max(training, validation)
+            numbers = [f"{n:.1f}" for n in (state, training, validation, together)]
+            row = (text, str(devices), config.head_forward, *numbers, f"{gigabytes[devices]:.1f}")
+            rows.append(row)
+            print("memory:", *row, flush=True)
+            if together + SPARE_GB > gigabytes[devices]:
+                wrong.append(f"FITS, {text}, {devices} devices: {together:.1f} GB and {SPARE_GB}")
     return report.table(*rows), wrong
+
+
+def planned_memory(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Any:
+    """The memory_analysis() of a program."""
+    return compile_step(kind, stage, c, make_mesh(devices)).memory_analysis()
 
 
 def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
@@ -291,15 +279,20 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
     return list(dict.fromkeys(programs))
 
 
-def compile_everything(timed: bool) -> tuple[str, list[str]]:
-    """Returns the text of the page, and a list of what is wrong. Without `timed`, the seconds of
-    compiling may be anything."""
+def prepare() -> train_gpt.Config:
+    """Lets the compiler believe in an H100, and returns the configuration of the record."""
     # Tuning is off: it would compile variants that no GPU can time.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
     answer_for_hopper()
     train_gpt.prefix_table = any_prefixes
-    c = record_config("cudnn")
+    return record_config("cudnn")
+
+
+def compile_everything(timed: bool) -> tuple[str, list[str]]:
+    """Returns the text of the page, and a list of what is wrong. Without `timed`, the seconds of
+    compiling may be anything."""
+    c = prepare()
     results = []
     wrong = []
     old_ms = record_21_ms()
@@ -315,17 +308,18 @@ def compile_everything(timed: bool) -> tuple[str, list[str]]:
             for fault in check(result, timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
-    memory_table, exceeded = measure_settings(c)
+    memory_table, too_low = measure_fits(c)
     shutil.rmtree(DUMP, ignore_errors=True)
     facts = f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n{source_line()}\n{digest_line()}"
     page = report.page(facts, results, memory_table, old_ms, timed)
-    return page, wrong + exceeded
+    return page, wrong + too_low
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cli.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    cli.add_argument("--memory", action="store_true", help="measure the rows of FITS alone")
     cli.add_argument("--untimed", action="store_true", help="accept any seconds of compiling")
     cli.add_argument("--lowered", action="store_true", help="compare only the programs' text")
     arguments = cli.parse_args(argv)
@@ -336,12 +330,15 @@ def main(argv: list[str]) -> int:
     if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
-    page, wrong = compile_everything(not arguments.untimed)
+    if arguments.memory:
+        page, wrong = measure_fits(prepare())
+    else:
+        page, wrong = compile_everything(not arguments.untimed)
     print(f"\n{page}")
     print("\n".join(wrong) or "every check passed")
     if wrong:
         return 1
-    if arguments.write:
+    if arguments.write and not arguments.memory:
         PAGE.write_text(page, encoding="utf-8")
     return 0
 

@@ -44,6 +44,10 @@ ADVICE = (
     "Double --batch: a step has the same number of tokens, in sequences half as long, which need "
     "less memory. See Memory in README.md"
 )
+CUDNN_ADVICE = (
+    "cuDNN has refused something. Its longest sequences are in validation: try --val_T 131072, "
+    "or --attention band, which does without cuDNN and is slower"
+)
 NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED")
 
 
@@ -92,6 +96,8 @@ def main(argv: list[str]) -> None:
             print(f"launch.py: not enough memory: {why}. {ADVICE}", file=sys.stderr)
             leave(2)
         traceback.print_exc()
+        if re.search("cudnn", str(error), re.IGNORECASE):
+            print(f"launch.py: {CUDNN_ADVICE}", file=sys.stderr)
         if jax.distributed.is_initialized():
             time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
         leave(1)
@@ -118,7 +124,7 @@ CURES = {  # what JAX's message may contain, and what helps
     "803|SYSTEM_DRIVER_MISMATCH|version mismatch": "the driver's library and the kernel's module "
     "differ: restart the machine, or the container",
     "no CUDA-capable device|NO_DEVICE": "check CUDA_VISIBLE_DEVICES and nvidia-smi",
-    "libtpu|TPU": "another process may use the TPU: restart the session, and do not import jax in "
+    "'tpu'|libtpu": "another process may use the TPU: restart the session, and import no jax in "
     "the notebook",
 }
 

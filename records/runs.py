@@ -103,6 +103,7 @@ class Run(NamedTuple):
     argv: list[str] | None = None  # without the seed
     config: dict[str, Any] | None = None  # without the seed
     data: list[dict[str, Any]] | None = None
+    fit: dict[str, int] | None = None  # flags that the memory of the devices chose; old logs: None
     resumed: bool = False  # from a checkpoint
 
     @property
@@ -203,9 +204,11 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions;
     raises KeyError where one is missing. name is that of the file, which begins with the time."""
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
-    stated = {key: json.loads(value) for key, _, value in lines if key in FACTS}
+    names = (*FACTS, "fit")  # which logs before 2026-11-24 do not have
+    stated = {key: json.loads(value) for key, _, value in lines if key in names}
     stated["config"].pop("seed")  # else no two runs would have the same configuration
     facts = {key: stated[key] for key in FACTS}
+    facts["fit"] = stated.get("fit")
     facts["argv"] = without_seed(facts["argv"])
     facts["ours"] = True
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)

@@ -356,7 +356,7 @@ def refusal_of_fit(monkeypatch, capsys):
     ("v5e-1", 1, 16.9, 3),
     ("v6e-1", 1, 33.5, 1),
 ])  # fmt: skip
-def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch):
+def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch, capsys):
     platform = "tpu" if machine[0] == "v" else "gpu"
     devices = devices_of(platform, "0", "9.0", 100, count - 1)
     devices += devices_of(platform, "0", "9.0", GB)
@@ -366,7 +366,8 @@ def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monk
     flags = train_gpt.FITS[row][0]
     fitted = train_gpt.fit_memory(devices, c)
     assert fitted == dataclasses.replace(c, **flags)
-    line = train_gpt.fit_line(c, fitted)
+    assert train_gpt.changed_by_fit(c, fitted) == flags
+    line = capsys.readouterr().out
     assert ("--fit 0" in line) == bool(flags) and ("not the record" in line) == (row == 3)
     assert all(f"--{name} {value}" in line for name, value in flags.items())
 

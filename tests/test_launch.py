@@ -127,6 +127,12 @@ def test_lack_of_memory_is_explained(start):
 def test_any_other_error_is_shown(start):
     code, _, err = end(start(FAILS.format("INTERNAL: no luck")))
     assert code == 1 and "Traceback" in err and "no luck\nmore" in err and "memory" not in err
+    assert "--val_T" not in err
+
+
+def test_a_plan_that_cudnn_refuses_names_what_to_try(start):
+    code, _, err = end(start(FAILS.format("INTERNAL: CUDNN_STATUS_NOT_SUPPORTED: no valid plan")))
+    assert code == 1 and "Traceback" in err and "try --val_T 131072" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("message", [
@@ -263,6 +269,49 @@ def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
     launch.join()
     assert not initialize.called and not launch.urllib.request.urlopen.called
+
+
+# ---- Starting JAX --------------------------------------------------------------------------------
+@pytest.mark.parametrize("error, cure", [
+    ("Unable to initialize backend 'cuda': INTERNAL: cuInit: error 802 SYSTEM_NOT_READY", "fabric"),
+    ("operation cuInit(0) failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart the machine"),
+    ("Unable to initialize backend 'cuda': no CUDA-capable device", "CUDA_VISIBLE_DEVICES"),
+    ("Unable to initialize backend 'tpu': already in use by process 7", "restart the session"),
+    ("something\nnew", "dev/README.md"),
+])  # fmt: skip
+def test_a_backend_that_does_not_start_is_one_line_with_a_cure(error, cure, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", Mock(side_effect=RuntimeError(error)))
+    with pytest.raises(SystemExit) as stopped:
+        launch.start_jax()
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.count("\n") == 1
+    assert " ".join(error.split()) in line and cure in line
+
+
+@pytest.mark.parametrize("plugin, flags, version, expected", [
+    ("jax_cuda13_plugin", None, (0, 12, 0, 1), "FLAG=600"),
+    ("jax_cuda12_plugin", "--xla_x=1", (0, 11, 2), "--xla_x=1 FLAG=600"),
+    ("jax_cuda13_plugin", "FLAG=90", (0, 12, 0, 1), "FLAG=90"),
+    ("jax_cuda13_plugin", None, (0, 13, 0), None),  # nobody has tried whether it knows the flag
+    ("", None, (0, 12, 0, 1), None),
+])  # fmt: skip
+def test_communication_gets_ten_minutes_to_start(plugin, flags, version, expected, monkeypatch):
+    name = "--xla_gpu_first_collective_call_terminate_timeout_seconds"
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda module: module == plugin)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if flags:
+        monkeypatch.setenv("XLA_FLAGS", flags.replace("FLAG", name))
+    launch.set_xla_flags()
+    assert os.environ.get("XLA_FLAGS") == (expected and expected.replace("FLAG", name))
+
+
+def test_this_jax_knows_the_flag():
+    """XLA ends the process at a flag that it does not know."""
+    flag = "--xla_gpu_first_collective_call_terminate_timeout_seconds=600"
+    env = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    assert subprocess.run(command, env=env, capture_output=True).returncode == 0
 
 
 # ---- The attention kernel ------------------------------------------------------------------------

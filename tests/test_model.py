@@ -3,6 +3,8 @@ plain attention; gradients that are written by hand. Most tests run in float32."
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +249,45 @@ def test_4095_documents_are_still_apart(dtype):
     alone = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, n), bool), n, False, True))
     got = np.asarray(alone(q, k, v), np.float32)
     np.testing.assert_allclose(got, np.asarray(v, np.float32), rtol=1e-6, atol=1e-9)
+
+
+# ---- Banded attention against a mask -------------------------------------------------------------
+@pytest.mark.parametrize("T", [1, 2, 37, 64])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 31, 32, 63, 100])
+def test_banded_attention_is_attention_with_a_mask(T, window):
+    """Values and gradients, for windows from 0 to beyond T, and for lengths beside bands."""
+    q, k, v, dy = jax.random.normal(jax.random.key(5), (4, 2, T, 3, 8))
+
+    def masked(q, k, v):
+        i, j = np.indices((T, T))
+        mask = (j <= i) & (i - j <= window)
+        return jax.nn.dot_product_attention(q, k, v, scale=0.3, mask=mask)
+
+    def banded(q, k, v):
+        return train_gpt.band_attention(q, k, v, window, 0.3)
+
+    ours = gradients(banded, (q, k, v), dy)
+    for got, expected in zip(ours, gradients(masked, (q, k, v), dy), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_banded_attention_makes_no_array_of_all_pairs():
+    """Its largest array, forward and backward, grows with T * window. That of XLA's attention does
+    not pass."""
+    T, window, H = 1024, 16, 2
+    q, k, v = jax.random.normal(jax.random.key(5), (3, 1, T, H, 8))
+
+    def largest(attend):
+        gradient = jax.jit(jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)))
+        shapes = re.findall(r"\w\[([\d,]+)\]", gradient.lower(q, k, v).compile().as_text())
+        return max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
+
+    def xla(q, k, v):
+        options = dict(is_causal=True, local_window_size=(window, 0), implementation="xla")
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    assert largest(lambda *qkv: train_gpt.band_attention(*qkv, window, 0.3)) <= 4 * T * window * H
+    assert largest(xla) >= T * T
 
 
 # ---- Beside plain attention ----------------------------------------------------------------------

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
@@ -28,7 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from tests.tools import FLOAT32_FLAGS, SMALL, make_mesh, text, with_tiny, write_shard
+from tests.tools import FLOAT32_FLAGS, MINI, SMALL, make_mesh, text, with_tiny, write_shard
 from train_gpt import BANK, LONG, SHORT, Layer, Stage
 
 TRAIN = Path(train_gpt.__file__).resolve()
@@ -457,6 +458,67 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
     assert not any((0, False) in others for others in beside.values())
     assert max(map(len, beside.values())) == 7
     assert len(ran) == 18 and {*ran} == {(stage, kind, (8, 33 + stage)) for stage, kind in keys}
+
+
+@pytest.mark.parametrize("GB, threads", [(60.0, 8), (22.0, 2), (math.inf, 8)])
+def test_small_memory_compiles_two_at_a_time(GB, threads, monkeypatch):
+    """Autotuning takes memory in every thread."""
+    pools = []
+
+    def pool(threads):
+        pools.append(threads)
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(train_gpt, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(train_gpt, "device_memory", lambda devices: GB)
+    for name in "compile_train_step", "compile_val_step":
+        monkeypatch.setattr(train_gpt, name, lambda *_: None)
+    train_gpt.compile_all(parse(monkeypatch, ONE, "--steps", "2"), MESH, QUIET)
+    assert pools == [threads]
+
+
+def test_the_first_state_takes_the_memory_of_the_warmed_up_one():
+    """With other addresses, the first call of a program on a GPU would be slow, on the clock."""
+    c = dataclasses.replace(MINI, seed=5)
+    old = train_gpt.empty_state(c, MESH)
+    before = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(old) if x.nbytes > 4096}
+    state = train_gpt.make_state(c, MESH, old)
+    after = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.nbytes > 4096}
+    assert before == after and all(x.is_deleted() for x in jax.tree.leaves(old))
+    fresh = train_gpt.make_state(c, MESH)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("configured, wheels, processes, folder", [
+    ("", {}, 1, ".cache/jax"),
+    ("", {"libtpu": "0.1", "nvidia-cudnn-cu13": "9.28.0"}, 1, ".cache/jax/cudnn-9.28.0"),
+    ("mine", {"nvidia-cudnn-cu13": "9.28.0.42"}, 1, "mine"),
+    ("", {}, 2, ""),
+    ("mine", {}, 2, "mine"),
+])  # fmt: skip
+def test_where_compiled_programs_are_kept(configured, wheels, processes, folder, monkeypatch):
+    """They have plans of cuDNN, which JAX's key does not know; several processes keep none."""
+    monkeypatch.setattr(train_gpt, "accelerator_wheels", lambda: wheels)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", configured)
+    try:
+        train_gpt.set_compilation_cache()
+        assert (jax.config.jax_compilation_cache_dir or "") == folder
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_versions_of_the_accelerators_wheels_are_in_the_log(monkeypatch):
+    installed = {"nvidia-cudnn-cu13": "9.28.0.42", "nvidia-nccl-cu13": "2.30", "libtpu": "0.0.50",
+                 "nvidia-cublas": "13.1", "numpy": "2", "nvidia-cufft": "12"}  # fmt: skip
+    wheels = [SimpleNamespace(metadata={"Name": n}, version=v) for n, v in installed.items()]
+    monkeypatch.setattr(train_gpt.importlib.metadata, "distributions", lambda: wheels)
+    expected = {n: v for n, v in installed.items() if n not in ("numpy", "nvidia-cufft")}
+    assert train_gpt.accelerator_wheels() == expected
+    facts = train_gpt.run_facts("tiny", MINI, jax.devices(), [])
+    assert expected.items() <= facts["versions"].items()
 
 
 def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):

@@ -160,6 +160,25 @@ def test_what_becomes_of_documents_by_example():
     ]
 
 
+def test_the_first_batch_reads_only_the_first_million_tokens():
+    """Because it is found on the clock."""
+    read = []
+
+    class Shard(np.ndarray):
+        """Notes how far it is read."""
+
+        def __getitem__(self, index):
+            read.append(min(index.stop, len(self)))
+            return np.asarray(self)[index]
+
+    tokens = np.ones(3_000_000, np.uint16)
+    tokens[::50] = EOT
+    documents = train_gpt.pack_documents(tokens.view(Shard), [(8, 1024, 40)] * 9999, MINI)
+    next(documents)
+    assert read == [1_000_000]
+    assert sum(1 for _ in documents) > 100 and max(read) == 3_000_000
+
+
 def test_pack_documents_works_beyond_16_bits():
     shard = np.zeros(200_000, "<u2")
     shard[[0, 70_000, 150_000]] = EOT

@@ -235,6 +235,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
         lambda f: rewrite(f, config=dict(layers=[])), "different config: layers"),
     "other data": (lambda f: rewrite(f, data=OTHER), "different data"),
     "a variable": (lambda f: rewrite_all(f, environment={"XLA_FLAGS": "--x"}), "XLA_FLAGS is set"),
+    "more than the time-out": (
+        lambda f: rewrite_all(f, environment={"XLA_FLAGS": f"{verify.NEUTRAL_XLA_FLAGS} --x=1"}),
+        "XLA_FLAGS is set"),
+    "little memory": (lambda f: rewrite_all(f, fit=dict(batch=16)), "the devices chose batch"),
     "flags in all": (lambda f: rewrite_all(f, argv=FLAGS), "a record is what the file does"),
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
     "other validation": (lambda f: rewrite_all(f, data=OTHER), "validated on another text"),
@@ -255,6 +259,20 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a margin of luck": (raise_losses, "p = 0.0297 for a mean below 1.49; it takes p < 0.01"),
     "equal losses": (lambda f: rewrite_all(f, loss=1.46), "the losses do not vary: no p-value"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("track, fit, complaints", [
+    ("8xh100", {}, 0),
+    ("8xh100", dict(batch=16, head_chunk=8192), 1),
+    ("1xgpu", dict(batch=32, head_chunk=4096, val_T=65536), 0),
+    ("1xgpu", dict(batch=64, bigrams=65536), 1),  # another model
+])  # fmt: skip
+def test_the_memory_may_choose_sequences_on_one_gpu(tmp_path, track, fit, complaints):
+    """The launcher's time-out is no flag of the run's."""
+    argv = ["record", "--target", "0", "--seed", "100"]
+    facts = dict(environment={"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS}, fit=fit, argv=argv)
+    evidence = verify.collect(write_ours(tmp_path / "x", losses=LOSSES[:1], **facts))
+    assert len(list(verify.check_flags(evidence, verify.TRACKS[track]))) == complaints
 
 
 @pytest.mark.parametrize("fault", FAULTS)

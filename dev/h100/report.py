@@ -192,11 +192,11 @@ def page(
         "## Programs",
         cores,
         program_table(results),
-        "## Memory of one GPU, without the workspaces of cuDNN and cuBLAS",
-        "State is what lives between steps; training and validation are the temporaries of their "
-        "programs, in the stage of the longest sequences. A setting fits if it needs at most nine "
-        "tenths of the memory; JAX takes three quarters unless `XLA_CLIENT_MEM_FRACTION=0.92` is "
-        "set.",
+        "## Memory of each GPU, by the rows of FITS",
+        "State is what lives between steps; training and validation are the temporaries of a "
+        "second step and of a validation, in the stage of the longest sequences. Workspaces of "
+        "cuDNN and cuBLAS come on top, so FITS asks for more: it is the memory that JAX must have, "
+        "which is three quarters of a GPU's, or the fraction in `XLA_CLIENT_MEM_FRACTION`.",
         memory_table,
         f"## Non-GEMM traffic of {step}, by cause",
         traffic_table(last),
