@@ -45,6 +45,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 import train_gpt
+from dev import launch
 from train_gpt import LONG, SHORT, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
@@ -85,6 +86,7 @@ def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     if options.child:
         return run_parts(options.parts, options.small, options.flags)
+    launch.set_xla_flags()
     began = time.monotonic()
     report = Report({"argv": argv}, [])
     if not options.small:
@@ -175,23 +177,25 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
                 running, *line = message
                 if line:
                     report.add(*line)
-        end = how_it_ended(child)
-        left = parts[parts.index(running) + 1 :] if running in parts else []
+        end = how_it_ended(child.wait(60))
+    except (TimeoutError, subprocess.TimeoutExpired):
+        end = f"hangs: no line for {LIMIT} s"
     except KeyboardInterrupt:
-        child.kill()
         end = "ended by Ctrl-C"
-        left = []
+        parts = []
+    finally:
+        kill(child)
     if end == "exit status 2" and running == "JAX" and not report.failed:
         return None
     if not end:
         return []
     report.add(False, running, end, {"end": end, "output": list(output)})
-    return left
+    return parts[parts.index(running) + 1 :] if running in parts else []
 
 
 def read_messages(child: subprocess.Popen) -> Iterator[list | str]:
-    """Yields the child's lines of JSON as lists, and its other lines as they are, until it ends or
-    has sent no JSON for LIMIT seconds."""
+    """Yields the child's lines of JSON as lists, and its other lines as they are, until it ends.
+    Raises TimeoutError when it has sent no JSON for LIMIT seconds."""
     deadline = time.monotonic() + LIMIT
     while select.select([child.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
         line = child.stdout.readline().decode(errors="replace")
@@ -203,22 +207,23 @@ def read_messages(child: subprocess.Popen) -> Iterator[list | str]:
         if mark:
             deadline = time.monotonic() + LIMIT
             yield json.loads(message)
+    raise TimeoutError
 
 
-def how_it_ended(child: subprocess.Popen) -> str:
-    """Waits for the end of a child that has closed its output, and ends one that has not. Returns
-    what was wrong, or an empty string."""
-    try:
-        status = child.wait(5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # while a driver hangs, nothing helps
-            child.wait(30)
-        return f"hangs: no line for {LIMIT} s"
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"killed by {name}" + (", as where RAM is short" if name == "SIGKILL" else "")
-    return f"exit status {status}" if status else ""
+def how_it_ended(status: int) -> str:
+    """What an exit status says, an empty string if all is well."""
+    if status >= 0:
+        return f"exit status {status}" if status else ""
+    name = signal.Signals(-status).name
+    return f"killed by {name}" + (", as where RAM is short" if name == "SIGKILL" else "")
+
+
+def kill(child: subprocess.Popen) -> None:
+    """Ends a child if it has not ended, and waits until its devices are free."""
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # where a driver hangs, nothing helps
+        child.wait(30)
+    child.stdout.close()
 
 
 # ---- The child -----------------------------------------------------------------------------------
@@ -235,20 +240,20 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> int:
         if failed and not small:
             return leave(0)
     send("JAX")
+    launch.start_jax()
     if jax.devices()[0].platform == "cpu" and not small:
         print("check_gpu.py: JAX sees no GPU and no TPU; there is ./run.sh check --small")
         return leave(2)
     asked = SMALL if small else record_with(flags)
     devices, c = train_gpt.fit_devices("check", asked)
-    print(train_gpt.fit_line(asked, c))
-    facts = software(c, devices)
+    facts = software(c, devices) | {"fit": train_gpt.changed_by_fit(asked, c)}
     send("JAX", True, "JAX", software_text(facts), facts)
     parts = make_parts(c, train_gpt.make_mesh(devices), small)
     for name in names:
         if name == "machine":
             continue
         failed = run_part(name, parts[name])
-        if "RESOURCE_EXHAUSTED" in failed:  # the parts that follow need as much
+        if launch.NO_MEMORY.search(failed):  # the parts that follow need as much
             break
     return leave(0)
 
@@ -278,8 +283,8 @@ def run_part(name: str, part: Callable[[], Iterator[Line]]) -> str:
                 failed += text
     except (Exception, SystemExit) as error:  # the next part may work
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        if "RESOURCE_EXHAUSTED" in why:
-            why += "; see Memory in dev/README.md"
+        if launch.NO_MEMORY.search(why):
+            why += f"; {launch.ADVICE}"
         send(name, False, name, why, why)
         failed += why
     return failed
@@ -611,7 +616,7 @@ def check_norms(c: Config) -> Iterator[Line]:
 
 
 # ---- Steps of training ---------------------------------------------------------------------------
-STEPS = 24  # of a measurement
+STEPS = 25  # of a measurement
 WARM_UP = 4  # of them do not count: two first calls, and the two after them
 SAME = 0.01  # losses of two programs that do the same may differ by so many nats
 
@@ -663,23 +668,23 @@ def training(pair: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterato
 def train_steps(
     pair: list[Callable], c: Config, stage: int, mesh: Mesh, steps: int = STEPS, least: float = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trains for some steps, and at least so many seconds. Returns the loss of every step, and its
-    milliseconds: how much later it was there than the one before. The host waits only for the step
-    before the last one, so that the devices always have work."""
+    """Trains for some steps, and at least so many seconds. Returns the loss of every step, and the
+    milliseconds from one to the next. The host waits for a loss only when two later steps have
+    started, so that the devices always have work."""
     losses = []
     times = []
-    began = time.perf_counter()
     for loss in training(pair, c, stage, mesh):
         losses.append(loss)
         if len(losses) > 2:
             jax.block_until_ready(losses[-3])
             times.append(time.perf_counter())
-        if len(losses) >= steps and time.perf_counter() - began > least:
+        enough = least == 0 or (times and times[-1] - times[0] > least)
+        if len(losses) >= steps and enough:
             break
     for loss in losses[-2:]:
         jax.block_until_ready(loss)
         times.append(time.perf_counter())
-    return np.array([float(loss) for loss in losses]), 1e3 * np.diff(times, prepend=began)
+    return np.array([float(loss) for loss in losses]), 1e3 * np.diff(times)
 
 
 def learns(losses: np.ndarray) -> bool:
@@ -868,7 +873,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
             pair = compile_pair(c, 0, some)
             losses[count] = train_steps(pair, c, 0, some, steps=2)[0].tolist()
         except jax.errors.JaxRuntimeError as error:
-            if count > 1 or "RESOURCE_EXHAUSTED" not in str(error):
+            if count > 1 or not launch.NO_MEMORY.search(str(error)):
                 raise
             yield True, "devices", "one has too little memory for the record", None
             return

@@ -7,6 +7,7 @@ traces, XLA starts kernels one by one, which takes longer than the run's CUDA gr
 XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import jax  # noqa: E402
 
 import train_gpt  # noqa: E402
-from dev import check_gpu  # noqa: E402
+from dev import check_gpu, launch  # noqa: E402
 
 FOLDER = Path("logs/profile")
 
@@ -24,6 +25,8 @@ FOLDER = Path("logs/profile")
 def main(argv: list[str]) -> None:
     """Compiles two programs, runs seven steps, and says where the trace of five of them is."""
     preset, c = train_gpt.parse_config(argv)
+    launch.set_xla_flags()
+    launch.start_jax()
     train_gpt.set_compilation_cache()
     devices, c = train_gpt.fit_devices(preset, c)
     mesh = train_gpt.make_mesh(devices)
@@ -41,7 +44,7 @@ def main(argv: list[str]) -> None:
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 loss = next(losses)
         jax.block_until_ready(loss)
-    path = max(FOLDER.glob("**/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    path = max(FOLDER.glob("**/perfetto_trace.json.gz"), key=os.path.getmtime)
     print(f"The trace is {path}: open https://ui.perfetto.dev and drop the file there.")
 
 
