@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [SCRIPT.py] [record | tiny] [--field value ...]          a copy of train_gpt.py
-#   ./run.sh check [--small | --field value ...]
-#   ./run.sh basics/NAME.py [argument ...]                            basics/README.md
+#   ./run.sh [SCRIPT.py] [record | tiny] [--field value ...]    SCRIPT.py: a copy of train_gpt.py
+#   ./run.sh tiny --help                                        all fields
+#   ./run.sh plan                                               what ./run.sh would do here, and why
+#   ./run.sh check [--small | --field value ...]                whether the machine computes correctly
+#   ./run.sh basics/NAME.py [argument ...]                      basics/README.md
 #   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
 #   ./run.sh test [--quick | --all | pytest argument ...]
+#   ./run.sh install                                            and nothing else
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
@@ -17,7 +20,16 @@ fail() {
   exit 1
 }
 
-[ -f requirements.txt ] || fail "call it in its own folder, not by a link"
+# The comment at the top.
+print_help() {
+  while IFS= read -r line; do
+    case $line in
+      "#!"*) ;;
+      "#"*) line=${line#"#"} && echo "${line# }" ;;
+      *) break ;;
+    esac
+  done <run.sh
+}
 
 # .lock is a link to "HOST PID", because a link is made in one step, on shared disks too. Where
 # nothing can be written, the process goes on without a lock. The lock of a dead process is removed
@@ -50,28 +62,45 @@ unlock() {
   [ "$(readlink .lock)" != "$this_process" ] || rm -f .lock
 }
 
-# Runs a Python with a module: a pyenv shim may exist and refuse, and Debian's Python may come
-# without ensurepip.
-runs() {
-  "$1" -c "import ${2:-sys}, sys; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1
+# Whether PYTHON is at least 3.MINOR and has MODULES. A pyenv shim may exist and refuse.
+runs() { # runs PYTHON MINOR [MODULES]
+  "$1" -c "import sys, ${3:-sys}; sys.exit(sys.version_info < (3, $2))" >/dev/null 2>&1
 }
 
 version() {
   "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
-pick_python() {
-  for python in ${PYTHON:+"$PYTHON"} python3.14 python3.13 python3.12 python3.11 python3; do
-    if runs "$python" venv,ensurepip; then return; fi
-    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
+pythons="python3.14 python3.13 python3.12 python3.11 python3"
+outside_pip='pip; assert tuple(map(int, pip.__version__.split(".")[:2])) >= (22, 3)' # has --python
+
+# For dev/machine.py, which an old one can run.
+any_python() {
+  for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
+    if runs "$python" 8; then return; fi
   done
+  fail "found no Python 3.11 or newer"
+}
+
+# For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip.
+pick_python() {
+  for modules in venv,ensurepip "venv, $outside_pip"; do
+    for python in ${PYTHON:+"$PYTHON"} $pythons; do
+      if runs "$python" "$minor" "$modules"; then return; fi
+      [ -z "${PYTHON:-}" ] || break
+    done
+  done
+  [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
   fail "found no $needs. Install one (Debian, Ubuntu: also python3-venv), or set PYTHON to it"
 }
 
-# Two CUDA generations in one environment would both register as jax's GPU backend.
+# The wheels of two accelerators in one environment would both register with jax.
 venv_fits() {
-  runs .venv/bin/python && [ ! -e ".venv/installed-$other_cuda" ] &&
-    { [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]; }
+  runs .venv/bin/python "$minor" || return
+  for other in $other_wheels; do
+    [ ! -e ".venv/installed-$other" ] || return
+  done
+  [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]
 }
 
 # Deletes only a .venv that run.sh has made. What uv or an editor has made is used, or left alone.
@@ -81,51 +110,67 @@ make_venv() {
   if [ -e .venv ] && [ ! -e .venv/made-by-run.sh ]; then
     fail ".venv, which run.sh has not made, is not for $needs: type  mv .venv .venv-old"
   fi
-  rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv .venv
+  rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv --without-pip .venv
 }
 
-# install NAME FILE [REQUIREMENT]. The stamp, a copy of FILE, comes last: an interrupted install is
-# repeated, a changed FILE installed anew.
+# Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.
+venv_pip() {
+  if runs .venv/bin/python 8 pip ||
+    .venv/bin/python -m ensurepip --default-pip >/dev/null 2>&1; then
+    .venv/bin/python -m pip "$@"
+    return
+  fi
+  for python in ${PYTHON:+"$PYTHON"} $pythons; do
+    if runs "$python" 8 "$outside_pip"; then
+      "$python" -m pip --python .venv/bin/python "$@"
+      return
+    fi
+  done
+  fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
+}
+
+# install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, a copy of the files, comes last: an
+# interrupted install is repeated, changed files are installed anew.
 install() {
-  local stamp=.venv/installed-$1 file=$2
-  shift 2
-  if [ "$(cat "$file")" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
-  echo "Installing $file${*:+ with $*} into .venv (first run: a minute or two, more with GPUs) ..."
-  runs .venv/bin/python pip || .venv/bin/python -m ensurepip >/dev/null ||
-    fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file" "$@" ||
-    fail "pip could not install $file; its message is above"
-  cp "$file" "$stamp"
+  local stamp=.venv/installed-$1 pins
+  pins=$(cat "$2" ${4:+"$4"})
+  if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
+  echo "Installing $2${3:+ with $3} into .venv (first run: a minute or two, more with GPUs) ..."
+  venv_pip install --quiet --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
+    fail "pip could not install $2; its message is above"
+  echo "$pins" >"$stamp"
 }
 
+[ -f requirements.txt ] || fail "call it in its own folder, not by a link"
+case ${1:-} in -h | --help) print_help && exit ;; esac
 case "$(uname -s) $(uname -m)" in
   MINGW* | MSYS* | CYGWIN*) fail "jax needs Linux or macOS: on Windows, run this inside WSL2" ;;
   "Darwin x86_64") fail "jax has no wheels for Intel Macs any more: run this on another machine" ;;
 esac
-minor=11 cuda="" other_cuda=none needs="Python 3.11 or newer with its venv and ensurepip modules"
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=""
-driver=${driver%%.*}
-if [ "$driver" -gt 0 ] 2>/dev/null; then
-  [ "$driver" -ge 525 ] || fail "the NVIDIA driver, $driver, is too old: jax needs 525 or newer"
-  minor=12 cuda=cuda12 other_cuda=cuda13
-  if [ "$driver" -ge 580 ]; then cuda=cuda13 other_cuda=cuda12; fi # as CUDA 13 requires
-  needs="Python 3.12 ${needs#* * } (GPUs need jax >= 0.11.2, which has left Python 3.11)"
-fi
+
+# Sets wheels, requirement, constraints, other_wheels, minor, environment, preset, why, record_fits.
+any_python
+if [ "${1:-}" = plan ]; then exec "$python" dev/machine.py "$@"; fi
+decisions=$("$python" dev/machine.py) || exit
+eval "$decisions"
+[ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
+needs="Python 3.$minor or newer with venv, and with ensurepip or pip 22.3"
+[ "$minor" = 11 ] || needs="$needs (GPUs and TPUs need jax >= 0.11.2, which has left Python 3.11)"
 
 this_process="$(uname -n) $$" # HOSTNAME may come from where srun was typed
 trap unlock EXIT              # also at Ctrl-C
 trap 'exit 143' TERM # after the install that runs now, which would go on without a lock
 lock
 make_venv
-install "${cuda:-cpu}" requirements.txt ${cuda:+"jax[$cuda]"}
+install "$wheels" requirements.txt ${requirement:+"$requirement" "$constraints"}
 
-if [ "${1:-}" = check ]; then
-  shift
-  unlock # exec runs no trap
-  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR-.cache/jax}"
-  exec .venv/bin/python -m dev.check_gpu "$@"
-fi
 case ${1:-} in
+  install) exit ;;
+  check)
+    shift
+    unlock # exec runs no trap
+    exec .venv/bin/python -m dev.check_gpu "$@"
+    ;;
   basics/*.py | ./basics/*.py)
     case " $* " in *" --draw"*) install tests tests/requirements.txt ;; esac # for matplotlib
     unlock
@@ -138,20 +183,20 @@ case ${1:-} in
     unlock
     exec .venv/bin/python "evals/$tool.py" "$@"
     ;;
+  test)
+    shift
+    install tests tests/requirements.txt
+    unlock
+    .venv/bin/python -m ruff check .
+    .venv/bin/python -m ruff format --check .
+    # Freed memory is used again, which saves the kernel's work of clearing new pages. glibc only.
+    export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=33554432
+    export MALLOC_TOP_PAD_=16777216
+    # Three workers for two cores, because tests/test_hosts.py mostly waits. tests/conftest.py sorts
+    # the files, so xdist need not.
+    exec .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+    ;;
 esac
-if [ "${1:-}" = test ]; then
-  shift
-  install tests tests/requirements.txt
-  unlock
-  .venv/bin/python -m ruff check .
-  .venv/bin/python -m ruff format --check .
-  # Freed memory is used again, which saves the kernel's work of clearing new pages. glibc only.
-  export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=33554432
-  export MALLOC_TOP_PAD_=16777216
-  # Three workers for two cores, because tests/test_hosts.py mostly waits. tests/conftest.py sorts
-  # the files, so xdist need not.
-  exec .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
-fi
 
 trainer=train_gpt.py
 case ${1:-} in
@@ -161,11 +206,7 @@ case ${1:-} in
     ;;
 esac
 case ${1:--} in
-  -*)
-    preset=tiny why="no NVIDIA GPU"
-    [ -z "$cuda" ] || preset=record why="an NVIDIA GPU"
-    echo "No preset given, and this machine has $why: running \"$preset\""
-    ;;
+  -*) echo "No preset given: running \"$preset\", because $why" ;;
   *)
     preset=$1
     shift
@@ -181,11 +222,11 @@ done
 case "$preset:$data: $* " in
   *" --help "* | *" -h "*) data="" ;;
   tiny::*) data=data/source_code script=data/source_code.py ;;
-  record::*) [ -z "$cuda" ] || data=data/fineweb10B script=data/cached_fineweb10B.py ;;
+  record::*) [ $record_fits = no ] || data=data/fineweb10B script=data/cached_fineweb10B.py ;;
 esac
 [ -z "$script" ] || .venv/bin/python $script
 unlock
 [ -z "$data" ] || .venv/bin/python data/check.py --quick -- "$data"
 # On CPUs XLA asks for its memory anew every step: in pages of 2 MB (glibc >= 2.35) that is faster.
-[ -n "$cuda" ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
+[ "$wheels" != cpu ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
 exec .venv/bin/python dev/launch.py "$trainer" "$preset" "$@"

@@ -520,8 +520,8 @@ def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Arra
 def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
     """attend() in plain JAX, for devices without cuDNN's kernel. Positions are cut into n bands of
     W >= window, or into two: the queries i of a band see the keys j of their band and of the one
-    before. Bands are computed one after the other, and once more for the gradient, so that memory
-    grows with T * window and not with T * T."""
+    before. Bands are computed one after the other, and once more for the gradient, so that only the
+    scores of one band exist at a time: W * 2 W for each head, and not T * T."""
     B, T, H, K = q_BTHK.shape
     W = min(max(window, 1), -(-T // 2))
     q_BnWHK = in_bands(q_BTHK, W)

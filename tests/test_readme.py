@@ -18,7 +18,7 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = (
     "README.md records/README.md records/LOG.md dev/README.md dev/change_it.md dev/hosts.md "
-    "data/README.md evals/README.md basics/README.md records/other/basics/README.md"
+    "dev/machines.md data/README.md evals/README.md basics/README.md records/other/basics/README.md"
 ).split()
 ABLATIONS = "records/tracks/tiny-2k/2026-11-22_ablations"
 

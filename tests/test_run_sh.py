@@ -1,117 +1,14 @@
-"""run.sh, with fake Pythons and a fake nvidia-smi: which of them it takes and what it runs."""
+"""run.sh, with fake Pythons and fake machines: which Python and wheels it takes, what it runs."""
 
 import os
-import pathlib
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BASH = shutil.which("bash")
-
-# A fake Python. It executes `-c`, with the version and without the modules that a test wants. `-m
-# venv` makes a .venv that has this fake. All other commands are only written into the log.
-FAKE_PYTHON = """#!{real} -S
-import os, shutil, sys, types
-argv = sys.argv[1:]
-here = os.path.dirname(__file__)
-if argv[0] == "-c":
-    sys.version_info = {version}
-    sys.modules["pip"] = types.ModuleType("pip") if os.path.exists(here + "/pip") else None
-    for missing in {missing}:
-        sys.modules[missing] = None
-    exec(argv[1])
-    sys.exit()
-with open({log!r}, "a") as log:
-    print("{name}", *argv, file=log)
-if argv[:2] == ["-m", "venv"]:
-    os.makedirs(".venv/bin")
-    for name in ("python", "pip"):
-        shutil.copy(__file__, ".venv/bin/" + name)
-elif argv == ["-m", "ensurepip"]:
-    sys.exit({ensurepip})
-elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
-    sys.exit("no network")
-elif argv[0] == "dev/launch.py":
-    print("pages", os.environ.get("GLIBC_TUNABLES"))
-"""
-
-
-class Machine:
-    """A folder with run.sh, and a PATH that has the fakes and a few tools of the shell."""
-
-    def __init__(self, tmp_path):
-        self.root = tmp_path / "repo"
-        self.bin = tmp_path / "bin"
-        self.log = tmp_path / "log"
-        self.started = []
-        self.bin.mkdir()
-        (self.root / "tests").mkdir(parents=True)
-        for name in ("run.sh", "requirements.txt", "tests/requirements.txt"):
-            shutil.copy(ROOT / name, self.root / name)
-        for tool in "cat cp dirname ln mkdir rm rmdir readlink".split():
-            (self.bin / tool).symlink_to(shutil.which(tool))
-        self.script("sleep", f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")
-        self.system("Linux", "x86_64")
-
-    def system(self, name, machine):
-        self.script("uname", f'#!{BASH}\n[ "$1" = -m ] && echo {machine} || echo {name}\n')
-
-    def script(self, name, text):
-        path = self.bin / name
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
-
-    def python(self, minor, name=None, missing=()):
-        name = name or f"python3.{minor}"
-        parts = dict(real=sys.executable, log=str(self.log), name=name, version=(3, minor, 0))
-        text = FAKE_PYTHON.format(**parts, missing=missing, ensurepip=int("ensurepip" in missing))
-        return self.script(name, text)
-
-    def foreign_venv(self, minor, missing=()):
-        """A .venv that run.sh did not make: without pip, as uv makes it, and with a user's file."""
-        precious = self.root / ".venv" / "bin" / "precious"
-        precious.parent.mkdir(parents=True)
-        precious.touch()
-        self.python(minor, "foreign", missing).rename(precious.with_name("python"))
-        return precious
-
-    def driver(self, version):
-        """A fake nvidia-smi of two GPUs with this driver."""
-        self.script("nvidia-smi", f"#!{BASH}\necho {version}\necho {version}\n")
-
-    def start(self, *argv, before=None, **env):
-        # Where SIGINT is ignored, as in a background job, children would inherit that.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        env = {"PATH": str(self.bin), **env}
-        command = [BASH, self.root / "run.sh", *argv]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        process = subprocess.Popen(command, env=env, cwd="/", start_new_session=True,
-                                   preexec_fn=before, **pipes)  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def run(self, *argv, **env):
-        """Runs run.sh to its end; the lines that the fake Pythons wrote into the log."""
-        self.log.write_text("")
-        process = self.start(*argv, **env)
-        output = process.communicate(timeout=60)
-        self.done = subprocess.CompletedProcess(process.args, process.returncode, *output)
-        return self.log.read_text().splitlines()
-
-    def locks(self):
-        return [path.name for path in self.root.glob(".lock*")]
-
-    def refusal(self, *argv, **env):
-        """The line on stderr of a run.sh that must refuse, before it runs anything."""
-        assert self.run(*argv, **env) == [] and not (self.root / ".venv").exists()
-        assert self.done.returncode == 1 and self.done.stderr.count("\n") == 1
-        return self.done.stderr
+from fake_machine import BASH, KINDS, ROOT, Gpu, Kind, Machine
 
 
 @pytest.fixture
@@ -122,11 +19,14 @@ def machine(tmp_path):
         process.kill()
 
 
-VENV = "-m venv .venv"
+VENV, ENSURE = "-m venv --without-pip .venv", "-m ensurepip --default-pip"
 PIP = "-m pip install --quiet --disable-pip-version-check -r"
+FIRST = VENV, ENSURE, f"{PIP} requirements.txt"  # of a machine without GPUs
 CHECK = "data/check.py --quick --"
 TRAIN = "dev/launch.py train_gpt.py"
 TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
+RECORD = ["data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"]
+H100 = KINDS["1×H100"]
 
 
 def calls(*lines, name="python3.12"):
@@ -137,39 +37,59 @@ def calls(*lines, name="python3.12"):
 def test_first_run_without_gpu_installs_and_runs_tiny_and_the_second_only_runs(machine):
     machine.python(12)
     machine.script("nvidia-smi", f"#!{BASH}\necho No devices were found\nexit 9\n")
-    machine.system("Darwin", "arm64")  # Macs with an Intel processor are refused
-    everything = calls(VENV, f"{PIP} requirements.txt", *TINY)
+    everything = calls(*FIRST, *TINY)
     assert machine.run() == everything
     assert (machine.done.returncode, machine.done.stderr) == (0, "")
-    assert all(s in machine.done.stdout for s in ("Installing", 'no NVIDIA GPU: running "tiny"'))
-    assert machine.run() == everything[2:] and "Installing" not in machine.done.stdout
+    reason = "nvidia-smi shows no NVIDIA GPU: No devices were found"
+    assert f'No preset given: running "tiny", because {reason}\n' in machine.done.stdout
+    assert "Installing" in machine.done.stdout
+    assert machine.run() == everything[3:] and "Installing" not in machine.done.stdout
+
+
+def test_help_prints_the_verbs_and_does_nothing(machine):
+    for word in "--help", "-h":
+        assert machine.run(word) == [] and machine.done.returncode == 0
+        assert machine.files() == {path for path in machine.files() if ".venv" not in path.parts}
+        for verb in "tiny --help", "plan", "check", "basics/NAME.py", "sample", "test", "install":
+            assert f"./run.sh {verb}" in machine.done.stdout
+        assert machine.done.stdout.startswith("Installs into .venv")
+        assert "set -euo" not in machine.done.stdout and "#" not in machine.done.stdout
+
+
+def test_install_installs(machine):
+    machine.python(12)
+    assert machine.run("install") == calls(*FIRST) and machine.done.returncode == 0
+    assert machine.run("install") == [] and machine.locks() == []
+
+
+def variables(machine):
+    """What the trainer found in its environment."""
+    lines = [line.split() for line in machine.done.stdout.splitlines()]
+    return {name: value for name, value in (line for line in lines if len(line) == 2)}
 
 
 def test_without_gpu_memory_comes_in_huge_pages_unless_the_user_says_otherwise(machine):
     machine.python(12)
     machine.run()
-    assert "pages glibc.malloc.hugetlb=1" in machine.done.stdout
+    assert variables(machine)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     machine.run(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
-    assert "pages glibc.malloc.hugetlb=0" in machine.done.stdout
-    machine.driver("580.1")
+    assert variables(machine)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+    machine.become(H100)
     machine.run()
-    assert "pages None" in machine.done.stdout
+    assert variables(machine)["GLIBC_TUNABLES"] == "None"
 
 
 def test_check_installs_and_reads_no_data(machine):
     machine.python(12)
-    assert machine.run("check", "--small")[1:] == calls(
-        f"{PIP} requirements.txt", "-m dev.check_gpu --small"
-    )
-    machine.driver("580.1")
+    assert machine.run("check", "--small") == calls(*FIRST, "-m dev.check_gpu --small")
+    machine.become(H100)
     assert machine.run("check")[-1] == "python3.12 -m dev.check_gpu"
 
 
 def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(machine):
     machine.python(12)
-    assert machine.run("sample", "logs/x y.npz", "a  b")[1:] == calls(
-        f"{PIP} requirements.txt", "evals/sample.py logs/x y.npz a  b"
-    )
+    sample = "sample", "logs/x y.npz", "a  b"
+    assert machine.run(*sample) == calls(*FIRST, "evals/sample.py logs/x y.npz a  b")
     assert machine.run("export", "x", "--out", "y") == calls("evals/export.py x --out y")
     tests = f"{PIP} tests/requirements.txt"
     assert machine.run("look", "x") == calls(tests, "evals/look.py x")
@@ -181,9 +101,8 @@ def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(mac
 
 def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
     machine.python(12)
-    assert machine.run("basics/gpt2.py", "--prompt", "a  b")[1:] == calls(
-        f"{PIP} requirements.txt", "basics/gpt2.py --prompt a  b"
-    )
+    gpt2 = "basics/gpt2.py", "--prompt", "a  b"
+    assert machine.run(*gpt2) == calls(*FIRST, "basics/gpt2.py --prompt a  b")
     draws = calls(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
     assert machine.run("basics/fsdp.py", "--draw", "x.svg") == draws
 
@@ -192,7 +111,7 @@ def test_a_failed_or_changed_install_is_repeated(machine):
     machine.python(12)
     install = calls(f"{PIP} requirements.txt")
     (machine.root / "no_network").touch()
-    assert machine.run()[1:] == install and machine.done.returncode == 1
+    assert machine.run()[2:] == install and machine.done.returncode == 1
     assert "no network" in machine.done.stderr and "pip could not install" in machine.done.stderr
     assert machine.locks() == []
     (machine.root / "no_network").unlink()
@@ -237,12 +156,12 @@ def test_broken_venv_is_made_anew_and_its_pip_too(machine):
     assert machine.run()[0] == f"python3.12 {VENV}"
     (machine.root / ".venv" / "bin" / "pip").unlink()  # as an interrupted venv leaves it
     (machine.root / ".venv" / "installed-cpu").unlink()
-    assert machine.run()[:2] == calls("-m ensurepip", f"{PIP} requirements.txt")
+    assert machine.run()[:2] == calls(*FIRST[1:])
 
 
 def test_a_venv_of_others_is_used(machine):
     precious = machine.foreign_venv(12)
-    expected = calls("-m ensurepip", f"{PIP} requirements.txt", *TINY, name="foreign")
+    expected = calls(*FIRST[1:], *TINY, name="foreign")
     assert machine.run() == expected and precious.exists()
     assert machine.run() == expected[2:]
 
@@ -255,32 +174,155 @@ def test_a_venv_of_others_is_used(machine):
 def test_a_venv_of_others_that_cannot_be_used_is_left_alone(machine, minor, missing, env, command):
     precious = machine.foreign_venv(minor, missing)
     machine.python(12)
-    assert machine.run(**env) == ["foreign -m ensurepip"] * len(missing) and precious.exists()
+    assert machine.run(**env) == [f"foreign {ENSURE}"] * len(missing) and precious.exists()
     assert machine.done.returncode == 1 and machine.done.stderr.count("\n") == 1
     assert command in machine.done.stderr
 
 
+@pytest.mark.parametrize("missing, pip, taken", [
+    (["ensurepip"], "22.3", True), (["ensurepip"], "22.2.9", False), (["ensurepip"], "", False),
+    (["venv"], "25.0", False),
+])  # fmt: skip
+def test_without_ensurepip_as_on_colab_a_newer_pip_installs_from_outside(
+    machine, missing, pip, taken
+):
+    machine.python(12, missing=missing, pip=pip)
+    if not taken:
+        message = machine.refusal()
+        assert "no Python 3.11 or newer with venv, and with ensurepip or pip 22.3" in message
+        return
+    outside = PIP.replace("-m pip", "-m pip --python .venv/bin/python")
+    lines = VENV, ENSURE, f"{outside} requirements.txt", *TINY
+    assert machine.run() == calls(*lines)
+    assert machine.run() == calls(*TINY)
+    (machine.root / "requirements.txt").write_text("more==1\n")
+    assert machine.run() == calls(*lines[1:])
+    shutil.rmtree(machine.root / ".venv")
+    machine.python(11)
+    assert machine.run("install") == calls(*FIRST, name="python3.11")  # which has ensurepip
+
+
 # ---- Machines ------------------------------------------------------------------------------------
-def test_gpu_gets_the_cuda_of_its_driver_in_a_fresh_venv_and_the_record(machine):
+def pip_line(wheels):
+    """The install of a kind of wheels."""
+    if wheels == "cpu":
+        return f"{PIP} requirements.txt"
+    extra = wheels.partition("-")[0]
+    return f"{PIP} requirements.txt jax[{extra}] -c dev/constraints/{wheels}.txt"
+
+
+@pytest.mark.parametrize("title, wheels, preset, platforms, fraction, why", [
+    ("8×H100", "cuda13", "record", "cuda,cpu", "None", "machine has 8 x NVIDIA H100 80GB HBM3"),
+    ("1×H100", "cuda13", "record", "cuda,cpu", "None", "machine has 1 x NVIDIA H100 80GB HBM3"),
+    ("A100, 40 GB", "cuda12", "record", "cuda,cpu", "0.92", "1 x NVIDIA A100-SXM4-40GB"),
+    ("RTX 4090", "cuda13", "record", "cuda,cpu", "0.92", "1 x NVIDIA GeForce RTX 4090"),
+    ("16 GB: RTX 4080", "cuda13", "record", "cuda,cpu", "0.92", "1 x NVIDIA GeForce RTX 4080"),
+    ("T4, on Colab", "cuda12", "tiny", "cuda,cpu", "0.92",
+     "Tesla T4 has compute capability 7.5, and the record needs 8.0"),
+    ("P100, on Kaggle", "cuda12-volta", "tiny", "cuda,cpu", "0.92",
+     "Tesla P100-PCIE-16GB has compute capability 6.0, and the record needs 8.0"),
+    ("TPU v5e-8, on Kaggle", "tpu", "record", "None", "None", "this machine has 8 x TPU v5e"),
+    ("TPU v5e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v5e"),
+    ("TPU v6e-1, on Colab", "tpu", "record", "None", "None", "this machine has 1 x TPU v6e"),
+    ("a Mac", "cpu", "tiny", "None", "None", "jax has no wheels for the GPU of a Mac"),
+    ("a laptop", "cpu", "tiny", "None", "None", "this machine has no NVIDIA GPU and no TPU"),
+])  # fmt: skip
+def test_every_kind_of_machine_gets_its_wheels_preset_and_environment(
+    machine, title, wheels, preset, platforms, fraction, why
+):
     machine.python(12)
-    record = "data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"
-    for version, cuda in ("525.1", 12), ("580.65.06", 13), ("579.9", 12), ("1000.1", 13):
-        machine.driver(version)
-        assert machine.run() == calls(VENV, f"{PIP} requirements.txt jax[cuda{cuda}]", *record)
-    assert machine.run() == calls(*record)
-    assert 'an NVIDIA GPU: running "record"' in machine.done.stdout
+    machine.become(KINDS[title])
+    training = RECORD if preset == "record" else TINY
+    assert machine.run() == calls(VENV, ENSURE, pip_line(wheels), *training)
+    assert (machine.done.returncode, machine.done.stderr) == (0, "")
+    (line,) = [line for line in machine.done.stdout.splitlines() if "No preset" in line]
+    assert line.startswith(f'No preset given: running "{preset}", because ') and why in line
+    found = variables(machine)
+    assert (found["JAX_PLATFORMS"], found["XLA_CLIENT_MEM_FRACTION"]) == (platforms, fraction)
+
+
+def test_all_kinds_of_machines_are_tested():
+    (mark,) = [
+        mark
+        for mark in test_every_kind_of_machine_gets_its_wheels_preset_and_environment.pytestmark
+        if mark.name == "parametrize"
+    ]
+    assert [row[0] for row in mark.args[1]] == [*KINDS]
+
+
+def test_other_wheels_get_a_fresh_venv_and_those_of_the_cpu_go_with_all(machine):
+    machine.python(12)
+    kinds = ["1×H100", "A100, 40 GB", "P100, on Kaggle", "TPU v5e-1, on Colab", "1×H100"]
+    for title in kinds:
+        machine.become(KINDS[title])
+        assert machine.run("install")[0] == f"python3.12 {VENV}"
+    machine.become(KINDS["a laptop"])
+    assert machine.run("install") == calls(pip_line("cpu"))
+    machine.become(H100)
+    assert machine.run("install") == []
+
+
+def test_changed_constraints_are_installed(machine):
+    machine.python(12)
+    machine.become(H100)
+    machine.run("install")
+    pins = machine.root / "dev/constraints/cuda13.txt"
+    pins.write_text(pins.read_text().replace("9.28", "9.29"))
+    assert machine.run("install") == calls(pip_line("cuda13"))
+    assert machine.run("install") == []
+
+
+@pytest.mark.parametrize("driver, wheels", [("580", "cuda13"), ("535", "cuda12")])
+def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheels):
+    """The line of dev/Dockerfile that installs, with what is copied before it."""
+    machine.python(12, name="python3")
+    shutil.rmtree(machine.root / "tests")
+    (machine.root / "train_gpt.py").unlink()
+    for tool in "chmod", "env", "bash":
+        (machine.bin / tool).symlink_to(shutil.which(tool))
+    text = (ROOT / "dev/Dockerfile").read_text().replace("/usr/local/bin", str(machine.bin))
+    (command,) = re.findall("^RUN (printf .*?)\n\n", text, re.M | re.S)
+    env = {"PATH": str(machine.bin), "DRIVER": driver}
+    subprocess.run([BASH, "-c", command], env=env, cwd=machine.root, check=True)
+    expected = calls(VENV, ENSURE, pip_line(wheels), name="python3")
+    assert machine.log.read_text().splitlines() == expected
+    assert {path.name for path in machine.root.iterdir() if path.is_file()} == {
+        "run.sh", "requirements.txt"
+    }  # fmt: skip
+    assert not (machine.bin / "nvidia-smi").exists()
+
+
+def test_where_the_record_does_not_fit_its_tokens_are_not_fetched(machine):
+    machine.python(12)
+    machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
+    assert machine.run()[3:] == calls(*TINY)
+    reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.0"
+    assert f'running "tiny", because {reason}\n' in machine.done.stdout
+    assert machine.run("record") == calls(f"{TRAIN} record")  # which refuses it
+    machine.become(KINDS["T4, on Colab"])
+    assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 
 
 def test_unfit_drivers_pythons_and_systems_are_refused(machine):
     machine.python(11)
-    machine.driver("580.65.06")
+    machine.become(H100)
     message = machine.refusal()
-    assert "no Python 3.12 or newer with" in message and "GPUs need jax >= 0.11.2" in message
-    machine.driver("524.99")
-    assert "the NVIDIA driver, 524, is too old: jax needs 525 or newer" in machine.refusal()
+    assert "no Python 3.12 or newer with" in message and "GPUs and TPUs need jax" in message
+    machine.become(KINDS["TPU v5e-1, on Colab"])
+    assert "no Python 3.12 or newer with" in machine.refusal()
+    machine.become(Kind((Gpu(),), driver="524.99"))
+    for verb in "record", "plan":
+        message = machine.refusal(verb)
+        assert "the NVIDIA driver, 524, is too old: jax needs 525 or newer" in message
     for name, hint in ("MINGW64_NT-10.0", "WSL2"), ("MSYS_NT-10.0", "WSL2"), ("Darwin", "Intel"):
         machine.system(name, "x86_64")
         assert hint in machine.refusal("test")
+
+
+def test_plan_takes_no_arguments_and_any_python(machine):
+    machine.python(8, name="python3")
+    assert machine.run("plan") == [] and machine.done.stdout.startswith("machine    no GPU or TPU")
+    assert "plan takes no arguments" in machine.refusal("plan", "tiny")
 
 
 # ---- Tokens and arguments ------------------------------------------------------------------------
@@ -290,27 +332,28 @@ def test_unfit_drivers_pythons_and_systems_are_refused(machine):
     (["sub dir/my.py", "--seed=1"], [*TINY[:2], "dev/launch.py sub dir/my.py tiny --seed=1"]),
     (["tiny", "--data", "my text"], [f"{CHECK} my text", f"{TRAIN} tiny --data my text"]),
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
-    (["--help"], [f"{TRAIN} tiny --help"]),
+    (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
+    (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
     (["record"], [f"{TRAIN} record"]),  # there is no GPU, but train_gpt.py runs and explains that
     (["record", "--data", "x"], [f"{CHECK} x", f"{TRAIN} record --data x"]),
     (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
-    assert machine.run(*argv)[2:] == calls(*expected)
+    assert machine.run(*argv)[3:] == calls(*expected)
 
 
 @pytest.mark.parametrize("name, count", [("data/source_code.py", 1), ("data/check.py", 2)])
 def test_failure_of_a_data_script_stops_the_run(machine, name, count):
     python = machine.python(12)
     python.write_text(python.read_text() + f"if argv[0] == {name!r}: sys.exit(1)\n")
-    assert machine.run()[2:] == calls(*TINY[:count]) and machine.done.returncode == 1
+    assert machine.run()[3:] == calls(*TINY[:count]) and machine.done.returncode == 1
 
 
 def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     machine.python(12)
     lines = f"{PIP} tests/requirements.txt", "-m ruff check .", "-m ruff format --check ."
-    *checks, suite = machine.run("test", "-k", "data")[2:]
+    *checks, suite = machine.run("test", "-k", "data")[3:]
     assert checks == calls(*lines)
     assert " -m pytest " in suite and suite.endswith(" -k data")
     assert machine.run("test", "-k", "data") == [*checks[1:], suite]  # installed already
@@ -352,8 +395,8 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, "") and out.count("Waiting") <= 1
     lines = machine.log.read_text().splitlines()
-    expected = calls(VENV, f"{PIP} requirements.txt", *TINY * 4)
-    assert lines[:3] == expected[:3] and sorted(lines) == sorted(expected)
+    expected = calls(*FIRST, *TINY * 4)
+    assert lines[:4] == expected[:4] and sorted(lines) == sorted(expected)
     assert machine.locks() == []
 
 

@@ -1,0 +1,212 @@
+"""dev/machine.py: what it finds, decides and prints, what is pinned, and its page."""
+
+import re
+
+import fake_machine
+import machine
+import pytest
+from fake_machine import BASH, GVNIC, KINDS, ROOT, V5E, Gpu, Kind, Machine
+
+import train_gpt
+
+SET_BY_USERS = (
+    "CUDA_VISIBLE_DEVICES JAX_PLATFORMS XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION"
+).split()
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A fake machine that this process finds, without the variables that a user may have set."""
+    fake = Machine(tmp_path)
+    monkeypatch.setenv("PATH", str(fake.bin))
+    monkeypatch.setenv("JNANO_PCI", str(fake.pci))
+    for name in SET_BY_USERS:
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+def decide(fake, kind):
+    """What is decided on a machine of this kind."""
+    fake.become(kind)
+    return machine.decide(machine.find_machine())
+
+
+# ---- Decisions -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("driver, capability, wheels", [
+    ("525.1", "9.0", "cuda12"), ("579.9", "7.5", "cuda12"), ("580.1", "7.5", "cuda13"),
+    ("1000.1", "12.0", "cuda13"), ("580.1", "7.0", "cuda12-volta"),
+    ("525.1", "5.2", "cuda12-volta"), ("525.1", "5.0", "cpu"),
+])  # fmt: skip
+def test_wheels_are_those_for_driver_and_compute_capability(fake, driver, capability, wheels):
+    decision = decide(fake, Kind((Gpu("K", capability),), driver))
+    assert decision.wheels.name == wheels
+    if wheels == "cpu":
+        assert (decision.preset, decision.environment, decision.flags) == ("tiny", {}, None)
+        assert decision.why == "K has compute capability 5.0, and jax needs 5.2"
+
+
+@pytest.mark.parametrize("capability, preset", [("7.5", "tiny"), ("8.0", "record")])
+def test_the_record_is_for_ampere_and_later(fake, capability, preset):
+    assert decide(fake, Kind((Gpu(capability=capability),))).preset == preset
+
+
+@pytest.mark.parametrize("mib, fraction", [("44999", "0.92"), ("45000", None), ("[N/A]", None)])
+def test_gpus_of_less_than_45000_mib_give_jax_more_of_it(fake, mib, fraction):
+    decision = decide(fake, Kind((Gpu(mib=mib),)))
+    assert decision.environment.get("XLA_CLIENT_MEM_FRACTION") == fraction
+    assert decision.preset == "record"
+    assert (decision.memory is None) == (mib == "[N/A]")
+
+
+def test_memory_is_what_jax_has_of_the_smallest_gpu(fake):
+    gpus = Gpu(mib="81920"), Gpu(mib="40960")
+    assert decide(fake, Kind(gpus)).memory == pytest.approx(0.98 * 0.92 * 40 * 1.073741824)
+    assert decide(fake, Kind(gpus[:1])).memory == pytest.approx(0.98 * 0.75 * 80 * 1.073741824)
+    assert decide(fake, Kind(pci=(V5E,))).memory == pytest.approx(0.98 * 16 * 1.073741824)
+
+
+def test_what_the_user_has_set_stays(fake, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    decision = decide(fake, KINDS["RTX 4090"])
+    assert decision.environment == {}
+    assert decision.memory == pytest.approx(0.98 * 0.5 * 24564 * 2**20 / 1e9)
+
+
+def test_the_old_name_of_the_fraction_counts_because_jax_refuses_both(fake, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert decide(fake, KINDS["RTX 4090"]).environment == {"JAX_PLATFORMS": "cuda,cpu"}
+
+
+MIXED = Kind((Gpu("RTX 4090", "8.9", "24564"), Gpu("GT 1030", "6.1", "2048")))
+OLD = "GT 1030 has compute capability 6.1, and the record needs 8.0"
+
+
+@pytest.mark.parametrize("visible, wheels, why", [
+    (None, "cuda12-volta", f"{OLD}; CUDA_VISIBLE_DEVICES leaves GPUs out"),
+    ("1,0", "cuda12-volta", f"{OLD}; CUDA_VISIBLE_DEVICES leaves GPUs out"),
+    ("0", "cuda13", "this machine has 1 x RTX 4090"),
+    ("GPU-0", "cuda13", "this machine has 1 x RTX 4090"),
+    (" 1", "cuda12-volta", OLD),
+    ("MIG-8a", "cuda13", "this machine has 1 x RTX 4090"),
+    ("", "cpu", "CUDA_VISIBLE_DEVICES= leaves no NVIDIA GPU"),
+    ("-1", "cpu", "CUDA_VISIBLE_DEVICES=-1 leaves no NVIDIA GPU"),
+])  # fmt: skip
+def test_only_visible_gpus_count(fake, monkeypatch, visible, wheels, why):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    decision = decide(fake, MIXED)
+    assert (decision.wheels.name, decision.why) == (wheels, why)
+    if visible == "MIG-8a":  # of which nothing lists the memory
+        assert decision.memory is None and "XLA_CLIENT_MEM_FRACTION" not in decision.environment
+
+
+@pytest.mark.parametrize("script, why", [
+    ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
+     "nvidia-smi shows no NVIDIA GPU: Failed to initialize NVML: Driver/library version mismatch"),
+    ("echo No devices were found", "nvidia-smi shows no NVIDIA GPU: No devices were found"),
+    ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo GPU lost; exit 15",
+     "nvidia-smi shows no NVIDIA GPU: GPU lost"),
+    ("echo broken >&2; exit 1", "nvidia-smi shows no NVIDIA GPU: broken"),
+    ("", "nvidia-smi shows no NVIDIA GPU: it prints nothing"),
+])  # fmt: skip
+def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
+    fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
+    decision = machine.decide(machine.find_machine())
+    assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
+
+
+def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
+    run = machine.subprocess.run
+    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.1}))
+    fake.script("nvidia-smi", f"#!{BASH}\nwhile :; do :; done\n")
+    assert machine.decide(machine.find_machine()).why == "nvidia-smi has not answered in a minute"
+
+
+def test_tpus_are_known_by_vendor_and_device(fake):
+    """Google's network card has the vendor; a function that is not the first is no other chip."""
+    assert decide(fake, Kind(pci=(GVNIC,))).wheels == machine.CPU
+    fake.become(Kind(pci=(V5E,)))
+    (chip,) = fake.pci.iterdir()
+    chip.rename(chip.with_name("0000:00:00.1"))
+    assert machine.tpus() == []
+    fake.become(Kind(pci=(V5E,)))
+    (chip / "vendor").write_text("0x8086\n")
+    assert machine.tpus() == []
+    fake.become(Kind(pci=("0x0027", "0x0027")))
+    assert machine.tpus() == 4 * [machine.Device("TPU v2 or v3", None)]
+
+
+# ---- The fit -------------------------------------------------------------------------------------
+def test_its_flags_are_those_of_the_trainer():
+    assert machine.fits() == train_gpt.FITS
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+def test_the_first_row_for_which_the_memory_is_enough_is_taken(number):
+    rows = machine.fits()
+    for flags, needs in rows:
+        assert machine.fit(rows, number, needs[number]) == flags
+        assert machine.fit(rows, number, needs[number] - 0.1) != flags
+    assert machine.fit(rows, number, rows[-1][1][number] - 0.1) is None
+    assert machine.fit(rows, number, None) == rows[0][0]  # JAX will tell the trainer
+
+
+@pytest.mark.parametrize("number, stands_for", [(1, 1), (3, 2), (7, 4), (8, 8), (16, 8)])
+def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_for):
+    assert machine.listed(number) == stands_for
+
+
+# ---- Constraints ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("wheels", [*machine.CUDA, machine.TPU])
+def test_what_jax_leaves_open_is_pinned(wheels):
+    """Everything that comes with the accelerator, for the jax of requirements.txt."""
+    lines = (ROOT / wheels.constraints).read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r"[\d.]+", version) for version in pins.values())
+    if wheels == machine.TPU:
+        assert [*pins] == ["libtpu"]
+        return
+    kind = re.search(r"\[(.*)\]", wheels.requirement)[1]
+    (jax,) = re.findall('^jax==(.*); python_version >= "3.12"$',
+                        (ROOT / "requirements.txt").read_text(), re.M)  # fmt: skip
+    assert pins[f"jax-{kind}-plugin"] == pins[f"jax-{kind}-pjrt"] == jax
+    words = " ".join(pins)
+    for part in "cudnn", "cublas", "nccl", "nvcc", "cuda-runtime", "cusolver", "nvjitlink":
+        assert part in words, part
+
+
+def test_gpus_before_turing_get_the_last_cudnn_that_knows_them():
+    volta, cuda12 = ((ROOT / f"dev/constraints/{name}.txt").read_text().splitlines()
+                     for name in ("cuda12-volta", "cuda12"))  # fmt: skip
+    different = {line for line in volta if line not in cuda12 and not line.startswith("#")}
+    assert different == {"nvidia-cudnn-cu12==9.10.2.21"}
+
+
+# ---- The plan ------------------------------------------------------------------------------------
+def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory(fake):
+    plans = [
+        machine.for_person(found, machine.decide(found))
+        for found in (
+            machine.Machine([machine.Device("RTX 3090", 24576.0, 8.6)] * 3, 580),
+            machine.Machine([machine.Device("GB10", None, 12.1)], 580),
+        )
+    ]
+    assert "; but 3 do not divide the batch: choose 2 of them\n" in plans[0]
+    assert "minutes    of training not known, 2 to 3" in plans[0]
+    assert "\nflags      those for the memory that JAX finds\n" in plans[1]
+    assert plans[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
+
+
+def test_the_page_has_the_plan_of_every_machine_and_planning_writes_nothing(tmp_path):
+    fake = Machine(tmp_path)
+    fake.python(12)
+    files = fake.files()
+    written = fake_machine.PAGE.read_text(encoding="utf-8")
+    for title, kind in KINDS.items():
+        section = f"## {title}\n\n```text\n{fake_machine.plan(fake, kind)}```\n"
+        assert section in written, "python tests/fake_machine.py writes it anew"
+        assert fake.log.read_text() == ""
+    assert fake.files() == files
+    assert written.startswith(fake_machine.INTRODUCTION)
+    assert written.count("## ") == len(KINDS)
