@@ -1,29 +1,26 @@
 """Traces five steps of a run, for Perfetto.
 
-    .venv/bin/python dev/profile.py [record | tiny] [--field value ...]   the flags of the run
+    .venv/bin/python -m dev.profile [record | tiny] [--field value ...]   the flags of the run
 
 The steps are of the longest stage, after two that are not in the trace, on random tokens. While it
-traces, XLA starts kernels one by one, which takes longer than the run's CUDA graphs. To see those:
-XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
+traces, XLA starts kernels one by one, which takes longer than the CUDA graphs of a run. To see
+those as well: XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
 """
 
 import os
 import sys
 from pathlib import Path
 
-# This folder would hide Python's module `profile`.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import jax
 
-import jax  # noqa: E402
-
-import train_gpt  # noqa: E402
-from dev import check_gpu, launch  # noqa: E402
+import train_gpt
+from dev import check_gpu, launch
 
 FOLDER = Path("logs/profile")
 
 
 def main(argv: list[str]) -> None:
-    """Compiles two programs, runs seven steps, and says where the trace of five of them is."""
+    """Compiles two programs, runs seven steps, and prints where the trace of five of them is."""
     preset, c = train_gpt.parse_config(argv)
     launch.set_xla_flags()
     launch.start_jax()
@@ -44,8 +41,8 @@ def main(argv: list[str]) -> None:
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 loss = next(losses)
         jax.block_until_ready(loss)
-    path = max(FOLDER.glob("**/perfetto_trace.json.gz"), key=os.path.getmtime)
-    print(f"The trace is {path}: open https://ui.perfetto.dev and drop the file there.")
+    trace = max(FOLDER.glob("**/perfetto_trace.json.gz"), key=os.path.getmtime)
+    print(f"The trace is {trace}. To see it, open https://ui.perfetto.dev and drop the file there.")
 
 
 if __name__ == "__main__":
