@@ -91,9 +91,7 @@ def main(argv: list[str]) -> int:
     report = Report({"argv": argv}, [])
     if not options.small:
         minutes = 10 + 40 // os.cpu_count()
-        print(
-            f"This takes about {minutes} minutes, an estimate; most of it is compiling", flush=True
-        )
+        print(f"This takes about {minutes} minutes (an estimate), mostly compiling", flush=True)
     command = [*CHILD, *options.flags]
     if options.small:
         command.append("--small")
@@ -727,20 +725,18 @@ def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
 
     def losses(devices):
         mesh = train_gpt.make_mesh(devices)
-        # In this thread: others have another precision.
-        pair = [
-            train_gpt.compile_train_step(0, update_all, c, mesh) for update_all in (False, True)
-        ]
+        first = train_gpt.compile_train_step(0, False, c, mesh)
+        second = train_gpt.compile_train_step(0, True, c, mesh)
         state = train_gpt.make_state(c, mesh)
         for step, (tokens, row) in enumerate(train_gpt.train_batches(c, mesh, shards, 0)):
-            state, loss = pair[step % 2](state, tokens, row)
+            state, loss = (second if step % 2 else first)(state, tokens, row)
             yield float(loss)
 
     devices = tuple(mesh.devices.flat)
     cpu = tuple(jax.local_devices(backend="cpu")[:1])
     right = None
     for some in dict.fromkeys((cpu, devices[:1], devices)):
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision("highest"):  # in this thread, so without compile_pair()
             found = np.array(list(losses(some)))
         right = found if right is None else right
         difference = float(np.abs(found - right).max())

@@ -600,7 +600,7 @@ def test_a_stage_that_does_not_learn_fails(fake_record, losses):
         (
             [100] * 150 + [112] * 150,
             False,
-            "the last 100 112.00 ms, at 1200 and 2619 MHz, 690 W, 85 C",
+            " 112.00 ms, at 1200 and 2619 MHz, 690 W, 85 C",
         ),
         ([900] * 20 + [905] * 21, True, "the first 20 take 900.00 ms each, the last 20 905.00 ms"),
     ],
