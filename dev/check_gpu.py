@@ -639,8 +639,7 @@ def check_norms(c: Config) -> Iterator[Line]:
 
 # ---- Steps of training ---------------------------------------------------------------------------
 STEPS = 25  # of a measurement
-WARM_UP = 4  # of them do not count: two first calls, and the two after them
-SAME = 0.01  # losses of two programs that do the same may differ by so many nats
+WARM_UP = 4  # intervals between steps that do not count: first calls, and what follows them
 
 
 def longest_stage(c: Config) -> int:
@@ -710,8 +709,9 @@ def train_steps(
 
 
 def learns(losses: np.ndarray) -> bool:
-    """Whether the loss has fallen by a tenth; NaN has not."""
-    return bool(losses[-1] < 0.9 * losses[0])
+    """Whether the loss has fallen by a twentieth; NaN has not. In 25 steps of 8,192 such tokens
+    that were always fresh, a small model's fell by a tenth."""
+    return bool(losses[-1] < 0.95 * losses[0])
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -829,9 +829,11 @@ def other_settings() -> dict[str, dict[str, Any]]:
 
 
 def check_settings(c: Config, mesh: Mesh, settings: dict[str, dict]) -> Iterator[Line]:
-    """The same steps of the longest stage by other options of the compiler. Their losses must be
-    those of the usual options: a CUDA graph whose pointers are stale gives wrong gradients and
-    says nothing. Then the fastest are named."""
+    """The same steps of the longest stage by other options of the compiler. No loss may differ by
+    0.01 nats from that of the usual options: a CUDA graph whose pointers are stale gives wrong
+    gradients and says nothing. Rounding makes less of a difference: for one target, a model with
+    the record's layers and 1,024 tokens a step differed by 0.009 on 8 CPUs from 1. Then the fastest
+    options are named."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         yield True, "settings", "these options are for GPUs", None
@@ -847,7 +849,7 @@ def check_settings(c: Config, mesh: Mesh, settings: dict[str, dict]) -> Iterator
             continue
         right = losses if right is None else right
         difference = float(np.abs(losses - right).max())
-        passes = difference < SAME and learns(losses)
+        passes = difference < 0.01 and learns(losses)
         if passes:
             times[name] = ms
         text = f"{ms:.2f} ms, compiled in {compile_s:.0f} s, losses {difference:.1g} from the usual"
@@ -891,8 +893,9 @@ def without_cache() -> Iterator[None]:
 
 # ---- One device and several ----------------------------------------------------------------------
 def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
-    """The record in its formats on one device and on all: two steps of the first stage have the
-    same losses. The second one comes after gradients were sent and weights gathered."""
+    """The record in its formats on one device and on all: no loss of four steps may differ by 0.005
+    nats. Only the third and the fourth come after an update of all weights. In small models on 8
+    CPUs, rounding made a difference of 0.001, and gradients without one device's of 0.007."""
     if mesh.size == 1:
         yield True, "devices", "there is one: nothing to compare", None
         return
@@ -901,7 +904,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
         some = train_gpt.make_mesh(tuple(mesh.devices.flat)[:count])
         try:
             pair = compile_pair(c, 0, some)
-            losses[count] = train_steps(pair, c, 0, some, steps=2)[0].tolist()
+            losses[count] = train_steps(pair, c, 0, some, steps=4)[0].round(5).tolist()
         except jax.errors.JaxRuntimeError as error:
             if count > 1 or not launch.NO_MEMORY.search(str(error)):
                 raise
@@ -909,7 +912,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
             return
     difference = float(np.abs(np.subtract(losses[1], losses[mesh.size])).max())
     text = f"losses {losses[1]} on 1, {losses[mesh.size]} on {mesh.size}: {difference:.1g} apart"
-    yield difference < SAME, "devices", text, losses
+    yield difference < 0.005, "devices", text, losses
 
 
 if __name__ == "__main__":
