@@ -261,6 +261,7 @@ def check_config(c: Config) -> None:
 
     K = c.D // c.H
     require(c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}")
+    require(c.attention in ("cudnn", "band"), f"--attention {c.attention} is not cudnn or band")
     require(K % 4 == 0 and K <= 128, f"a head has {K} channels, not a multiple of 4 up to 128")
     tables = c.value_tables()
     require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
@@ -325,10 +326,10 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 }  # fmt: skip
 
 # The record where memory is short: flags, and the gigabytes that JAX must have of every device, by
-# the number of devices; dev/compile_8xh100.py. With twice the batch, a step has as many tokens, in
-# sequences half as long: the same model from another stream of tokens. The last row is another
-# model, with a smaller bigram table.
-MEMORY_FLAGS = ("batch", "microbatch", "head_chunk", "val_T", "bigrams")  # each turns FITS off
+# the number of devices. `dev/compile_8xh100.py --memory` checks them. With twice the batch, a step
+# has as many tokens, in sequences half as long: the same model from another stream of tokens. The
+# last row is another model, with a smaller bigram table.
+MEMORY_FLAGS = ("batch", "microbatch", "head_chunk", "val_T", "bigrams")  # one of these: no fit
 FITS = (
     ({}, {1: 34.0, 2: 28.0, 4: 25.0, 8: 23.0}),
     ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.0, 4: 20.0, 8: 18.5}),
@@ -1377,27 +1378,12 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
 
 def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     """The state at the start of a run; the same numbers on any number of devices. main() has
-    replaced a seed of -1; for tools that have not, it is 0. It takes the memory of an old state:
-    the first call of a program with other addresses is slow."""
+    replaced a seed of -1; for tools that have not, it is 0. An old state is donated: with its
+    addresses the programs have been called before, so that on the clock none is slow at first."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
-    seed = np.uint32(max(0, c.seed))
-
-    def start(old, seed):
-        return initial_state(seed, c)
-
     options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
-    return jax.jit(start, **options)(old, seed)
-
-
-def empty_state(c: Config, mesh: Mesh) -> State:
-    """A state of zeros, to try programs on."""
-    shapes = state_shapes(c, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-
-    def zeros():
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    return jax.jit(zeros, out_shardings=shardings)()
+    program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
+    return program(old, np.uint32(max(0, c.seed)))
 
 
 def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
@@ -1759,11 +1745,11 @@ def fit_memory(devices: list[jax.Device], c: Config) -> Config:
             return dataclasses.replace(c, **flags)
     refuse(
         f"JAX has {memory:.1f} GB of each of {n} devices, but the smallest row of FITS needs "
-        f"{gigabytes[n]} GB: use ./run.sh tiny, or more devices"
+        f"{gigabytes[n]} GB: use ./run.sh tiny, or more devices; --fit 0 tries it all the same"
     )
 
 
-def changed_by_fit(c: Config, fitted: Config) -> dict[str, int]:
+def changed_by_fit(c: Config, fitted: Config, memory: float) -> dict[str, int]:
     """The flags that fit_memory() has set, {} if none; prints a line about them."""
     values = {name: getattr(fitted, name) for name in MEMORY_FLAGS}
     changed = {name: value for name, value in values.items() if value != getattr(c, name)}
@@ -1772,7 +1758,10 @@ def changed_by_fit(c: Config, fitted: Config) -> dict[str, int]:
         what = "as many tokens a step, in shorter sequences"
         if "bigrams" in changed:
             what += " and with a smaller bigram table, so this is not the record"
-        print(f"fitted to the memory of the devices by {flags}: {what}; --fit 0 runs it as it is")
+        print(
+            f"JAX has {memory:.1f} GB of each device, so the record runs with {flags}: {what}; "
+            "--fit 0 runs it as it is"
+        )
     return changed
 
 
@@ -1848,7 +1837,7 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
 
 def identity(c: Config, data: list[dict]) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that resumes it."""
-    may_change = ("data", "resume", "force", "save", "save_every", "stall")
+    may_change = ("data", "resume", "force", "save", "save_every", "stall", "fit")
     flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in may_change}
     same = {"the source": crc32(SOURCE.encode()), **flags}
     same |= {shard["file"]: shard["sha256"] for shard in data}
@@ -1966,7 +1955,8 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
         return compile_train_step(stage, kind, c, mesh)
 
     # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
-    pool = ThreadPoolExecutor(8 if device_memory(mesh.local_devices) > 40 else 2)
+    tunes = mesh.devices.flat[0].platform == "gpu"
+    pool = ThreadPoolExecutor(2 if tunes and device_memory(mesh.local_devices) < 40 else 8)
     first = pool.submit(compile_one, keys[0]).result()
     programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
     log.facts({"compile": {"seconds": time.perf_counter() - start}})
@@ -1975,9 +1965,9 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
 
 def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     """Runs every program once, because the first call loads it and sets up the communication
-    between devices. Tokens and numbers are zeros. Nothing of the state is used but its memory, in
-    which main() makes the first one."""
-    state = empty_state(c, mesh)
+    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
+    but its memory, in which main() makes the first one."""
+    state = make_state(c, mesh)
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
@@ -2156,11 +2146,18 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
 
-    # Devices, and what fits their memory. Their kernels and dtypes are chosen below: a checkpoint
-    # may be resumed with others.
+    # Checkpoint: its facts and arrays, both empty for a new run. The memory that a run began with
+    # has chosen its batches.
+    facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
+    if facts and c.fit:
+        before = {name: facts["identity"][f"--{name}"] for name in MEMORY_FLAGS}
+        c = dataclasses.replace(c, fit=0, **before)
+
+    # Devices. Until the checkpoint is compared, c has the kernels and dtypes that were asked for,
+    # because it may be from another kind of device.
     devices, fitted = fit_devices(preset, c)
-    fit = changed_by_fit(c, fitted)
-    c = fit_memory(devices, c)
+    fit = changed_by_fit(c, fitted, device_memory(devices))
+    c = dataclasses.replace(c, **fit)
     mesh = make_mesh(devices)
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
@@ -2171,8 +2168,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     with ThreadPoolExecutor(8) as pool:
         data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
 
-    # Checkpoint: its facts and arrays, and what has changed since; all empty for a new run.
-    facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
+    # What has changed since the checkpoint, "" for a new run.
     if c.seed < 0:
         seed = facts["identity"]["--seed"] if facts else secrets.randbits(31)
         c = dataclasses.replace(c, seed=seed)

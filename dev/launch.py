@@ -41,12 +41,12 @@ from jax.experimental.multihost_utils import process_allgather
 ROOT = Path(__file__).resolve().parents[1]
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 ADVICE = (
-    "Double --batch: a step has the same number of tokens, in sequences half as long, which need "
-    "less memory. See Memory in README.md"
+    "With --batch 16 --head_chunk 8192, a step has as many tokens, in sequences half as long, and "
+    "needs less memory; see Memory in README.md for more such flags"
 )
 CUDNN_ADVICE = (
-    "cuDNN has refused something. Its longest sequences are in validation: try --val_T 131072, "
-    "or --attention band, which does without cuDNN and is slower"
+    "the error above is cuDNN's. If it cannot build a plan, try --val_T 131072, which shortens its "
+    "longest sequences, those of validation, or --attention band, which does without cuDNN"
 )
 NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED")
 
@@ -71,11 +71,15 @@ def main(argv: list[str]) -> None:
         path = Path(argv[0])
         argv = argv[1:]
         script = load_script(path)
+        if not hasattr(script, "set_compilation_cache"):
+            refuse(f"{path} is a copy of an older train_gpt.py: make your changes in a new copy")
         preset, c = script.parse_config(argv)
         script.set_compilation_cache()  # JAX looks only once, at the first program
+        if jax.process_count() > 1:
+            compare_setup(script, c)
         _, c = script.fit_devices(preset, c)
         if jax.process_count() > 1:
-            compare_everything(script, c)
+            compare_tokens(script, c)
             if c.seed < 0 and not c.resume:
                 seeds = gather(secrets.randbits(31))
                 argv = [*argv, "--seed", str(seeds[0])]
@@ -119,10 +123,10 @@ def set_xla_flags() -> None:
 
 
 CURES = {  # what JAX's message may contain, and what helps
-    "802|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
+    r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
-    "803|SYSTEM_DRIVER_MISMATCH|version mismatch": "the driver's library and the kernel's module "
-    "differ: restart the machine, or the container",
+    r"\b803\b|SYSTEM_DRIVER_MISMATCH|library version mismatch": "the driver's library and the "
+    "kernel's module differ: restart the machine, or the container",
     "no CUDA-capable device|NO_DEVICE": "check CUDA_VISIBLE_DEVICES and nvidia-smi",
     "'tpu'|libtpu": "another process may use the TPU: restart the session, and import no jax in "
     "the notebook",
@@ -317,16 +321,11 @@ def compare(facts: dict[str, Any]) -> None:
             )
 
 
-def compare_everything(script: ModuleType, c: Any) -> None:
-    """Compares source, flags, tokens and versions now, and the checkpoint once it is read."""
+def compare_setup(script: ModuleType, c: Any) -> None:
+    """Compares devices, source, flags and versions now, and the checkpoint once it is read."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         refuse(f"processes need equally many devices, but by process these are {dict(counts)}")
-    jobs = []
-    for split, shards in script.find_data(c).items():
-        jobs += [(shard, script.batch_shapes(split, c)) for shard in shards]
-    with ThreadPoolExecutor(8) as pool:
-        tokens = list(pool.map(lambda job: script.shard_facts(*job, c), jobs))
     flags = {f"--{name}": value for name, value in dataclasses.asdict(c).items()}
     for name in ("--data", "--layers", "--stages"):  # the last two are in the source
         del flags[name]
@@ -335,11 +334,8 @@ def compare_everything(script: ModuleType, c: Any) -> None:
     for number, line in enumerate(script.SOURCE.splitlines(), 1):
         facts[f"{script.__name__}.py:{number}"] = line
     facts |= flags
-    facts |= {shard["file"]: shard["sha256"] for shard in tokens}
     facts |= {module.__name__: module.__version__ for module in (jax, np, optax)}
     facts["devices"] = jax.local_devices()[0].device_kind
-    if c.prefixes:
-        facts[c.prefixes] = hashlib.sha256(script.prefix_table(c).tobytes()).hexdigest()
     compare(facts)
 
     load_checkpoint = script.load_checkpoint
@@ -350,6 +346,19 @@ def compare_everything(script: ModuleType, c: Any) -> None:
         return checkpoint, arrays
 
     script.load_checkpoint = load_and_compare
+
+
+def compare_tokens(script: ModuleType, c: Any) -> None:
+    """Compares the shards that the run will read, and the prefixes."""
+    jobs = []
+    for split, shards in script.find_data(c).items():
+        jobs += [(shard, script.batch_shapes(split, c)) for shard in shards]
+    with ThreadPoolExecutor(8) as pool:
+        tokens = list(pool.map(lambda job: script.shard_facts(*job, c), jobs))
+    facts = {shard["file"]: shard["sha256"] for shard in tokens}
+    if c.prefixes:
+        facts[c.prefixes] = hashlib.sha256(script.prefix_table(c).tobytes()).hexdigest()
+    compare(facts)
 
 
 # ---- The attention kernel of GPUs ----------------------------------------------------------------

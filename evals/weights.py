@@ -24,7 +24,8 @@ import shards  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
     "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_bigrams "
-    "take_rows norm softcap attend attention block mlp run_net weighted_sum"
+    "take_rows norm softcap attend attention block mlp run_net weighted_sum fit_kernels "
+    "set_compilation_cache"
 )
 
 

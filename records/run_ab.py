@@ -29,6 +29,9 @@ from typing import NoReturn
 import runs
 import verify
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
+import machine  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
 LOGGED_VARIABLES = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
@@ -181,6 +184,7 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     """Trains once; returns the exit status. SIGINT and SIGTERM are passed on to the training, and
     raised as KeyboardInterrupt when it has ended."""
     env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
+    env |= machine.decide(machine.find_machine()).environment  # what run.sh sets for GPUs
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
     source = (variant / "train_gpt.py").read_text(encoding="utf-8")

@@ -38,9 +38,8 @@ if argv[0] == "-c":
     exec(argv[1])
     sys.exit()
 if argv[0] == "dev/machine.py":
-    import runpy
     sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    exec(open(argv[0]).read(), dict(__name__="__main__", __file__=os.path.abspath(argv[0])))
     sys.exit()
 with open({log!r}, "a") as log:
     print("{name}", *argv, file=log)

@@ -366,7 +366,7 @@ def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monk
     flags = train_gpt.FITS[row][0]
     fitted = train_gpt.fit_memory(devices, c)
     assert fitted == dataclasses.replace(c, **flags)
-    assert train_gpt.changed_by_fit(c, fitted) == flags
+    assert train_gpt.changed_by_fit(c, fitted, GB) == flags
     line = capsys.readouterr().out
     assert ("--fit 0" in line) == bool(flags) and ("not the record" in line) == (row == 3)
     assert all(f"--{name} {value}" in line for name, value in flags.items())

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import run_ab
@@ -255,3 +256,21 @@ def test_the_real_script(tmp_path, monkeypatch):
     assert "seed" not in first.config and first.config["target"] == 0
     assert first.data[-1]["file"] == "x_val_000000.bin" and first.name.startswith(first.began)
     assert first.devices == ["cpu"] and {"jax", "optax", "python"} <= first.versions.keys()
+
+
+def test_a_gpu_gets_the_environment_of_run_sh(monkeypatch, tmp_path):
+    """Without the larger fraction of the memory, 24 GB would get another model."""
+    started = []
+
+    def start(command, env, **_):
+        started.append(env)
+        return SimpleNamespace(wait=lambda: 0)
+
+    gpu = run_ab.machine.Device("NVIDIA GeForce RTX 4090", 24564, 8.9)
+    monkeypatch.setattr(run_ab.machine, "find_machine", lambda: run_ab.machine.Machine([gpu], 580))
+    monkeypatch.setattr(run_ab.subprocess, "Popen", start)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (tmp_path / "train_gpt.py").write_text("")
+    assert run_ab.run("python", tmp_path, ["record"], 0) == 0
+    assert started[0]["XLA_CLIENT_MEM_FRACTION"] == "0.92"
+    assert started[0]["JAX_PLATFORMS"] == "cuda,cpu"

@@ -252,8 +252,7 @@ def test_all_kinds_of_machines_are_tested():
 
 def test_other_wheels_get_a_fresh_venv_and_those_of_the_cpu_go_with_all(machine):
     machine.python(12)
-    kinds = ["1×H100", "A100, 40 GB", "P100, on Kaggle", "TPU v5e-1, on Colab", "1×H100"]
-    for title in kinds:
+    for title in "A100, 40 GB", "P100, on Kaggle", "TPU v5e-1, on Colab", "1×H100":
         machine.become(KINDS[title])
         assert machine.run("install")[0] == f"python3.12 {VENV}"
     machine.become(KINDS["a laptop"])
