@@ -257,7 +257,8 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
         launch.leave(2)
     asked = SMALL if small else record_with(flags)
     devices, c = train_gpt.fit_devices("check", asked)
-    facts = software(c, devices) | {"fit": train_gpt.changed_by_fit(asked, c)}
+    memory = train_gpt.device_memory(devices)
+    facts = software(c, devices) | {"fit": train_gpt.changed_by_fit(asked, c, memory)}
     send("JAX", True, "JAX", software_text(facts), facts)
     parts = make_parts(c, train_gpt.make_mesh(devices), small)
     left = [name for name in names if name != "machine"]

@@ -124,7 +124,10 @@ def good(part):
     send(part, True, f"{part} is good", "text", {"two": 2.0})
 def hangs(part):
     good(part)
-    time.sleep(100)
+    print("\\x1e[half a message")
+    for _ in range(60):
+        print("still waiting", flush=True)
+        time.sleep(0.5)
 def aborts(part):
     print("Check failed: no luck, and no end of line", end="", file=sys.stderr, flush=True)
     os.abort()
@@ -158,6 +161,7 @@ def test_a_part_that_hangs_or_aborts_is_named_and_the_others_go_on(child, capfd)
     facts = json.loads(last.removeprefix("CHECK "))
     assert facts["failed"] == ["attention", "norms", "settings"]
     assert facts["attention"]["end"] == "hangs: no line for 2 s"
+    assert facts["attention"]["output"][:2] == ["[half a message", "still waiting"]
     assert facts["norms"]["end"] == "killed by SIGABRT"
     assert facts["norms"]["output"] == ["Check failed: no luck, and no end of line"]
     for part in "speed", "attention", "head", "tiny":
@@ -249,6 +253,17 @@ def test_a_part_that_breaks_has_failed_and_the_next_one_goes_on(second, lines, m
     assert [part for part, *line in messages if not line][:3] == ["JAX", "speed", "head"]
     shown = [f"{name}: {text}" for _, passes, name, text, _ in filter(lambda m: m[1:], messages)]
     assert [text[: len(line)] for text, line in zip(shown[2:], lines, strict=True)] == lines
+
+
+def test_clocks_are_asked_for_at_the_end(monkeypatch, capfd):
+    row = dict(zip(check_gpu.LOAD.split(","), ["1200", "2619", "690", "85", "900"], strict=True))
+    monkeypatch.setattr(check_gpu, "ask_smi", lambda fields: 2 * [row])
+    with pytest.raises(SystemExit, match="0"):
+        in_this_process(monkeypatch, "speed", speed=GOOD)
+    last = capfd.readouterr().out.split("\n")[-2]
+    text = "1200 and 2619 MHz, 690 W, 85 C"
+    expected = ["clocks", True, "clocks", f"{text}; {text}", [row, row]]
+    assert json.loads(last.removeprefix(check_gpu.MARK)) == expected
 
 
 def test_gpus_that_are_in_use_are_left_alone(monkeypatch, capfd):
