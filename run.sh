@@ -151,7 +151,7 @@ esac
 any_python
 if [ "${1:-}" = plan ]; then exec "$python" dev/machine.py "$@"; fi
 decisions=$("$python" dev/machine.py "$@") || exit
-# wheels, requirement, constraints, other_wheels, minor, environment, preset and why
+# This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
 needs="Python 3.$minor or newer with venv, and with ensurepip or pip 22.3"

@@ -93,8 +93,11 @@ DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weight
 
 BATCH = {"record": 8, "tiny": 4}  # sequences in a step; one process uses no more devices than that
 DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
-# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing.
-ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --help -h".split()
+# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing. A
+# checkpoint brings those of the run that wrote it.
+ADVANCED = (
+    "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --resume --help -h"
+).split()
 # The variables in which launchers give the number of processes, as in dev/launch.py.
 PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
 OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"

@@ -1,12 +1,14 @@
 """dev/check_gpu.py, with --small: every part of it finds the faults that are planted for it."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ import pytest
 import train_gpt
 from dev import check_gpu
 from tests.tools import make_mesh
-from train_gpt import LONG, Layer, Stage
+from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
 C = dataclasses.replace(check_gpu.SMALL, attention="band")
@@ -27,7 +29,7 @@ STAGES = (
     Stage(200, 2048, short=16, long=48, max_doc=0, lr=1.5),
     Stage(0, 2048, short=16, long=64, max_doc=0, lr=1.0),
 )
-TWO_STAGES = dataclasses.replace(C, stages=STAGES)
+TWO_STAGES = dataclasses.replace(C, stages=STAGES, layers=(Layer(SHORT), Layer(LONG)))
 kernel = jax.nn.dot_product_attention
 SMI = """#!/bin/sh
 case "$*" in
@@ -49,37 +51,230 @@ def failed(part, *arguments) -> list[str]:
 
 
 # ---- All of it -----------------------------------------------------------------------------------
+def run_check(
+    *arguments: str, start: Sequence[str] = ("-m", "dev.check_gpu"), **env: str
+) -> tuple[int, list[str], dict]:
+    """Runs the check as its users do. Returns its exit status, its lines and, of the last one, the
+    JSON."""
+    done = subprocess.run(
+        [sys.executable, *start, *arguments],
+        cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    *lines, last = done.stdout.splitlines() or [""]
+    mark, _, facts = last.partition(" ")
+    return done.returncode, lines, json.loads(facts) if mark == "CHECK" else {}
+
+
 @pytest.mark.slow  # the other tests check the parts
 def test_all_parts_pass_here_and_leave_a_line_of_json():
-    env = os.environ | dict(JAX_NUM_CPU_DEVICES="2")
-    command = [sys.executable, "-m", "dev.check_gpu", "--small"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    *lines, end, facts = done.stdout.splitlines()
-    assert (done.returncode, end, facts[:6]) == (0, "all pass", "CHECK "), done.stdout + done.stderr
-    facts = json.loads(facts[6:])
+    status, lines, facts = run_check("--small", JAX_NUM_CPU_DEVICES="2")
+    assert (status, lines[-1], facts["failed"]) == (0, "all pass", []), lines
     passed = [line[5:].split(": ")[0] for line in lines if line.startswith("PASS ")]
-    more = {"failed", "argv", "seconds", "jax", "backend", "git"}
-    assert {*passed} == facts.keys() - more and len(passed) == 21
-    assert facts["failed"] == [] and facts["predicted time to 3.28"] > 0
+    assert {*passed} == facts.keys() - {"failed", "argv", "seconds"}
+    assert len(passed) == 27 and facts["predicted time to 3.28"] > 0
+    assert [facts["CUDA graphs off"]["difference"], len(facts["devices"])] == [0, 2]
     assert not any(line.startswith("FAIL") for line in lines)
 
 
-def test_a_machine_without_gpu_is_told_what_there_is(monkeypatch, capsys):
-    monkeypatch.setattr(check_gpu.train_gpt, "fit_devices", lambda _, c: (jax.devices(), c))
-    assert check_gpu.main([]) == 2 and "./run.sh check --small" in capsys.readouterr().out
+PLANTED = """
+import functools, os, sys, time
+from dev import check_gpu
+
+def hangs():
+    yield True, "before", "text", 2
+    time.sleep(100)
+
+def aborts():
+    os.abort()
+    yield
+
+def good():
+    yield True, "after", "text", 3
+
+check_gpu.LIMIT = 20
+check_gpu.CHILD = [sys.executable, __file__, "--child"]
+check_gpu.make_parts = lambda *_: dict(speed=hangs, head=aborts, tiny=good)
+sys.exit(check_gpu.main(sys.argv[1:]))
+"""
 
 
-def test_a_part_that_breaks_has_failed_and_the_next_ones_go_on(monkeypatch, capsys):
-    def breaks(*_):
-        raise SystemExit("no luck\nat all")
+@pytest.mark.slow  # test_a_part_that_hangs_or_aborts has a child without JAX
+def test_a_hang_and_an_abort_show_where_they_are(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    command = [tmp_path / "planted.py", "--small", "--only", "speed,head,tiny"]
+    status, lines, facts = run_check(*map(str, command), start=[], PYTHONPATH=str(ROOT))
+    assert status == 1 and facts["failed"] == ["speed", "head"], lines
+    assert [facts["before"], facts["after"]] == [2, 3]
+    assert [facts["speed"]["end"][:5], facts["head"]["end"]] == ["hangs", "killed by SIGABRT"]
+    for part, function in ("speed", "hangs"), ("head", "aborts"):
+        assert any(line.endswith(f" in {function}") for line in facts[part]["output"])
 
-    good = lambda *_: iter([(True, "good", "text", 1)])
-    for name in [name for name in vars(check_gpu) if name.startswith("check_")]:
-        monkeypatch.setattr(check_gpu, name, breaks if name == "check_speed" else good)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+
+def test_one_part_runs_in_a_process_of_its_own():
+    status, lines, facts = run_check("--small", "--only", "machine")
+    assert (status, lines[0][:14], lines[-1]) == (0, "PASS machine: ", "all pass")
+    assert facts["failed"] == [] and facts["JAX"]["versions"]["jax"] == jax.__version__
+
+
+CHILD = """
+import json, os, sys, time
+def send(*message):
+    print("\x1e" + json.dumps(message), flush=True)
+def good(part):
+    send(part, True, f"{part} is good", "text", {"two": 2.0})
+def hangs(part):
+    good(part)
+    print("\\x1e[half a message")
+    for _ in range(60):
+        print("still waiting", flush=True)
+        time.sleep(0.5)
+def aborts(part):
+    print("Check failed: no luck, and no end of line", end="", file=sys.stderr, flush=True)
+    os.abort()
+def refuses(part):
+    print("JAX sees no GPU")
+    sys.exit(2)
+for part in "JAX", *sys.argv[-1].split(","):
+    send(part)
+    globals()[PLAN.get(part, "good")](part)
+"""
+
+
+@pytest.fixture
+def child(monkeypatch):
+    """Lets the parts of main() be those of CHILD; a plan says what each of them does."""
+    monkeypatch.setattr(check_gpu, "LIMIT", 2)
+
+    def plan(**parts: str):
+        program = f"PLAN = {parts!r}\n{CHILD}"
+        monkeypatch.setattr(check_gpu, "CHILD", [sys.executable, "-c", program])
+
+    return plan
+
+
+def test_a_part_that_hangs_or_aborts_is_named_and_the_others_go_on(child, capfd):
+    child(attention="hangs", norms="aborts", settings="aborts")
+    began = time.monotonic()
+    assert check_gpu.main(["--small", "--only", "speed,attention,head,norms,tiny,settings"]) == 1
+    assert time.monotonic() - began < 20
+    *lines, last = capfd.readouterr().out.splitlines()
+    facts = json.loads(last.removeprefix("CHECK "))
+    assert facts["failed"] == ["attention", "norms", "settings"]
+    assert facts["attention"]["end"] == "hangs: no line for 2 s"
+    assert facts["attention"]["output"][:2] == ["[half a message", "still waiting"]
+    assert facts["norms"]["end"] == "killed by SIGABRT"
+    assert facts["norms"]["output"] == ["Check failed: no luck, and no end of line"]
+    for part in "speed", "attention", "head", "tiny":
+        assert lines.count(f"PASS {part} is good: text") == 1
+        assert facts[f"{part} is good"] == {"two": 2.0}
+    assert lines[-1] == "FAILED: attention; norms; settings"
+
+
+def test_a_process_that_dies_before_its_parts_is_started_once(child, capfd):
+    child(JAX="aborts")
     assert check_gpu.main(["--small"]) == 1
-    shown = capsys.readouterr().out
-    assert "FAIL breaks: SystemExit: no luck\n" in shown and shown.count("PASS good") == 7
+    assert capfd.readouterr().out.count("FAIL JAX: killed by SIGABRT") == 1
+
+
+def test_the_line_of_json_comes_after_ctrl_c_as_well(child, capfd, monkeypatch):
+    child(attention="hangs")
+    read_messages = check_gpu.read_messages
+
+    def interrupted(process):
+        for message in read_messages(process):
+            yield message
+            if message[0] == "attention":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_gpu, "read_messages", interrupted)
+    assert check_gpu.main(["--small"]) == 1
+    facts = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix("CHECK "))
+    assert facts["failed"] == ["attention"] and facts["speed is good"]
+
+
+def test_a_machine_without_gpu_is_told_what_there_is(child, capfd, monkeypatch):
+    child(JAX="refuses")
+    assert check_gpu.main([]) == 2 and "CHECK" not in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        in_this_process(monkeypatch, "speed", small=False)
+    assert "./run.sh check --small" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--only speed,sped", "--only: there is no part 'sped', but machine, speed, attention,"),
+        ("--small --batch 16", "--small has sizes of its own; leave out --batch 16"),
+        ("--batches 16", "unrecognized arguments: --batches 16"),
+    ],
+)
+def test_what_it_does_not_know_is_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check_gpu.main(argv.split())
+    shown = capsys.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+def in_this_process(monkeypatch, *names: str, small: bool = True, **parts) -> None:
+    """Runs parts as the child does. Each of these `parts` yields one line, or raises an error."""
+
+    def run(outcome):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        yield outcome
+
+    made = {name: functools.partial(run, outcome) for name, outcome in parts.items()}
+    monkeypatch.setattr(check_gpu, "make_parts", lambda *_: made)
+    monkeypatch.setattr(check_gpu.launch, "leave", sys.exit)
+    monkeypatch.setattr(check_gpu.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(check_gpu.faulthandler, "enable", lambda **_: None)
+    monkeypatch.setattr(check_gpu.faulthandler, "dump_traceback_later", lambda _: None)
+    check_gpu.run_parts([*names], small, [])
+
+
+GOOD = (True, "good", "text", 1)
+
+
+@pytest.mark.parametrize(
+    "second, lines",
+    [
+        (SystemExit("no luck\nat all"), ["head: SystemExit: no luck", "good: text"]),
+        (ValueError("no luck"), ["head: ValueError: no luck", "good: text"]),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), ["head: JaxRuntimeError"]),
+        ((np.False_, "bad", "text", 1), ["bad: text", "good: text"]),
+    ],
+)
+def test_a_part_that_breaks_has_failed_and_the_next_one_goes_on(second, lines, monkeypatch, capfd):
+    """But not after one for which there was too little memory."""
+    with pytest.raises(SystemExit, match="0"):
+        in_this_process(monkeypatch, "speed", "head", "tiny", speed=GOOD, head=second, tiny=GOOD)
+    sent = [line for line in capfd.readouterr().out.split("\n") if check_gpu.MARK in line]
+    messages = [json.loads(line.partition(check_gpu.MARK)[2]) for line in sent]
+    assert [part for part, *line in messages if not line][:3] == ["JAX", "speed", "head"]
+    shown = [f"{name}: {text}" for _, passes, name, text, _ in filter(lambda m: m[1:], messages)]
+    assert [text[: len(line)] for text, line in zip(shown[2:], lines, strict=True)] == lines
+
+
+def test_clocks_are_asked_for_at_the_end(monkeypatch, capfd):
+    row = dict(zip(check_gpu.LOAD.split(","), ["1200", "2619", "690", "85", "900"], strict=True))
+    monkeypatch.setattr(check_gpu, "ask_smi", lambda fields: 2 * [row])
+    with pytest.raises(SystemExit, match="0"):
+        in_this_process(monkeypatch, "speed", speed=GOOD)
+    last = capfd.readouterr().out.split("\n")[-2]
+    text = "1200 and 2619 MHz, 690 W, 85 C"
+    expected = ["clocks", True, "clocks", f"{text}; {text}", [row, row]]
+    assert json.loads(last.removeprefix(check_gpu.MARK)) == expected
+
+
+def test_gpus_that_are_in_use_are_left_alone(monkeypatch, capfd):
+    monkeypatch.setattr(check_gpu, "check_machine", lambda: iter([(False, "machine", "busy", 1)]))
+    with pytest.raises(SystemExit, match="0"):
+        in_this_process(monkeypatch, "machine", "speed", small=False, speed=GOOD)
+    assert "JAX" not in capfd.readouterr().out
+
+
+def test_every_part_has_a_name():
+    assert ["machine", *check_gpu.make_parts(C, make_mesh(1), True)] == [*check_gpu.PARTS]
 
 
 # ---- The machine ---------------------------------------------------------------------------------
@@ -91,7 +286,8 @@ def test_a_part_that_breaks_has_failed_and_the_next_ones_go_on(monkeypatch, caps
         ("GB10, 580.1, [N/A], [N/A], [N/A], 2411\n", True, "1 x GB10"),
         ("H100, 580.1, 81559, 4, 700, 1980\nA100, 580.1, 40960, 4, 400, 1410\n", False, "one kind"),
         ("H100, 580.1, 81559, 4, 700, 1980\nH100, 580.1, 81559, 4, 350, 1980\n", False, "one kind"),
-        ("No devices were found\n", True, "0 x GPU"),
+        ("No devices were found\n", True, "shows no GPU"),
+        ('Field "name" is not a valid field to query.\n', True, "shows no GPU"),
     ],
 )
 def test_gpus_must_be_of_one_kind_and_free(monkeypatch, tmp_path, gpus, good, pattern):
@@ -161,23 +357,29 @@ def test_rates_are_of_the_work_that_is_done(monkeypatch):
 
 # ---- Values --------------------------------------------------------------------------------------
 def changed(left=0, right=0, **changes):
-    """The kernel with other options, and with a window that reaches further by left and right."""
+    """Attention with other options, and with a window that reaches further by left and right."""
 
-    def attend(q, k, v, local_window_size, **options):
-        ends = local_window_size[0] + left, local_window_size[1] + right
-        return kernel(q, k, v, **dict(local_window_size=ends) | options | changes)
+    def attend(q, k, v, window, scale, c):
+        options = dict(is_causal=True, local_window_size=(window + left, right), scale=scale)
+        return kernel(q, k, v, implementation="xla", **options | changes)
 
     return attend
 
 
+right = changed()
+
+
 def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
-    """The kernel with a fault in its output or in its gradients."""
+    """Attention with a fault in its output or in its gradients."""
 
-    def attend(*qkv, **options):
+    def attend(*qkv_and_options):
+        qkv = qkv_and_options[:3]
+        options = qkv_and_options[3:]
+
         def residuals(*qkv):
-            return jax.vjp(lambda *qkv: kernel(*qkv, **options), *qkv)[1]
+            return jax.vjp(lambda *qkv: right(*qkv, *options), *qkv)[1]
 
-        wrong = jax.custom_vjp(lambda *qkv: forward(kernel(*qkv, **options)))
+        wrong = jax.custom_vjp(lambda *qkv: forward(right(*qkv, *options)))
         wrong.defvjp(
             lambda *qkv: (wrong(*qkv), residuals(*qkv)),
             lambda pull, g: backward(*pull(g)),
@@ -187,17 +389,17 @@ def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
     return attend
 
 
-def late(q, k, v, **options):
-    """A kernel that is wrong from the 200th token on, which no short sequence shows."""
-    right = kernel(q, k, v, **options)
-    wrong = kernel(q, k, v, **options | dict(scale=0.2))
-    return jnp.where(jnp.arange(q.shape[1])[:, None, None] < 200, right, wrong)
+def late(q, k, v, window, scale, c):
+    """Attention that is wrong from the 200th token on, which no short sequence shows."""
+    late_ones = changed(scale=0.2)(q, k, v, window, scale, c)
+    first_ones = right(q, k, v, window, scale, c)
+    return jnp.where(jnp.arange(q.shape[1])[:, None, None] < 200, first_ones, late_ones)
 
 
 ATTENTION = dict(
     late=late, no_window=changed(local_window_size=None), one_key_less=changed(left=-1),
     one_key_more=changed(left=1), sees_the_future=changed(right=1, is_causal=False),
-    no_documents=lambda q, k, v, **options: kernel(q.at[..., -4:].set(0), k, v, **options),
+    no_documents=lambda q, *others: right(q.at[..., -4:].set(0), *others),
     one_wrong_token=spoiled(lambda y: y.at[0, -1].set(y[0, -2])),
     not_a_number=spoiled(lambda y: y.at[0, -9, 1, 5].set(jnp.nan)),
     wrong_dk=spoiled(backward=lambda dq, dk, dv: (dq, 1.05 * dk, dv)),
@@ -205,32 +407,37 @@ ATTENTION = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ATTENTION)
+@pytest.mark.parametrize("fault", [None, *ATTENTION])
 def test_a_wrong_attention_fails(monkeypatch, fault):
-    def attend(*qkv, **options):
-        if "mask" in options:  # the reference stays right
-            return kernel(*qkv, **options)
-        return ATTENTION[fault](*qkv, **options)
-
-    monkeypatch.setattr(check_gpu, "seconds", lambda *_: 1.0)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    (name,) = failed(check_gpu.check_attention, TWO_STAGES, TWO_STAGES.sequence_length(2), True)
-    assert name.startswith("attention at 256")
+    if fault:
+        monkeypatch.setattr(train_gpt, "attend", ATTENTION[fault])
+    passed, name, _, _ = check_gpu.attention_line(TWO_STAGES, 256, TWO_STAGES.H, True)
+    assert passed is (fault is None) and name.startswith("attention at 256")
 
 
-@pytest.mark.parametrize("ms, slow", [((1, 2, 3.1), []), ((3, 3, 3), ["its ms by window"])])
-def test_a_kernel_that_leaves_nothing_out_fails_on_gpus(monkeypatch, ms, slow):
+@pytest.mark.parametrize("ms, fast", [((1, 2, 3.1), True), ((3, 3, 3), False)])
+def test_a_kernel_that_leaves_nothing_out_fails_on_gpus(monkeypatch, ms, fast):
     times = iter(ms)
-    good = lambda *_, **__: (True, "good", "", 0)
-    monkeypatch.setattr(check_gpu, "compare", good)
     monkeypatch.setattr(check_gpu, "seconds", lambda *_: next(times))
     cudnn = dataclasses.replace(C, attention="cudnn")
-    assert failed(check_gpu.check_attention, cudnn, C.sequence_length(0), True) == slow
+    assert check_gpu.window_line(cudnn, C.sequence_length(0))[0] is fast
 
 
-def test_attention_is_checked_at_the_length_of_validation():
-    expected = {"attention at 1024, 137 documents": True}
-    assert passes(check_gpu.check_attention, C, C.val_T, False) == expected
+def test_attention_is_checked_at_all_lengths(monkeypatch):
+    """In validation, half as many heads have twice as many positions: [paired-heads]."""
+    checked = []
+
+    def line(c, T, heads, trained):
+        checked.append((T, heads, trained))
+        return check_gpu.compare("", 1.0, jnp.sin, jnp.sin, jnp.ones(2), trained=False)
+
+    monkeypatch.setattr(check_gpu, "attention_line", line)
+    monkeypatch.setattr(check_gpu, "window_line", lambda *_: GOOD)
+    assert failed(check_gpu.check_attention, C) == []
+    assert checked == [(128, 2, True), (C.val_T, 2, False), (2 * C.val_T, 1, False)]
+    monkeypatch.undo()
+    passed, name, *_ = check_gpu.attention_line(C, 1024, 1, False)
+    assert passed and name == "attention at 1024, 137 documents"
 
 
 def wrong(name, place, change):
@@ -255,7 +462,8 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_wrong_value_fails(monkeypatch, name):
     monkeypatch.setattr(train_gpt, *GRADIENTS[name])
-    assert name in failed(check_gpu.check_gradients, C)
+    part = check_gpu.check_head if name.startswith("head") else check_gpu.check_norms
+    assert name in failed(part, C)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +477,8 @@ def test_a_wrong_gradient_fails(monkeypatch, backward, name):
     more = jax.custom_vjp(lambda x: x)
     more.defvjp(lambda x: (x, None), lambda _, g: (1.2 * g,))
     monkeypatch.setattr(train_gpt, backward, lambda x, *rest: right(more(x), *rest))
-    assert name in failed(check_gpu.check_gradients, C)
+    part = check_gpu.check_head if backward == "head_loss" else check_gpu.check_norms
+    assert name in failed(part, C)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -290,44 +499,102 @@ def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
     assert passes(check_gpu.check_tiny, c, make_mesh(2)) == expected
 
 
-def fake_record(monkeypatch, losses=(5.0, 4.0)):
-    """Programs that take no time. The first step returns losses[0], all others losses[1]."""
-    memory = SimpleNamespace(argument_size_in_bytes=2e9, temp_size_in_bytes=1e9)
+class Loss(float):
+    """A loss, whose program may be running until somebody waits for it."""
 
-    class Program(SimpleNamespace):
-        def __call__(self, state, tokens, row):
-            assert tokens.shape == (8, self.T + 1) and 0 <= tokens.min() < tokens.max() < C.vocab
-            assert len(row.loss_weights) == self.targets
-            assert row.momentum == np.float32(C.momentum_low)
-            return state + 1, losses[0] if state == 0 else losses[1]
+    waited = False
 
-    programs = {
-        (stage, second): Program(
-            T=TWO_STAGES.sequence_length(stage),
-            targets=len(train_gpt.target_weights(STAGES[stage])),
-            memory_analysis=lambda: memory,
-        )
-        for stage in (0, 1)
-        for second in (False, True)
-    }
-    programs[1, "val"] = None
+    def block_until_ready(self):
+        self.waited = True
 
-    def compile_all(c, mesh, log):
-        log.facts({"compile": {"seconds": 3.0}})
-        return programs
 
-    monkeypatch.setattr(train_gpt, "compile_all", compile_all)
+def fake_pair(stage: int, losses, checks=lambda tokens, row: None) -> list:
+    """Programs that take no time: they return these losses in turn, and then the last of them."""
+
+    def program(state, tokens, row):
+        assert tokens.shape == (8, TWO_STAGES.sequence_length(stage) + 1)
+        assert 0 <= tokens.min() < tokens.max() < C.vocab and row.momentum == np.float32(0.85)
+        assert len(row.loss_weights) == len(train_gpt.target_weights(STAGES[stage]))
+        checks(tokens, row)
+        return state + 1, losses[min(state, len(losses) - 1)]
+
+    return [program, program]
+
+
+@pytest.fixture
+def no_state(monkeypatch):
+    """A state is the number of steps that it has had."""
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: 0)
 
 
-def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch):
-    fake_record(monkeypatch)
-    monkeypatch.setattr(check_gpu, "step_ms", lambda pair, c, stage, mesh: 100.0 * (stage + 1))
+def test_each_step_has_other_tokens_and_the_devices_are_never_without_work(no_state):
+    seen = []
+    losses = [Loss(n) for n in range(9)]
+
+    def keep(tokens, row):
+        seen.append(np.asarray(tokens))
+        running = sum(not loss.waited for loss in losses[: len(seen)])
+        assert running == min(len(seen), 3)  # this step, which starts, and the two before it
+
+    found, ms = check_gpu.train_steps(
+        fake_pair(1, losses, keep), TWO_STAGES, 1, make_mesh(2), steps=9
+    )
+    assert found.tolist() == list(range(9)) and len(ms) == 8 and ms.min() >= 0
+    for i, tokens in enumerate(seen):
+        same = [j for j, other in enumerate(seen) if np.array_equal(tokens, other)]
+        assert same == [j for j in range(9) if j % 4 == i % 4]
+
+
+def test_steps_go_on_for_some_seconds(no_state):
+    pair = fake_pair(0, [1.0])
+    began = time.monotonic()
+    losses, ms = check_gpu.train_steps(pair, TWO_STAGES, 0, make_mesh(1), steps=3, least=0.1)
+    assert time.monotonic() - began > 0.1 and len(losses) == len(ms) + 1 > 4
+
+
+def test_steps_do_not_learn_where_the_weights_stay():
+    c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
+    pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
+    losses, _ = check_gpu.train_steps(pair, c, 0, make_mesh(1))
+    assert not check_gpu.learns(losses)
+
+
+@pytest.fixture
+def fake_record(monkeypatch, no_state):
+    """Lets check_record() have programs with these losses."""
+
+    def make(losses):
+        memory = SimpleNamespace(argument_size_in_bytes=2e9, temp_size_in_bytes=1e9)
+        programs = {(1, "val"): None}
+        for stage in 0, 1:
+            for second, program in zip((False, True), fake_pair(stage, losses), strict=True):
+                program.memory_analysis = lambda: memory
+                programs[stage, second] = program
+
+        def compile_all(c, mesh, log):
+            log.facts({"compile": {"seconds": 3.0}})
+            return programs
+
+        monkeypatch.setattr(train_gpt, "compile_all", compile_all)
+        monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
+
+    return make
+
+
+def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch, fake_record):
+    def train_steps(pair, c, stage, mesh, least):
+        assert least == (30 if stage == 1 else 0)
+        warm_up = check_gpu.WARM_UP * [1e6]
+        return np.array([5.0, 4.0]), np.array([*warm_up, *(100.0 * (stage + 1) for _ in range(9))])
+
+    fake_record([5.0, 4.0])
+    monkeypatch.setattr(check_gpu, "train_steps", train_steps)
     first = dataclasses.replace(STAGES[0], steps=300)
-    c = dataclasses.replace(C, stages=(first, *STAGES[1:]))
-    lines = {name: facts for _, name, _, facts in check_gpu.check_record(c, make_mesh(2))}
+    c = dataclasses.replace(TWO_STAGES, stages=(first, *STAGES[1:]))
+    lines = {name: facts for _, name, _, facts in check_gpu.check_record(c, make_mesh(2), 30)}
     assert lines["predicted time to 3.28"] == pytest.approx(300 * 0.1 + 200 * 0.2)
-    assert [*lines][1:] == ["stage 0", "stage 1", "memory", "predicted time to 3.28"]
+    names = ["stage 0", "stage 1", "stage 1, steadily", "memory", "predicted time to 3.28"]
+    assert [*lines][1:] == names
     # Per token: 6 for every weight, which are 4 D D + 2 D F in each of two layers and 384 D in the
     # head; and 12 D for every key in the windows of 8 and 16.
     work = 6 * (2 * (4 * 64**2 + 2 * 64 * 128) + 384 * 64) + 12 * 64 * (8 + 16)
@@ -335,45 +602,175 @@ def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch):
 
 
 @pytest.mark.parametrize("losses", [(5.0, 4.9), (5.0, float("nan")), (float("nan"), 4.0)])
-def test_a_stage_that_does_not_learn_fails(monkeypatch, losses):
-    fake_record(monkeypatch, losses)
+def test_a_stage_that_does_not_learn_fails(fake_record, losses):
+    fake_record(losses)
     expected = ["stage 0", "stage 1", "predicted time to 3.28"]
-    assert failed(check_gpu.check_record, TWO_STAGES, make_mesh(2)) == expected
+    assert failed(check_gpu.check_record, TWO_STAGES, make_mesh(2), 0) == expected
 
 
 @pytest.mark.parametrize(
-    "usual, times, use",
-    [(10.0, (10.0, 9.95), "usual"), (10.0, (9.0, 11.0), "command_buffer': ''"),
-     (float("nan"), (float("nan"), 9.0), "slice_fusion': True")],
-)  # fmt: skip
-def test_the_faster_setting_is_named_and_options_stay_as_they_were(monkeypatch, usual, times, use):
-    compiled = []
+    "ms, steady, text",
+    [
+        ([100] * 300, True, "300 steps in 30 s; the first 100 take 100.00 ms each, the last 100 "),
+        (
+            [100] * 150 + [112] * 150,
+            False,
+            " 112.00 ms, at 1200 and 2619 MHz, 690 W, 85 C",
+        ),
+        ([900] * 20 + [905] * 21, True, "the first 20 take 900.00 ms each, the last 20 905.00 ms"),
+    ],
+)
+def test_a_gpu_that_gets_slower_shows(ms, steady, text):
+    row = zip(check_gpu.LOAD.split(","), ["1200", "2619", "690", "85", "900"], strict=True)
+    passed, _, found, _ = check_gpu.steady_line(2, "gpu", np.array(ms), [dict(row)])
+    assert passed is steady and text in found
+
+
+# ---- Settings and devices ------------------------------------------------------------------------
+USUAL = [5.0, 4.0, 3.0]
+
+
+def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
+    """Lines of check_settings() by name, where the outcome of an option is (losses, ms) of its
+    steps or an error, and that of others is as usual, in 10 ms."""
     before = dict(train_gpt.OPTIONS)
-    times = iter(times)
+    monkeypatch.setitem(train_gpt.OPTIONS, "cpu", {"xla_allow_excess_precision": False})
 
     def compile_train_step(stage, second, *_):
-        compiled.append((stage, second, train_gpt.OPTIONS["gpu"]))
+        assert stage == 1
+        options = train_gpt.OPTIONS["cpu"]
+        assert options["xla_allow_excess_precision"] is False
+        named = [outcome for option, outcome in outcomes.items() if option in options]
+        outcome = named[0] if named else (USUAL, 10.0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def train_steps(pair, *_):
+        losses, ms = pair[0]
+        return np.array(losses), np.array([1e6] * check_gpu.WARM_UP + [ms, ms])
 
     monkeypatch.setattr(train_gpt, "compile_train_step", compile_train_step)
-    monkeypatch.setattr(check_gpu, "step_ms", lambda *_: next(times))
-    facts = {"stage 1": [usual]}
-    ((_, _, text, _),) = check_gpu.check_settings(TWO_STAGES, make_mesh(1), facts)
-    assert use in text.partition("use: ")[2] and train_gpt.OPTIONS == before
-    fusion = [options["xla_gpu_enable_dynamic_slice_fusion"] for *_, options in compiled]
-    buffers = [options.get("xla_gpu_enable_command_buffer") for *_, options in compiled]
-    assert (fusion, buffers) == ([False, False, True, True], ["", "", None, None])
-    assert {(stage, second) for stage, second, _ in compiled} == {(1, False), (1, True)}
+    monkeypatch.setattr(check_gpu, "train_steps", train_steps)
+    mesh = make_mesh(1)
+    lines = [*check_gpu.check_settings(TWO_STAGES, mesh, check_gpu.other_settings())]
+    monkeypatch.undo()
+    assert train_gpt.OPTIONS == before
+    return {name: (passed, text) for passed, name, text, _ in lines}
 
 
-def test_a_stage_does_not_pass_with_weights_that_stay(monkeypatch):
-    c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
-    pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
-    assert np.isnan(check_gpu.step_ms(pair, c, 0, make_mesh(1)))
+GRAPHS = "xla_gpu_enable_command_buffer"
+FUSIONS = "xla_gpu_experimental_enable_fusion_autotuner"
 
 
-@pytest.mark.parametrize("option", ["command_buffer", "dynamic_slice_fusion"])
-def test_the_compiler_knows_the_options(option):
+@pytest.mark.parametrize(
+    "outcomes, failed, fastest",
+    [
+        ({}, [], "usual options"),
+        ({GRAPHS: (USUAL, 9.95)}, [], "usual options"),
+        ({GRAPHS: (USUAL, 9.0), FUSIONS: (USUAL, 8.0)}, [], "tuned fusions off"),
+        ({GRAPHS: ([5.0, 4.002, 3.008], 9.0)}, [], "CUDA graphs off"),
+        ({GRAPHS: ([5.0, 4.02, 3.0], 9.0)}, ["CUDA graphs off"], "usual options"),
+        ({GRAPHS: ([5.0, np.nan, 3.0], 9.0)}, ["CUDA graphs off"], "usual options"),
+    ],
+)
+def test_settings_must_have_the_usual_losses(monkeypatch, outcomes, failed, fastest):
+    lines = settings_lines(monkeypatch, outcomes)
+    assert [name for name, (passed, _) in lines.items() if not passed] == failed
+    assert [*lines][:3] == ["usual options", "CUDA graphs off", "tuned fusions off"]
+    assert lines["fastest"][1] == fastest and len(lines) == 6
+
+
+def test_an_option_that_jaxlib_does_not_know_is_left_out(monkeypatch):
+    unknown = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'")
+    broken = jax.errors.JaxRuntimeError("INTERNAL: ptxas\nhas crashed")
+    lines = settings_lines(monkeypatch, {FUSIONS: unknown, GRAPHS: broken})
+    assert lines["tuned fusions off"] == (True, str(unknown))
+    assert lines["CUDA graphs off"] == (False, "INTERNAL: ptxas") and len(lines) == 6
+
+
+def test_settings_say_that_they_are_not_for_tpus():
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+    ((passed, _, text, _),) = check_gpu.check_settings(C, mesh, {})
+    assert passed and text == "these options are for GPUs"
+
+
+@pytest.mark.parametrize("options", check_gpu.other_settings().values(), ids=str)
+def test_the_compiler_knows_the_options(options):
     add = jax.jit(lambda x: x + 1).lower(1.0)
-    add.compile({f"xla_gpu_enable_{option}": "" if option == "command_buffer" else True})
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        add.compile({f"xla_gpu_enable_{option}s": ""})
+    add.compile(options)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        add.compile({f"{option}s": value for option, value in options.items()})
+
+
+def test_the_cache_is_left_out_for_seconds_of_compiling(tmp_path, monkeypatch):
+    hits = []
+
+    def compiled():
+        jax.jit(lambda x: x + 3).lower(np.ones(3)).compile()
+        return len(hits)
+
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda *_, **__: None)
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+    )
+    compiled()
+    before = compiled()
+    with check_gpu.without_cache():
+        assert compiled() == before
+    assert compiled() == before + 1
+
+
+@pytest.mark.parametrize(
+    "losses, good, text",
+    [
+        ({1: [11.0, 10.9], 2: [11.0, 10.901]}, True, "0.001 apart"),
+        ({1: [11.0, 10.9], 2: [11.0, 10.95]}, False, "0.05 apart"),
+        ({1: [11.0, 10.9], 2: [11.0, np.nan]}, False, "nan apart"),
+        ({1: jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")}, True, "too little memory"),
+    ],
+)
+def test_several_devices_must_have_the_losses_of_one(monkeypatch, losses, good, text):
+    def train_steps(pair, c, stage, mesh, steps):
+        found = losses[mesh.size]
+        if isinstance(found, BaseException):
+            raise found
+        return np.array(found), None
+
+    monkeypatch.setattr(check_gpu, "compile_pair", lambda *_: None)
+    monkeypatch.setattr(check_gpu, "train_steps", train_steps)
+    ((passed, _, found, _),) = check_gpu.check_devices(C, make_mesh(2))
+    assert bool(passed) is good and text in found
+    ((passed, _, found, _),) = check_gpu.check_devices(C, make_mesh(1))
+    assert passed and found == "there is one: nothing to compare"
+
+
+# ---- Software ------------------------------------------------------------------------------------
+MAPS = """7f1a-7f1b r--p 0 08:01 11 /venv/nvidia/cudnn/lib/libcudnn_graph.so.9
+7f1b-7f1c r-xp 0 08:01 12 /venv/nvidia/cudnn/lib/libcudnn.so.9
+7f1c-7f1d rw-p 0 00:00 0 [heap]
+"""
+
+
+def test_versions_are_those_of_the_libraries_that_are_loaded(tmp_path, monkeypatch):
+    (tmp_path / "maps").write_text(MAPS)
+    found = check_gpu.loaded_library("cudnn", tmp_path / "maps")
+    assert found == "/venv/nvidia/cudnn/lib/libcudnn.so.9"
+    assert check_gpu.loaded_library("nccl", tmp_path / "maps") == ""
+    assert check_gpu.loaded_library("nccl", tmp_path / "no_maps") == ""
+
+    class Library:
+        def __init__(self, path):
+            self.path = path
+
+        def __getitem__(self, name):
+            def function(pointer=None):
+                if pointer is None:
+                    return 92801
+                pointer._obj.value = 23203
+
+            return function
+
+    monkeypatch.setattr(check_gpu.ctypes, "CDLL", Library)
+    monkeypatch.setattr(check_gpu, "loaded_library", lambda name: "" if name == "cudart" else name)
+    assert check_gpu.library_versions() == {"nccl": 23203, "cudnn": 92801, "cublasLt": 92801}

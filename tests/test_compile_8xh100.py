@@ -29,6 +29,23 @@ def total(p: hlo.Program) -> int:
     return sum(cost.bytes for cost in estimate.cost_by_cause(p).values())
 
 
+def test_every_row_of_fits_was_compiled_and_has_memory_to_spare():
+    """The table of the page, by flags and devices, against FITS in train_gpt.py."""
+    page = compile_8xh100.PAGE.read_text(encoding="utf-8").partition("## Memory")[2]
+    compiled = {}
+    for line in page.partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 8 and cells[1].isdigit():
+            compiled.setdefault((cells[0], int(cells[1])), []).append(float(cells[6]))
+    expected = {}
+    for flags, gigabytes in train_gpt.FITS:
+        text = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
+        expected |= {(text, devices): GB for devices, GB in gigabytes.items()}
+    assert compiled.keys() == expected.keys()
+    for key, GB in expected.items():
+        assert max(compiled[key]) + compile_8xh100.SPARE_GB <= GB + 0.05, key
+
+
 # ---- Whether the page is of this train_gpt.py ----------------------------------------------------
 def test_the_page_is_of_the_programs_of_this_train_gpt():
     page = compile_8xh100.PAGE.read_text()

@@ -236,6 +236,7 @@ def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     ("record --batch 64", {}, False),
     ("record --fit=0", {}, False),
     ("record --attention band", {}, False),
+    ("record --resume logs/x.npz", {}, False),  # in the batches that it began with
     ("record --help", {}, False),
     ("record", {"JAX_PLATFORMS": "cpu"}, False),
     ("record", {"JAX_PLATFORMS": "rocm"}, False),  # AMD's GPUs
@@ -254,7 +255,7 @@ def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refus
 
 def test_flags_and_batches_are_those_of_the_trainer():
     flags = {f"--{name}" for name in (*train_gpt.MEMORY_FLAGS, "fit", "attention")}
-    assert {*machine.ADVANCED} == flags | {"--help", "-h"}
+    assert {*machine.ADVANCED} == flags | {"--resume", "--help", "-h"}
     for preset, config in train_gpt.PRESETS.items():
         assert machine.BATCH[preset] == config.batch
 

@@ -1,0 +1,49 @@
+"""Traces five steps of a run, for Perfetto.
+
+    .venv/bin/python -m dev.profile [record | tiny] [--field value ...]   the flags of the run
+
+The steps are of the longest stage, after two that are not in the trace, on random tokens. While it
+traces, XLA starts kernels one by one, which takes longer than the CUDA graphs of a run. To see
+those as well: XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+import train_gpt
+from dev import check_gpu, launch
+
+FOLDER = Path("logs/profile")
+
+
+def main(argv: list[str]) -> None:
+    """Compiles two programs, runs seven steps, and prints where the trace of five of them is."""
+    preset, c = train_gpt.parse_config(argv)
+    launch.set_xla_flags()
+    launch.start_jax()
+    train_gpt.set_compilation_cache()
+    devices, c = train_gpt.fit_devices(preset, c)
+    mesh = train_gpt.make_mesh(devices)
+    stage = check_gpu.longest_stage(c)
+    print(f"compiling the two steps of stage {stage} ...", flush=True)
+    pair = check_gpu.compile_pair(c, stage, mesh)
+    losses = check_gpu.training(pair, c, stage, mesh)
+    for _ in range(2):
+        jax.block_until_ready(next(losses))
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # or calls of Python fill the trace
+    with jax.profiler.trace(FOLDER, create_perfetto_trace=True, profiler_options=options):
+        for number in range(5):
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                loss = next(losses)
+        jax.block_until_ready(loss)
+    trace = max(FOLDER.glob("**/perfetto_trace.json.gz"), key=os.path.getmtime)
+    print(f"The trace is {trace}. To see it, open https://ui.perfetto.dev and drop the file there.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
