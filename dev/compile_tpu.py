@@ -336,7 +336,7 @@ def main(argv: list[str]) -> int:
                 PAGE.write_text(page(facts, rows), encoding="utf-8")
             print(rows[program], flush=True)
     wrong = [line for line in rows.values() if "FAIL" in line]
-    print(f"\n{len(wrong)} of {len(rows)} programs are not as they must be")
+    print(f"\n{len(rows)} programs are compiled, {len(wrong)} of them with faults")
     return 1 if wrong else 0
 
 
