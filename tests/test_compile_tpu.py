@@ -90,6 +90,12 @@ def test_memory_and_collectives_and_formats_of_the_head_have_limits():
 
 
 # ---- The page ------------------------------------------------------------------------------------
+def test_the_page_is_of_the_rows_of_fits_and_without_faults():
+    text = compile_tpu.PAGE.read_text()
+    missing = [name for name in compile_tpu.CHIPS if compile_tpu.heading(name) not in text]
+    assert missing == [] and "FAIL" not in text, "python dev/compile_tpu.py renews it"
+
+
 @pytest.fixture
 def fake_compiler(monkeypatch, tmp_path):
     """No compiler is needed; returns the programs that it was asked for. The second one fails."""
