@@ -91,7 +91,7 @@ pick_python() {
     done
   done
   [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
-  fail "found no $needs. Install one (Debian, Ubuntu: also python3-venv), or set PYTHON to it"
+  fail "found no $needs. Install one (Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12), or set PYTHON to it"
 }
 
 # The wheels of two accelerators in one environment would both register with jax.
