@@ -91,7 +91,8 @@ pick_python() {
     done
   done
   [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
-  fail "found no $needs. Install one (Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12), or set PYTHON to it"
+  hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
+  fail "found no $needs. Install one ($hint), or set PYTHON to it"
 }
 
 # The wheels of two accelerators in one environment would both register with jax.
