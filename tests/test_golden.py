@@ -637,7 +637,14 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 
 # ---- The whole -----------------------------------------------------------------------------------
-def test_eight_steps_with_all_stage_changes_and_the_untie():
+def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
+    """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention."""
+    kernel = jax.nn.dot_product_attention
+
+    def xla_kernel(*qkv, **options):
+        return kernel(*qkv, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", xla_kernel)
     settings = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
     # A stage has two steps, so every second row of the settings is that of a new stage.
@@ -652,7 +659,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie():
     stages.append(Stage(0, 2 * T, short, long, 0, 1.0))
     c = dataclasses.replace(
         C, stages=tuple(stages), batch=2, cooldown_start=2 / 8, cooldown_end=6 / 8,
-        momentum_warmup=4 / 8, momentum_cooldown=2 / 8, untie=5 / 8,
+        attention="cudnn", momentum_warmup=4 / 8, momentum_cooldown=2 / 8, untie=5 / 8,
     )  # fmt: skip
     count = len([key for key in GOLDEN if "traj/shard" in key])
     shards = [GOLDEN[f"traj/shard{i}"] for i in range(count)]

@@ -185,6 +185,7 @@ def test_beyond_eight_devices_the_mesh_has_nodes(axes):
     assert mesh.shape == axes
 
 
+@pytest.mark.slow  # eight devices are tested in test_devices.py, two hosts below
 def test_sixteen_devices_train_as_one(start):
     """The batch has twice the sequences, of half the length, as dev/hosts.md recommends."""
     flags = ["--batch", "16", "--head_chunk", "16", "--seed", "1"]

@@ -252,8 +252,9 @@ def test_4095_documents_are_still_apart(dtype):
 
 
 # ---- Banded attention against a mask -------------------------------------------------------------
-@pytest.mark.parametrize("T", [1, 2, 37, 64])
-@pytest.mark.parametrize("window", [0, 1, 5, 16, 31, 32, 63, 100])
+@pytest.mark.parametrize("T, window", [
+    (1, 0), (2, 1), (37, 5), (37, 18), (37, 100), (64, 1), (64, 16), (64, 31), (64, 32), (64, 63),
+])  # fmt: skip
 def test_banded_attention_is_attention_with_a_mask(T, window):
     """Values and gradients, for windows from 0 to beyond T, and for lengths beside bands."""
     q, k, v, dy = jax.random.normal(jax.random.key(5), (4, 2, T, 3, 8))
