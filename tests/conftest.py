@@ -84,19 +84,3 @@ def clear_programs():
     yield
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def xla_kernel_in_the_place_of_cudnn():
-    """CPUs have no cuDNN. With XLA's kernel instead, configurations of tests can take the way of
-    GPUs, whose programs compile faster than those with banded attention."""
-    kernel = jax.nn.dot_product_attention
-
-    def attend(*qkv, **options):
-        if options.get("implementation") == "cudnn":
-            options["implementation"] = "xla"
-        return kernel(*qkv, **options)
-
-    jax.nn.dot_product_attention = attend
-    yield
-    jax.nn.dot_product_attention = kernel

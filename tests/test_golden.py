@@ -637,8 +637,14 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 
 # ---- The whole -----------------------------------------------------------------------------------
-def test_eight_steps_with_all_stage_changes_and_the_untie():
+def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
     """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention."""
+    kernel = jax.nn.dot_product_attention
+
+    def xla_kernel(*qkv, **options):
+        return kernel(*qkv, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", xla_kernel)
     settings = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
     # A stage has two steps, so every second row of the settings is that of a new stage.

@@ -28,7 +28,7 @@ ONE_LAYER = "(Layer(SHORT),)"
 ON_ONE_DEVICE = "value_residual", "stages"  # they change nothing of the sharding
 LAYERS = {"value_residual": '(Layer(SHORT), Layer(SHORT), Layer(LONG, mudd=("input",)))'}
 SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
-SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="cudnn")
+SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band")
 
 
 def soap(scale: float, b1=0.95, b2=0.95, eps=1e-8) -> optax.GradientTransformation:

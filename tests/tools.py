@@ -42,7 +42,7 @@ MINI = dataclasses.replace(
     stages=MINI_STAGES,
     mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
     D=32, H=2, F=64, R=8, bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32,
-    dc_window=12, attention="cudnn", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
+    dc_window=12, attention="band", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
     cooldown_end=18 / 20, momentum_warmup=5 / 20, momentum_cooldown=4 / 20, untie=13 / 20,
 )  # fmt: skip
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
