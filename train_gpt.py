@@ -184,7 +184,6 @@ class Config:
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
     save: int = 1               # 0: do not save the weights (2.5 GB for the record)
     seed: int = -1              # of the initial weights; -1: a fresh one
-    fit: int = 1                # 1: where memory is short, a row of FITS replaces some of these
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
     resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
     force: int = 0              # 1: resume although source, flags or tokens have changed
@@ -321,22 +320,9 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         bigrams=16384, eot=256, batch=4, microbatch=4, head_chunk=256, dc_window=56, prefixes="",
         adam_lr=0.012, cooldown_start=147 / 368, cooldown_end=1.0, untie=245 / 368,
         momentum_warmup=300 / 368, momentum_cooldown=50 / 368, data="data/source_code",
-        val_every=92, val_T=1024, val_tokens=65536, target=1.38, fit=0,
+        val_every=92, val_T=1024, val_tokens=65536, target=1.38,
     ),
 }  # fmt: skip
-
-# The record where memory is short: flags, and the gigabytes that JAX must have of every device, by
-# the number of devices. `dev/compile_8xh100.py --memory` checks them. With twice the batch, a step
-# has as many tokens, in sequences half as long: the same model from another stream of tokens. The
-# last row is another model, with a smaller bigram table.
-MEMORY_FLAGS = ("batch", "microbatch", "head_chunk", "val_T", "bigrams")  # one of these: no fit
-FITS = (
-    ({}, {1: 34.5, 2: 28.5, 4: 26.0, 8: 22.0}),
-    ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.3, 4: 21.0, 8: 17.5}),
-    ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 20.0, 2: 14.5, 4: 12.0, 8: 11.0}),
-    ({"batch": 64, "head_chunk": 2048, "val_T": 32768, "bigrams": 65536},
-     {1: 14.0, 2: 11.0, 4: 9.0, 8: 8.0}),
-)  # fmt: skip
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -1701,8 +1687,6 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
             parser.add_argument(f"--{field.name}", type=field.type)
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
-    if any(name in flags for name in MEMORY_FLAGS):
-        flags = {"fit": 0} | flags
     try:
         return preset, dataclasses.replace(PRESETS[preset], **flags)
     except ValueError as error:
@@ -1710,7 +1694,7 @@ def parse_config(argv: list[str]) -> tuple[str, Config]:
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
-    """The devices of all hosts, and the configuration that fits them."""
+    """The devices of all hosts, and the configuration with the kernels that they support."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
@@ -1724,7 +1708,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
             f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
             "for more, dev/hosts.md says which --batch and --head_chunk to choose"
         )
-    c = fit_kernels(devices[0], fit_memory(devices, c))
+    c = fit_kernels(devices[0], c)
     lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
     if c.attention == "cudnn" and any(T % 128 for T in lengths):
         refuse(
@@ -1732,46 +1716,6 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
             "multiple of 128; choose another --batch or --val_T, or --attention band"
         )
     return devices, c
-
-
-def fit_memory(devices: list[jax.Device], c: Config) -> Config:
-    """The first row of FITS for which these devices have the memory, if c.fit asks for it."""
-    if not c.fit:
-        return c
-    memory = device_memory(devices)
-    n = min(8, len(devices))
-    for flags, gigabytes in FITS:
-        if memory >= gigabytes[n]:
-            return dataclasses.replace(c, **flags)
-    refuse(
-        f"JAX has {memory:.1f} GB of each of {n} devices, but the smallest row of FITS needs "
-        f"{gigabytes[n]} GB: use ./run.sh tiny, or more devices; --fit 0 tries it all the same"
-    )
-
-
-def changed_by_fit(c: Config, fitted: Config, memory: float) -> dict[str, int]:
-    """The flags that fit_memory() has set, {} if none; prints a line about them."""
-    values = {name: getattr(fitted, name) for name in MEMORY_FLAGS}
-    changed = {name: value for name, value in values.items() if value != getattr(c, name)}
-    if changed:
-        flags = " ".join(f"--{name} {value}" for name, value in changed.items())
-        what = "as many tokens a step, in shorter sequences"
-        if "bigrams" in changed:
-            what += " and with a smaller bigram table, so this is not the record"
-        print(
-            f"JAX has {memory:.1f} GB of each device, so the record runs with {flags}: {what}; "
-            "--fit 0 runs it as it is"
-        )
-    return changed
-
-
-def device_memory(devices: list[jax.Device]) -> float:
-    """Gigabytes that JAX has of the smallest device, of all hosts; infinite where it does not
-    state them, as on CPUs."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    stats = [device.memory_stats() or {} for device in local]
-    least = min(stat.get("bytes_limit", math.inf) for stat in stats) / 1e9
-    return float(process_allgather(np.float32(least)).min())
 
 
 def fit_kernels(device: jax.Device, c: Config) -> Config:
@@ -1837,7 +1781,7 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
 
 def identity(c: Config, data: list[dict]) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that resumes it."""
-    may_change = ("data", "resume", "force", "save", "save_every", "stall", "fit")
+    may_change = ("data", "resume", "force", "save", "save_every", "stall")
     flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in may_change}
     same = {"the source": crc32(SOURCE.encode()), **flags}
     same |= {shard["file"]: shard["sha256"] for shard in data}
@@ -1956,7 +1900,9 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
 
     # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
     tunes = mesh.devices.flat[0].platform == "gpu"
-    pool = ThreadPoolExecutor(2 if tunes and device_memory(mesh.local_devices) < 40 else 8)
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
+    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
     first = pool.submit(compile_one, keys[0]).result()
     programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
     log.facts({"compile": {"seconds": time.perf_counter() - start}})
@@ -2146,18 +2092,12 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
 
-    # Checkpoint: its facts and arrays, both empty for a new run. The memory that a run began with
-    # has chosen its batches.
+    # Checkpoint: its facts and arrays, both empty for a new run.
     facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
-    if facts and c.fit:
-        before = {name: facts["identity"][f"--{name}"] for name in MEMORY_FLAGS}
-        c = dataclasses.replace(c, fit=0, **before)
 
     # Devices. Until the checkpoint is compared, c has the kernels and dtypes that were asked for,
     # because it may be from another kind of device.
     devices, fitted = fit_devices(preset, c)
-    fit = changed_by_fit(c, fitted, device_memory(devices))
-    c = dataclasses.replace(c, **fit)
     mesh = make_mesh(devices)
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
@@ -2182,11 +2122,11 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
     facts["machine"] = machine
 
     # Run. After a change, it is another run, with a log of its own.
-    c = fit_kernels(devices[0], c)
+    c = dataclasses.replace(fitted, seed=c.seed)
     log = Log("" if changed else facts.get("log", ""))
     if arrays:
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
-    log.facts({"data": data, "fit": fit} | run_facts(preset, c, devices, argv))
+    log.facts({"data": data} | run_facts(preset, c, devices, argv))
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
     state = warm_up(programs, c, mesh)

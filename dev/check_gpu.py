@@ -255,10 +255,13 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     if jax.devices()[0].platform == "cpu" and not small:
         print("check_gpu.py: JAX sees no GPU and no TPU; there is ./run.sh check --small")
         launch.leave(2)
-    asked = SMALL if small else record_with(flags)
-    devices, c = train_gpt.fit_devices("check", asked)
-    memory = train_gpt.device_memory(devices)
-    facts = software(c, devices) | {"fit": train_gpt.changed_by_fit(asked, c, memory)}
+    c = SMALL
+    added = []
+    if not small:
+        added = launch.fit(flags, record_with(flags))[len(flags) :]
+        c = record_with([*flags, *added])
+    devices, c = train_gpt.fit_devices("check", c)
+    facts = software(c, devices) | {"fit": added}
     send("JAX", True, "JAX", software_text(facts), facts)
     parts = make_parts(c, train_gpt.make_mesh(devices), small)
     left = [name for name in names if name != "machine"]

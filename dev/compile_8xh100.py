@@ -37,6 +37,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # also keeps the plugin from looking for a 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import fits  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
@@ -56,7 +57,7 @@ RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are 
 DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
 
 
-# What FITS in train_gpt.py adds to the memory that the compiler plans, for the workspaces of cuDNN
+# What FITS in dev/fits.py adds to the memory that the compiler plans, for the workspaces of cuDNN
 # and cuBLAS and for tuning.
 SPARE_GB = 1.0
 
@@ -243,9 +244,9 @@ def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
     wrong = []
     tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
     longest = tokens.index(max(tokens))  # the number of the stage with the longest sequences
-    for flags, gigabytes in train_gpt.FITS:
+    for flags, gigabytes in fits.FITS:
         fitted = dataclasses.replace(c, **flags)
-        text = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
+        text = fits.command_line(flags) or "none"
         for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
             second = planned_memory("second", longest, config, devices)
             val = planned_memory("val", longest, config, devices)

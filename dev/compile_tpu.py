@@ -31,6 +31,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 
+import fits  # noqa: E402
 import jax  # noqa: E402
 from compile_8xh100 import any_prefixes, compile_step, digest_line, record_programs  # noqa: E402
 from h100.checks import expected_program  # noqa: E402
@@ -85,16 +86,11 @@ class Compiled(NamedTuple):
 
 # ---- Programs ------------------------------------------------------------------------------------
 def fitted_config(chip: Chip) -> train_gpt.Config:
-    """The record as train_gpt.py fits it to this chip's memory and kernels."""
-    stats = {"bytes_limit": chip.GB * 1e9}
-    device = SimpleNamespace(
-        platform="tpu",
-        device_kind=chip.kind,
-        process_index=0,
-        memory_stats=lambda: stats,
-    )
-    c = train_gpt.fit_memory([device] * chip.devices, train_gpt.PRESETS["record"])
-    return dataclasses.replace(train_gpt.fit_kernels(device, c), seed=1)
+    """The record as it is fitted to this chip's memory and kernels."""
+    flags = fits.fit(chip.GB, chip.devices)
+    c = dataclasses.replace(train_gpt.PRESETS["record"], **flags, seed=1)
+    device = SimpleNamespace(platform="tpu", device_kind=chip.kind)
+    return train_gpt.fit_kernels(device, c)
 
 
 def programs(name: str) -> list[Program]:
@@ -282,10 +278,7 @@ def heading(name: str) -> str:
     """The line above a chip's rows."""
     chip = CHIPS[name]
     fitted = fitted_config(chip)
-    record = train_gpt.PRESETS["record"]
-    changed = [field for field in train_gpt.MEMORY_FLAGS
-               if getattr(fitted, field) != getattr(record, field)]  # fmt: skip
-    flags = " ".join(f"--{field} {getattr(fitted, field)}" for field in changed) or "no flags"
+    flags = fits.command_line(fits.fit(chip.GB, chip.devices)) or "no flags"
     return f"{name}, {chip.GB} GB each: {flags}, attention {fitted.attention}"
 
 

@@ -3,8 +3,9 @@
     python dev/launch.py SCRIPT [preset] [--field value ...]
 
 SCRIPT is train_gpt.py or a copy of it. Before its main() runs, the processes of a run connect,
-compare what must be the same on all of them and agree on a seed, and the attention kernel of a GPU
-is checked. While main() runs, a process that loses another one ends instead of waiting for it.
+compare what must be the same on all of them, and agree on a seed; the record gets flags with which
+it fits the memory; and the attention kernel of a GPU is checked. While main() runs, a process that
+loses another one ends instead of waiting for it.
 """
 
 import collections
@@ -15,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import secrets
@@ -39,6 +41,9 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "dev"))
+import fits  # noqa: E402
+
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 ADVICE = (
     "With --batch 16 --head_chunk 8192, a step has as many tokens, in sequences half as long, and "
@@ -77,6 +82,8 @@ def main(argv: list[str]) -> None:
         script.set_compilation_cache()  # JAX looks only once, at the first program
         if jax.process_count() > 1:
             compare_setup(script, c)
+        argv = fit(argv, c)
+        preset, c = script.parse_config(argv)
         _, c = script.fit_devices(preset, c)
         if jax.process_count() > 1:
             compare_tokens(script, c)
@@ -359,6 +366,46 @@ def compare_tokens(script: ModuleType, c: Any) -> None:
     if c.prefixes:
         facts[c.prefixes] = hashlib.sha256(script.prefix_table(c).tobytes()).hexdigest()
     compare(facts)
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+def fit(argv: list[str], c: Any) -> list[str]:
+    """The command line of a run, with the flags with which the record fits the memory of the
+    smallest device. Where a flag or a copy of train_gpt.py has set one of fits.RECORD, it stays
+    what it is. Exits with status 2 if the memory is too short for any row of fits.FITS."""
+    typed = {argument.partition("=")[0] for argument in argv}
+    sizes = {name: getattr(c, name) for name in fits.RECORD}
+    if sizes != fits.RECORD or typed & {f"--{name}" for name in sizes}:
+        return argv
+    memory = device_memory()
+    devices = min(len(jax.devices()), c.batch)
+    flags = fits.fit(memory, devices)
+    if flags is None:
+        refuse(
+            f"JAX has {memory:.1f} GB of each of {devices} devices, but the record needs "
+            f"{fits.least(devices)} GB: use ./run.sh tiny, or more devices; to try the record all "
+            f"the same: --batch {c.batch}"
+        )
+    if not flags:
+        return argv
+    remark = "as many tokens a step, in shorter sequences"
+    if "bigrams" in flags:
+        remark += " and with a smaller bigram table, so this is not the record"
+    added = fits.command_line(flags)
+    if jax.process_index() == 0:
+        print(
+            f"JAX has {memory:.1f} GB of each device, so the record runs with {added}: {remark}. "
+            f"To run it as it is: --batch {c.batch}"
+        )
+    return [*argv, *added.split()]
+
+
+def device_memory() -> float:
+    """Gigabytes that JAX has of the smallest device of all processes; infinite where it does not
+    state them, as on CPUs."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    least = min(stat.get("bytes_limit", math.inf) for stat in stats) / 1e9
+    return float(process_allgather(np.float32(least)).min())
 
 
 # ---- The attention kernel of GPUs ----------------------------------------------------------------

@@ -11,7 +11,7 @@ those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/p
 
 from __future__ import annotations
 
-import ast
+import math
 import os
 import re
 import shlex
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+import fits
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -92,24 +92,14 @@ COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
 
 BATCH = {"record": 8, "tiny": 4}  # sequences in a step; one process uses no more devices than that
-DIVISORS = (1, 2, 4, 8)  # numbers of devices that divide a step
 # Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing. A
 # checkpoint brings those of the run that wrote it.
 ADVANCED = (
-    "--batch --microbatch --head_chunk --val_T --bigrams --fit --attention --resume --help -h"
+    "--batch --microbatch --head_chunk --val_T --bigrams --attention --resume --help -h"
 ).split()
 # The variables in which launchers give the number of processes, as in dev/launch.py.
 PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
 OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"
-
-
-def fits() -> tuple:
-    """FITS of train_gpt.py: rows of flags, and of the GB that JAX must have of each of 1, 2, 4, 8
-    devices. Read from the text, because importing it needs JAX."""
-    for node in ast.parse((ROOT / "train_gpt.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FITS":
-            return ast.literal_eval(node.value)
-    raise SystemExit("run.sh: train_gpt.py has no FITS, from which dev/machine.py chooses flags")
 
 
 # ---- Facts ---------------------------------------------------------------------------------------
@@ -241,18 +231,18 @@ def decide(machine: Machine) -> Decision:
         return Decision(CPU, "tiny", machine.why_none, {})
     oldest = min(devices, key=lambda device: device.capability)
     smallest = min(devices, key=lambda device: device.mib or float("inf"))
-    rows, number = fits(), listed(len(devices))
-
     wheels = cuda_wheels(machine.driver, oldest.capability) if machine.driver else TPU
     environment, fraction = environment_for(wheels, smallest, machine.differ)
     memory = USABLE * fraction * smallest.gigabytes if smallest.mib else None
-    flags = fit(rows, number, memory) if wheels != CPU else None
+    flags = None
+    if wheels != CPU:  # where nothing lists the memory, dev/launch.py asks JAX for it
+        flags = fits.fit(memory or math.inf, len(devices))
 
     age = f"{oldest.name} has compute capability {oldest.capability}, and"
     size = f"JAX has {memory or 0:.1f} GB of {smallest.name}, and"
     reasons = (
         (wheels == CPU, f"{age} jax needs {CUDA[-1].capability}"),
-        (flags is None, f"{size} the record needs {rows[-1][1][number]:.1f}"),
+        (flags is None, f"{size} the record needs {fits.least(len(devices)):.1f}"),
         (wheels in CUDA and oldest.capability < RECORD, f"{age} the record needs {RECORD}"),
     )
     for holds, why in reasons:
@@ -303,20 +293,6 @@ def number_in(name: str) -> float:
         raise SystemExit(line) from None
 
 
-def fit(rows: tuple, number: int, memory: float | None) -> dict[str, Any] | None:
-    """The first flags of FITS for 1, 2, 4 or 8 devices of which JAX has so many GB, or None if none
-    fit. If memory is None, this returns the first row, and train_gpt.py decides."""
-    for flags, needs in rows:
-        if memory is None or memory >= needs[number]:
-            return flags
-    return None
-
-
-def listed(number: int) -> int:
-    """The largest number of devices in FITS that is no larger."""
-    return max(n for n in DIVISORS if n <= number)
-
-
 # ---- Refusals ------------------------------------------------------------------------------------
 def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
@@ -354,11 +330,14 @@ def several_processes() -> bool:
 
 def odd_number(machine: Machine, decision: Decision, preset: str) -> str:
     """Why the preset cannot use so many GPUs, and what to do; "" if it can."""
+    if decision.wheels not in CUDA:
+        return ""
     number = min(len(machine.devices), BATCH[preset])
-    if decision.wheels not in CUDA or number in DIVISORS:
+    largest = fits.listed(number)
+    if number == largest:
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7"
-    chosen = visible.replace(" ", "").split(",")[: listed(number)]
+    chosen = visible.replace(" ", "").split(",")[:largest]
     return (
         f"{number} GPUs do not divide a step of {preset}: to use {len(chosen)} of them, type  "
         f"export CUDA_VISIBLE_DEVICES={','.join(chosen)}"
@@ -435,8 +414,7 @@ def describe_flags(decision: Decision) -> str:
         return "those for the memory that JAX finds"
     if not decision.flags:
         return "none: the record fits as it is"
-    flags = " ".join(f"--{name} {value}" for name, value in decision.flags.items())
-    line = f"{flags}: JAX has {decision.memory:.1f} GB of each device"
+    line = f"{fits.command_line(decision.flags)}: JAX has {decision.memory:.1f} GB of each device"
     if "bigrams" in decision.flags:
         line += "; with a smaller bigram table, so this is not the record"
     return line
@@ -451,7 +429,7 @@ def describe_minutes(machine: Machine, decision: Decision) -> str:
     training = "not known"
     for name, minutes in TRAINING.items():
         if name in machine.devices[0].name:
-            number = listed(len(machine.devices))
+            number = fits.listed(len(machine.devices))
             minutes_here = [f"{round(x / number, 1):g}" for x in minutes]
             training = " to ".join(dict.fromkeys(minutes_here))
     compiling = COMPILING["gpu" if machine.driver else "tpu"]

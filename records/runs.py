@@ -19,6 +19,7 @@ import lzma
 import math
 import re
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,6 @@ class Run(NamedTuple):
     argv: list[str] | None = None  # without the seed
     config: dict[str, Any] | None = None  # without the seed
     data: list[dict[str, Any]] | None = None
-    fit: dict[str, int] | None = None  # flags that the memory of the devices chose; old logs: None
     resumed: bool = False  # from a checkpoint
 
     @property
@@ -204,12 +204,10 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions;
     raises KeyError where one is missing. name is that of the file, which begins with the time."""
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
-    names = (*FACTS, "fit")  # which logs before 2026-11-24 do not have
-    stated = {key: json.loads(value) for key, _, value in lines if key in names}
+    stated = {key: json.loads(value) for key, _, value in lines if key in FACTS}
     stated["config"].pop("seed")  # else no two runs would have the same configuration
     facts = {key: stated[key] for key in FACTS}
-    facts["fit"] = stated.get("fit")
-    facts["argv"] = without_seed(facts["argv"])
+    facts["argv"] = without(["seed"], facts["argv"])  # the only flag in which runs differ
     facts["ours"] = True
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
     facts["began"] = began[0] if began else None
@@ -225,12 +223,13 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     return facts
 
 
-def without_seed(argv: list[str]) -> list[str]:
-    """Returns the arguments without --seed N and --seed=N, the only ones in which runs differ."""
+def without(names: Iterable[str], argv: list[str]) -> list[str]:
+    """Returns the arguments without these flags, written as --name value or --name=value."""
+    flags = {f"--{name}" for name in names}
     rest = []
     previous = ""
     for argument in argv:
-        if previous != "--seed" and argument.partition("=")[0] != "--seed":
+        if previous not in flags and argument.partition("=")[0] not in flags:
             rest.append(argument)
         previous = argument
     return rest

@@ -5,7 +5,6 @@
 That page has what `./run.sh plan` prints on each kind; a test compares it.
 """
 
-import ast
 import shutil
 import signal
 import subprocess
@@ -39,6 +38,7 @@ if argv[0] == "-c":
     sys.exit()
 if argv[0] == "dev/machine.py":
     sys.argv = argv
+    sys.path[0] = os.path.dirname(argv[0])
     exec(open(argv[0]).read(), dict(__name__="__main__", __file__=os.path.abspath(argv[0])))
     sys.exit()
 with open({log!r}, "a") as log:
@@ -115,11 +115,11 @@ class Machine:
         self.pci = folder / "pci"
         self.started = []
         self.bin.mkdir()
-        for name in "run.sh", "requirements.txt", "tests/requirements.txt", "dev/machine.py":
+        copied = "run.sh requirements.txt tests/requirements.txt dev/machine.py dev/fits.py"
+        for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         shutil.copytree(ROOT / "dev/constraints", self.root / "dev/constraints")
-        (self.root / "train_gpt.py").write_text(fits_source())
         for tool in "cat cp dirname ln mkdir rm rmdir readlink".split():
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.script("sleep", f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")
@@ -202,23 +202,12 @@ class Machine:
         return self.done.stderr
 
 
-def fits_source() -> str:
-    """The lines of train_gpt.py that dev/machine.py reads: the whole file takes longer."""
-    source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-    (fits,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FITS"
-    )
-    return ast.get_source_segment(source, fits)
-
-
 INTRODUCTION = """# What `./run.sh` does on which machine
 
 `./run.sh plan` prints this for the machine that it is started on, and installs nothing.
 [`machine.py`](machine.py) decides by driver, compute capability, memory and PCI devices, never by a
 name, and [`run.sh`](../run.sh) asks it, so that a plan and a run cannot differ. The flags are those
-of `FITS` in [`train_gpt.py`](../train_gpt.py), which asks JAX for the memory when it starts. The
+of [`fits.py`](fits.py); when a run starts, [`launch.py`](launch.py) asks JAX for the memory. The
 minutes of the record are estimates: none of these machines has run it. `python
 tests/fake_machine.py`, which fakes what a machine shows, wrote this page.
 """

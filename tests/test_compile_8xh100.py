@@ -3,6 +3,7 @@
 import dataclasses
 
 import compile_8xh100
+import fits
 import jax
 import pytest
 from h100 import checks, estimate, hlo, ptx, report
@@ -30,7 +31,7 @@ def total(p: hlo.Program) -> int:
 
 
 def test_every_row_of_fits_was_compiled_and_has_memory_to_spare():
-    """The table of the page, by flags and devices, against FITS in train_gpt.py."""
+    """The table of the page, by flags and devices, against FITS."""
     page = compile_8xh100.PAGE.read_text(encoding="utf-8").partition("## Memory")[2]
     compiled = {}
     for line in page.partition("\n## ")[0].splitlines():
@@ -38,8 +39,8 @@ def test_every_row_of_fits_was_compiled_and_has_memory_to_spare():
         if len(cells) == 8 and cells[1].isdigit():
             compiled.setdefault((cells[0], int(cells[1])), []).append(float(cells[6]))
     expected = {}
-    for flags, gigabytes in train_gpt.FITS:
-        text = " ".join(f"--{name} {value}" for name, value in flags.items()) or "none"
+    for flags, gigabytes in fits.FITS:
+        text = fits.command_line(flags) or "none"
         expected |= {(text, devices): GB for devices, GB in gigabytes.items()}
     assert compiled.keys() == expected.keys()
     for key, GB in expected.items():

@@ -254,9 +254,8 @@ def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count,
 
 def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys):
     """16 devices on two hosts do not divide the record's 8 sequences."""
-    device = SimpleNamespace(platform="gpu", device_kind="H100", compute_capability="9.0",
-                             process_index=0, id=0, memory_stats=lambda: {})  # fmt: skip
-    monkeypatch.setattr(jax, "devices", lambda: [device] * 16)
+    devices = devices_of("gpu", "H100", "9.0", count=16)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(SystemExit):
         train_gpt.fit_devices("record", Config())
@@ -264,7 +263,7 @@ def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys
     page = (ROOT / "dev/hosts.md").read_text(encoding="utf-8")
     flags = re.search("16 devices, the flags are `(.*?)`", page)[1]
     preset, c = train_gpt.parse_config(flags.split())
-    assert train_gpt.fit_devices(preset, c) == ([device] * 16, c)
+    assert train_gpt.fit_devices(preset, c) == (devices, c)
 
 
 def test_no_more_devices_than_sequences(monkeypatch):
@@ -277,11 +276,8 @@ BEST = "float8_e4m3fn", "float8_e5m2"
 BFLOAT16 = "bfloat16", "bfloat16"
 
 
-def devices_of(platform: str, kind: str, capability: str, GB: float, count: int = 1) -> list:
-    """Devices that JAX has this much memory of; None: it does not state it."""
-    stats = {"bytes_limit": int(1e9 * GB)} if GB else None
-    device = SimpleNamespace(platform=platform, device_kind=kind, process_index=0, id=0,
-                             memory_stats=lambda: stats)  # fmt: skip
+def devices_of(platform: str, kind: str, capability: str, count: int = 1) -> list:
+    device = SimpleNamespace(platform=platform, device_kind=kind, process_index=0, id=0)
     if capability:
         device.compute_capability = capability
     return [device] * count
@@ -304,7 +300,7 @@ def test_formats_and_kernel_fit_the_device(
 ):
     """GPUs without FP8 run head and MLP in bfloat16; NVIDIA's from Ampere on have cuDNN's kernel.
     Names do not decide."""
-    devices = devices_of(platform, kind, capability, GB=80, count=8)
+    devices = devices_of(platform, kind, capability, count=8)
     monkeypatch.setattr(jax, "devices", lambda: devices)
     c = dataclasses.replace(Config(), mlp_forward=BEST[0])
     same = dict(mlp_forward=head[0], head_forward=head[0], head_backward=head[1])
@@ -315,75 +311,18 @@ def test_formats_and_kernel_fit_the_device(
     assert capsys.readouterr().err == ""
 
 
-def test_a_length_that_cudnn_gets_wrong_is_refused(monkeypatch, refusal_of_fit):
+def test_a_length_that_cudnn_gets_wrong_is_refused(monkeypatch, capsys):
     """Its gradient had NaN for some lengths that are no multiple of 128."""
     c = dataclasses.replace(Config(), head_chunk=64, val_T=320)
-    assert "sequences of [320, 16384, 32768, 49152] tokens: cuDNN" in refusal_of_fit("9.0", 80, c)
+    monkeypatch.setattr(jax, "devices", lambda: devices_of("gpu", "any", "9.0"))
+    with pytest.raises(SystemExit) as stopped:
+        train_gpt.fit_devices("record", c)
+    assert stopped.value.code == 2
+    assert "sequences of [320, 16384, 32768, 49152] tokens: cuDNN" in capsys.readouterr().err
     band = dataclasses.replace(c, attention="band")
     assert train_gpt.fit_devices("record", band)[1].attention == "band"
-    monkeypatch.setattr(jax, "devices", lambda: devices_of("gpu", "T4", "7.5", 80))
+    monkeypatch.setattr(jax, "devices", lambda: devices_of("gpu", "T4", "7.5"))
     assert train_gpt.fit_devices("record", c)[1].attention == "band"
-
-
-# ---- Memory --------------------------------------------------------------------------------------
-@pytest.fixture
-def refusal_of_fit(monkeypatch, capsys):
-    """The line of a refusal by fit_devices."""
-
-    def refused(capability: str, GB: float, c: Config, count: int = 1) -> str:
-        devices = devices_of("gpu", "any", capability, GB, count)
-        monkeypatch.setattr(jax, "devices", lambda: devices)
-        with pytest.raises(SystemExit) as stopped:
-            train_gpt.fit_devices("record", c)
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
-    return refused
-
-
-# Gigabytes that JAX has: all of a card's 10^9 bytes, times the fraction that run.sh sets.
-@pytest.mark.parametrize("machine, count, GB, row", [
-    ("8 x H100", 8, 85.5 * 0.75, 0),
-    ("1 x H100", 1, 85.5 * 0.75, 0),
-    ("1 x L40S", 1, 48.3 * 0.75, 0),
-    ("1 x A100, 40 GB", 1, 42.4 * 0.92, 0),
-    ("1 x V100, 32 GB", 1, 34.1 * 0.92, 1),
-    ("1 x RTX 4090", 1, 25.7 * 0.92, 2),
-    ("8 x RTX 4090", 8, 25.7 * 0.92, 0),
-    ("2 x RTX 3090", 2, 25.4 * 0.92, 1),
-    ("1 x RTX 4080", 1, 17.1 * 0.92, 3),
-    ("v5e-8", 8, 16.9, 2),
-    ("v5e-1", 1, 16.9, 3),
-    ("v6e-1", 1, 33.5, 1),
-])  # fmt: skip
-def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch, capsys):
-    platform = "tpu" if machine[0] == "v" else "gpu"
-    devices = devices_of(platform, "0", "9.0", 100, count - 1)
-    devices += devices_of(platform, "0", "9.0", GB)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    preset, c = train_gpt.parse_config(["record"])
-    assert preset == "record" and c == Config()
-    flags = train_gpt.FITS[row][0]
-    fitted = train_gpt.fit_memory(devices, c)
-    assert fitted == dataclasses.replace(c, **flags)
-    assert train_gpt.changed_by_fit(c, fitted, GB) == flags
-    line = capsys.readouterr().out
-    assert ("--fit 0" in line) == bool(flags) and ("not the record" in line) == (row == 3)
-    assert all(f"--{name} {value}" in line for name, value in flags.items())
-
-
-@pytest.mark.parametrize("flags", ["--batch 8", "--microbatch 1", "--head_chunk 8192",
-                                   "--val_T 131072", "--bigrams 1024", "--fit 0"])  # fmt: skip
-def test_a_flag_about_memory_leaves_the_choice_to_the_user(flags):
-    c = train_gpt.parse_config(["record", *flags.split()])[1]
-    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), c) == c
-    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 20), Config()) != c
-
-
-def test_too_little_memory_for_any_row_is_refused(refusal_of_fit):
-    assert "JAX has 8.0 GB of each of 1 devices" in refusal_of_fit("8.9", 8, Config())
-    tiny = train_gpt.PRESETS["tiny"]
-    assert train_gpt.fit_memory(devices_of("gpu", "any", "9.0", 2), tiny) == tiny
 
 
 # ---- Shards --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import fits
 import jax
 import jax.numpy as jnp
 import launch
@@ -450,3 +451,88 @@ def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monke
     monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
     launch.main([train_gpt.__file__, "tiny"])
     assert made == calls
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+RECORD = train_gpt.PRESETS["record"]
+
+
+def have(monkeypatch, *gigabytes: float):
+    """Devices of which JAX has so much memory; None: it does not state it."""
+    devices = []
+    for GB in gigabytes:
+        stats = {"bytes_limit": int(1e9 * GB)} if GB else None
+        devices.append(Mock(memory_stats=lambda stats=stats: stats))
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+
+
+def fitted(line: str) -> list[str]:
+    """The flags that the launcher adds to a command line."""
+    argv = line.split()
+    _, c = train_gpt.parse_config(argv)
+    added = launch.fit(argv, c)
+    assert added[: len(argv)] == argv
+    return added[len(argv) :]
+
+
+def test_what_is_fitted_is_the_record_as_it_is():
+    assert {name: getattr(RECORD, name) for name in fits.RECORD} == fits.RECORD
+
+
+# Gigabytes that JAX has: all of a card's 10^9 bytes, times the fraction that run.sh sets.
+@pytest.mark.parametrize("machine, count, GB, row", [
+    ("8 x H100", 8, 85.5 * 0.75, 0),
+    ("1 x H100", 1, 85.5 * 0.75, 0),
+    ("1 x L40S", 1, 48.3 * 0.75, 0),
+    ("1 x A100, 40 GB", 1, 42.4 * 0.92, 0),
+    ("1 x V100, 32 GB", 1, 34.1 * 0.92, 1),
+    ("1 x RTX 4090", 1, 25.7 * 0.92, 2),
+    ("8 x RTX 4090", 8, 25.7 * 0.92, 0),
+    ("2 x RTX 3090", 2, 25.4 * 0.92, 1),
+    ("1 x RTX 4080", 1, 17.1 * 0.92, 3),
+    ("v5e-8", 8, 16.9, 2),
+    ("v5e-1", 1, 16.9, 3),
+    ("v6e-1", 1, 33.5, 1),
+    ("a CPU", 1, None, 0),
+])  # fmt: skip
+def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monkeypatch, capsys):
+    have(monkeypatch, *[100] * (count - 1), GB)
+    flags = fits.FITS[row][0]
+    assert fitted("record --seed 1") == fits.command_line(flags).split()
+    line = capsys.readouterr().out
+    assert fits.command_line(flags) in line
+    assert ("as it is: --batch 8" in line) == bool(flags) and ("not the rec" in line) == (row == 3)
+
+
+@pytest.mark.parametrize("line", [
+    "record --batch 8", "record --microbatch=1", "record --head_chunk 8192",
+    "record --val_T 131072", "record --bigrams 1024", "tiny",
+])  # fmt: skip
+def test_what_the_user_has_chosen_stays(line, monkeypatch):
+    have(monkeypatch, 20)
+    assert fitted("record") and not fitted(line)
+
+
+def test_what_a_copy_has_changed_stays(monkeypatch):
+    have(monkeypatch, 20)
+    changed = dataclasses.replace(RECORD, bigrams=1024)
+    assert launch.fit(["record"], changed) == ["record"]
+
+
+def test_the_run_gets_the_flags_of_the_fit(monkeypatch):
+    have(monkeypatch, 24)
+    script = Mock(parse_config=train_gpt.parse_config, fit_devices=lambda preset, c: ([], c))
+    monkeypatch.setattr(launch, "load_script", lambda path: script)
+    monkeypatch.setattr(launch, "watch_signals", lambda: None)
+    launch.main([train_gpt.__file__, "record", "--attention", "band"])
+    added = fits.command_line(fits.fit(24, 1)).split()
+    script.main.assert_called_with(["record", "--attention", "band", *added], command="./run.sh")
+
+
+def test_too_little_memory_for_any_row_is_refused(monkeypatch, capsys):
+    have(monkeypatch, 80, 8)
+    with pytest.raises(SystemExit) as stopped:
+        fitted("record")
+    assert stopped.value.code == 2
+    assert "JAX has 8.0 GB of each of 2 devices, but" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import re
 
 import fake_machine
+import fits
 import machine
 import pytest
 from fake_machine import BASH, GVNIC, KINDS, ROOT, V5E, Gpu, Kind, Machine
@@ -181,23 +182,17 @@ def test_tpus_are_known_by_vendor_and_device(fake):
 
 
 # ---- The fit -------------------------------------------------------------------------------------
-def test_its_flags_are_those_of_the_trainer():
-    assert machine.fits() == train_gpt.FITS
-
-
 @pytest.mark.parametrize("number", [1, 2, 4, 8])
 def test_the_first_row_for_which_the_memory_is_enough_is_taken(number):
-    rows = machine.fits()
-    for flags, needs in rows:
-        assert machine.fit(rows, number, needs[number]) == flags
-        assert machine.fit(rows, number, needs[number] - 0.1) != flags
-    assert machine.fit(rows, number, rows[-1][1][number] - 0.1) is None
-    assert machine.fit(rows, number, None) == rows[0][0]  # JAX will tell the trainer
+    for flags, needs in fits.FITS:
+        assert fits.fit(needs[number], number) == flags
+        assert fits.fit(needs[number] - 0.1, number) != flags
+    assert fits.fit(fits.least(number) - 0.1, number) is None
 
 
 @pytest.mark.parametrize("number, stands_for", [(1, 1), (3, 2), (7, 4), (8, 8), (16, 8)])
 def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_for):
-    assert machine.listed(number) == stands_for
+    assert fits.listed(number) == stands_for
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -234,7 +229,6 @@ def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     ("./train_gpt.py record", {}, True),
     ("my_idea.py record", {}, False),  # its model may be smaller
     ("record --batch 64", {}, False),
-    ("record --fit=0", {}, False),
     ("record --attention band", {}, False),
     ("record --resume logs/x.npz", {}, False),  # in the batches that it began with
     ("record --help", {}, False),
@@ -254,7 +248,7 @@ def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refus
 
 
 def test_flags_and_batches_are_those_of_the_trainer():
-    flags = {f"--{name}" for name in (*train_gpt.MEMORY_FLAGS, "fit", "attention")}
+    flags = {f"--{name}" for name in (*fits.RECORD, "attention")}
     assert {*machine.ADVANCED} == flags | {"--resume", "--help", "-h"}
     for preset, config in train_gpt.PRESETS.items():
         assert machine.BATCH[preset] == config.batch

@@ -138,21 +138,6 @@ def stopped(half, tmp_path) -> Path:
     return shutil.copytree(half.folder, tmp_path, dirs_exist_ok=True)
 
 
-def test_a_fitted_run_goes_on_in_its_batches_on_a_device_of_other_memory(
-    stopped, whole, monkeypatch
-):
-    """The memory at its start has chosen them; that of today's device would choose others."""
-    real = train_gpt.parse_config
-
-    def parse_config(argv):
-        preset, c = real(argv)
-        return preset, dataclasses.replace(c, batch=4, fit=1)
-
-    monkeypatch.setattr(train_gpt, "parse_config", parse_config)
-    log = go(stopped, "--resume", "logs")
-    assert log.result["resumed"] and log.sha == whole.sha
-
-
 # ---- Exactness -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("stops", [
     pytest.param((11, 18), marks=pytest.mark.quick), (1, 14, 29),

@@ -171,7 +171,7 @@ def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(r
 
 def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
     names = "data hosts versions devices driver environment git argv seed config prefixes"
-    assert real.facts.keys() == {*names.split(), "parameters", "compile", "fit"}
+    assert real.facts.keys() == {*names.split(), "parameters", "compile"}
     assert real.facts["versions"]["backend"]
     versions = dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__)
     assert real.facts["versions"].items() >= (versions | {"python": sys.version}).items()
@@ -464,7 +464,8 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
 def test_small_gpus_compile_two_at_a_time(platform, GB, threads, monkeypatch):
     """Autotuning takes memory in every thread. TPUs do not tune."""
     devices = np.array([SimpleNamespace(platform=platform)])
-    mesh = SimpleNamespace(devices=devices, local_devices=[])
+    memory = SimpleNamespace(memory_stats=lambda: {"bytes_limit": GB * 10**9})
+    mesh = SimpleNamespace(devices=devices, local_devices=[memory])
     pools = []
 
     def pool(threads):
@@ -472,7 +473,6 @@ def test_small_gpus_compile_two_at_a_time(platform, GB, threads, monkeypatch):
         return ThreadPoolExecutor(1)
 
     monkeypatch.setattr(train_gpt, "ThreadPoolExecutor", pool)
-    monkeypatch.setattr(train_gpt, "device_memory", lambda devices: GB)
     for name in "compile_train_step", "compile_val_step":
         monkeypatch.setattr(train_gpt, name, lambda *_: None)
     train_gpt.compile_all(parse(monkeypatch, ONE, "--steps", "2"), mesh, QUIET)

@@ -286,7 +286,6 @@ def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheel
     """The line of dev/Dockerfile that installs, with what is copied before it."""
     machine.python(12, name="python3")
     shutil.rmtree(machine.root / "tests")
-    (machine.root / "train_gpt.py").unlink()
     for tool in "chmod", "env", "bash":
         (machine.bin / tool).symlink_to(shutil.which(tool))
     text = (ROOT / "dev/Dockerfile").read_text().replace("/usr/local/bin", str(machine.bin))
@@ -354,7 +353,6 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
-    (["record", "--fit", "0"], [*RECORD[:2], f"{TRAIN} record --fit 0"]),
     (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
     (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
 ])  # fmt: skip

@@ -238,7 +238,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "more than the time-out": (
         lambda f: rewrite_all(f, environment={"XLA_FLAGS": f"{verify.NEUTRAL_XLA_FLAGS} --x=1"}),
         "XLA_FLAGS is set"),
-    "little memory": (lambda f: rewrite_all(f, fit=dict(batch=16)), "the devices chose batch"),
     "flags in all": (lambda f: rewrite_all(f, argv=FLAGS), "a record is what the file does"),
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
     "other validation": (lambda f: rewrite_all(f, data=OTHER), "validated on another text"),
@@ -261,19 +260,21 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("track, fit, complaints", [
-    ("8xh100", {}, 0),
-    ("8xh100", dict(batch=16, head_chunk=8192), 1),
-    ("1xgpu", dict(batch=32, head_chunk=4096, val_T=65536), 0),
-    ("1xgpu", dict(batch=64, bigrams=65536), 1),  # another model
+@pytest.mark.parametrize("track, added, complaints", [
+    ("8xh100", "", 0),
+    ("8xh100", "--batch 16 --head_chunk 8192", 1),
+    ("1xgpu", "--batch 32 --head_chunk 4096 --val_T 65536", 0),
+    ("1xgpu", "--batch 64 --bigrams 65536", 1),  # another model
 ])  # fmt: skip
-def test_the_memory_may_choose_sequences_on_one_gpu(tmp_path, track, fit, complaints):
-    """The launcher's time-out is no flag of the run's, nor is the order of GPUs."""
-    argv = ["record", "--target", "0", "--seed", "100"]
+def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added, complaints):
+    """Its time-out changes nothing that a run does, nor does the order of GPUs."""
+    argv = ["record", "--target", "0", "--seed", "100", *added.split()]
     environment = {"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    facts = dict(environment=environment, fit=fit, argv=argv)
-    evidence = verify.collect(write_ours(tmp_path / "x", losses=LOSSES[:1], **facts))
-    assert len(list(verify.check_flags(evidence, verify.TRACKS[track]))) == complaints
+    folder = write_ours(tmp_path / "x", losses=LOSSES[:1], environment=environment, argv=argv)
+    write_plan(folder, [100], arguments=argv[:3])
+    evidence = verify.collect(folder)
+    for check in verify.check_flags, verify.check_plan:
+        assert len(list(check(evidence, verify.TRACKS[track]))) == complaints
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,0 +1,46 @@
+"""The record where memory is short: flags with which it fits.
+
+There is no JAX here, because dev/machine.py needs these flags before anything is installed.
+"""
+
+from __future__ import annotations
+
+# What the record has. If a flag or a copy of train_gpt.py sets one of these, nothing is fitted.
+RECORD = {"batch": 8, "microbatch": 1, "head_chunk": 16384, "val_T": 262144, "bigrams": 377280}
+
+# Flags, and the gigabytes that JAX must have of every device, by the number of devices.
+# `dev/compile_8xh100.py --memory` checks them. With twice the batch, a step has as many tokens, in
+# sequences half as long: the same model from another stream of tokens. The last row is another
+# model, with a smaller bigram table.
+FITS = (
+    ({}, {1: 34.5, 2: 28.5, 4: 26.0, 8: 22.0}),
+    ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.3, 4: 21.0, 8: 17.5}),
+    ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 20.0, 2: 14.5, 4: 12.0, 8: 11.0}),
+    (
+        {"batch": 64, "head_chunk": 2048, "val_T": 32768, "bigrams": 65536},
+        {1: 14.0, 2: 11.0, 4: 9.0, 8: 8.0},
+    ),
+)
+
+
+def fit(memory: float, devices: int) -> dict[str, int] | None:
+    """The flags of the first row for which so many gigabytes are enough; None if there is none."""
+    for flags, gigabytes in FITS:
+        if memory >= gigabytes[listed(devices)]:
+            return flags
+    return None
+
+
+def least(devices: int) -> float:
+    """The gigabytes that the last row needs."""
+    return FITS[-1][1][listed(devices)]
+
+
+def listed(devices: int) -> int:
+    """The largest number of devices in FITS that is no larger."""
+    return max(number for number in FITS[0][1] if number <= devices)
+
+
+def command_line(flags: dict[str, int]) -> str:
+    """The flags as words."""
+    return " ".join(f"--{name} {value}" for name, value in flags.items())
