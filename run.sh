@@ -5,8 +5,10 @@
 #   ./run.sh tiny --help                                        all fields
 #   ./run.sh plan                                               what ./run.sh would do here, and why
 #   ./run.sh check [--small | --field value ...]                whether the machine computes correctly
+#   ./run.sh watch [LOG]                                        progress and speed of a run, from its log
+#   ./run.sh tokenize PATH... --out DIR [--bytes]               makes training data of your own text
+#   ./run.sh sample | hellaswag | loss | export | look | share WEIGHTS ...    evals/README.md
 #   ./run.sh basics/NAME.py [argument ...]                      basics/README.md
-#   ./run.sh sample | hellaswag | loss | export | look WEIGHTS ...    evals/README.md
 #   ./run.sh test [--quick | --all | pytest argument ...]
 #   ./run.sh install                                            and nothing else
 #
@@ -150,7 +152,10 @@ case "$(uname -s) $(uname -m)" in
 esac
 
 any_python
-if [ "${1:-}" = plan ]; then exec "$python" dev/machine.py "$@"; fi
+case ${1:-} in
+  plan) exec "$python" dev/machine.py "$@" ;;
+  watch) shift && exec "$python" dev/watch.py "$@" ;;
+esac
 decisions=$("$python" dev/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
@@ -177,7 +182,12 @@ case ${1:-} in
     unlock
     exec .venv/bin/python "$@"
     ;;
-  sample | hellaswag | loss | export | look)
+  tokenize)
+    shift
+    unlock
+    exec .venv/bin/python data/tokenize_text.py "$@"
+    ;;
+  sample | hellaswag | loss | export | look | share)
     tool=$1
     shift
     case $tool in hellaswag | loss | look) install tests tests/requirements.txt ;; esac
