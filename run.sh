@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [SCRIPT.py] [record | tiny] [--field value ...]    SCRIPT.py: a copy of train_gpt.py
+#   ./run.sh [SCRIPT.py] [record | small | tiny] [--field value ...]    SCRIPT.py: a copy of train_gpt.py
 #   ./run.sh tiny --help                                        all fields
 #   ./run.sh plan                                               what ./run.sh would do here, and why
 #   ./run.sh check [--small | --field value ...]                whether the machine computes correctly
@@ -234,6 +234,7 @@ case "$preset:$data: $* " in
   *" --help "* | *" -h "*) data="" ;;
   tiny::*) data=data/source_code script=data/source_code.py ;;
   record::*) data=data/fineweb10B script=data/cached_fineweb10B.py ;;
+  small::*) data=data/fineweb10B script="data/cached_fineweb10B.py 1" ;; # training shard
 esac
 [ -z "$script" ] || .venv/bin/python $script
 unlock

@@ -1,6 +1,6 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
-    ./run.sh        or   python train_gpt.py [record | tiny] [--field value ...]
+    ./run.sh        or   python train_gpt.py [record | small | tiny] [--field value ...]
 
 The model; every stream is (B, T, D):
     x0 = norm(embedding + some of the previous token's embedding)               [smear]
@@ -131,6 +131,22 @@ TINY_LAYERS = (
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
 TINY_STAGES = (Stage(368, 1024, short=64, long=192, max_doc=0, lr=1.0),)
+# Between the two in size, for one GPU of 16 GB or a TPU. It has no target, because nobody has run
+# it on FineWeb yet.
+SMALL_LAYERS = (
+    Layer(SHORT, bigram=True, value_table=0),
+    Layer(SHORT, bigram=True),
+    Layer(LONG, key_offset=True, key_start=True, bigram=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=2),
+    Layer(SHORT, attend_to=3, paired_heads=True, bigram=True),
+    Layer(SHORT, attend_to=3, bigram=True),
+    Layer(LONG, attend_to=3, key_offset=True, key_start=True, value_table=0),
+)
+SMALL_STAGES = (
+    Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
+    Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,6 +331,13 @@ def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
 
 PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
+    "small": Config(
+        layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
+        microbatch=4, bigrams=32768, head_chunk=8192, prefixes="",
+        head_forward="bfloat16", head_backward="bfloat16",
+        cooldown_start=600 / 1500, cooldown_end=1.0, untie=1000 / 1500, momentum_warmup=300 / 1500,
+        momentum_cooldown=50 / 1500, val_every=250, val_T=8192, val_tokens=1048576, target=0.0,
+    ),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
         bigrams=16384, eot=256, batch=4, microbatch=4, head_chunk=256, dc_window=56, prefixes="",
@@ -1675,7 +1698,7 @@ def warn(message: str) -> None:
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [record | tiny] [--field value ...]: numbers and strings of Config are flags."""
+    """train_gpt.py [record | small | tiny] [--field value ...]: numbers and strings are flags."""
     if "-h" in argv or "--help" in argv:
         print(parse_config.__doc__, inspect.getsource(Config), sep="\n\n")
         sys.exit()
@@ -2084,9 +2107,10 @@ def set_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
-def main(argv: list[str], command: str = "python train_gpt.py") -> None:
-    """Runs a preset. `command` is how it was started, for the line that says how to resume. Where
-    several processes train together, dev/launch.py has called jax.distributed.initialize()."""
+def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
+    """Runs a preset and returns the path of its weights, if they are saved. `command` is how it was
+    started, for the line that says how to resume. Where several processes train together,
+    dev/launch.py has called jax.distributed.initialize()."""
     preset, c = parse_config(argv)
     set_compilation_cache()
     if jax.process_index() > 0:
@@ -2143,8 +2167,10 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> None:
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")
-    if c.save:
-        print(f"next: ./run.sh sample {path} {'def ' if c.vocab == 257 else 'The'!r}")
+    if not c.save:
+        return None
+    print(f"next: ./run.sh sample {path}")
+    return path
 
 
 def save_weights(path: Path, weights: dict[str, np.ndarray], c: Config, result: dict) -> None:

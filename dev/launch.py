@@ -92,8 +92,12 @@ def main(argv: list[str]) -> None:
                 argv = [*argv, "--seed", str(seeds[0])]
         if jax.local_devices()[0].platform == "gpu" and c.attention == "cudnn":
             check_attention_once(script, c)
+        if jax.process_index() == 0:
+            print(layer_table(c))
         is_a_copy = path.resolve() != ROOT / "train_gpt.py"
-        script.main(argv, command=f"./run.sh {path}" if is_a_copy else "./run.sh")
+        weights = script.main(argv, command=f"./run.sh {path}" if is_a_copy else "./run.sh")
+        if weights and sys.stdout.isatty() and jax.process_count() == 1:
+            show_sample(weights, path)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
@@ -169,6 +173,44 @@ def load_script(path: Path) -> ModuleType:
     sys.modules[path.stem] = script  # dataclasses look it up
     spec.loader.exec_module(script)
     return script
+
+
+# ---- Before and after a run ----------------------------------------------------------------------
+WORDS = {  # what a field of Layer adds to the layer, for a person
+    "paired_heads": "paired heads",
+    "key_offset": "key offset",
+    "key_start": "keys begin as queries",
+    "xsa": "XSA",
+    "head_gate": "head gate",
+    "dc": "dynamic composition",
+    "bigram": "bigram",
+    "new_gates": "new gates",
+}
+
+
+def layer_table(c: Any) -> str:
+    """The layers of a model in words, a line for each."""
+    lines = []
+    for number, layer in enumerate(c.layers):
+        words = [word for field, word in WORDS.items() if getattr(layer, field)]
+        if layer.value_table is not None:
+            words.append(f"value table {layer.value_table}")
+        if layer.attend_to is not None:
+            words.append(f"attends to layer {layer.attend_to}")
+        if layer.skip_from is not None:
+            words.append(f"adds layer {layer.skip_from}")
+        if layer.mudd:
+            words.append(f"mixes {', '.join(layer.mudd)}")
+        window = f"{layer.window} window" if layer.window else "no attention"
+        lines.append(f"layer {number:2}  {window:12}  {', '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def show_sample(weights: Path, script: Path) -> NoReturn:
+    """Replaces this process by one that generates text. So the memory of the devices is free."""
+    tool = ROOT / "evals/sample.py"
+    print("A sample, which Ctrl-C ends:", flush=True)
+    os.execv(sys.executable, [sys.executable, str(tool), str(weights), "--script", str(script)])
 
 
 # ---- Signals -------------------------------------------------------------------------------------

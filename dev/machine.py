@@ -11,6 +11,8 @@ those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/p
 
 from __future__ import annotations
 
+import ast
+import difflib
 import math
 import os
 import re
@@ -91,7 +93,8 @@ TRAINING = {
 COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
 
-BATCH = {"record": 8, "tiny": 4}  # sequences in a step; one process uses no more devices than that
+# Sequences in a step; one process uses no more devices than that.
+BATCH = {"record": 8, "small": 8, "tiny": 4}
 # Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing. A
 # checkpoint brings those of the run that wrote it.
 ADVANCED = (
@@ -99,6 +102,7 @@ ADVANCED = (
 ).split()
 # The variables in which launchers give the number of processes, as in dev/launch.py.
 PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
 OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"
 
 
@@ -293,6 +297,66 @@ def number_in(name: str) -> float:
         raise SystemExit(line) from None
 
 
+# ---- Spelling ------------------------------------------------------------------------------------
+def misspelt(argv: list[str]) -> str:
+    """What is wrong with the first word or with a flag of a run, and what may be meant; "" if
+    nothing is. The verbs and basics/*.py check their own arguments."""
+    rest = list(argv)
+    script = "train_gpt.py"
+    if rest and rest[0].endswith(".py"):
+        script = rest.pop(0)
+        if os.path.normpath(script).startswith("basics" + os.sep):
+            return ""
+        if not os.path.isfile(script):
+            return f"there is no file {script}"
+    elif rest and rest[0] in VERBS:
+        return ""
+    presets, fields = names_in(script)
+    if not presets or not fields:
+        return ""
+    if rest and not rest[0].startswith("-") and rest[0] not in presets:
+        words = presets if script != "train_gpt.py" else [*VERBS, *presets]
+        return f"there is no {rest[0]!r}{nearest(rest[0], words)}; see ./run.sh --help"
+    for argument in rest:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name[2:] not in (*fields, "help"):
+            return f"{script} has no flag {name}{nearest(name, [f'--{field}' for field in fields])}"
+    return ""
+
+
+def names_in(script: str) -> tuple[list[str], list[str]]:
+    """The presets of a training script, and the fields of its Config that are flags. Both are empty
+    where its text cannot be parsed, which Python explains better."""
+    presets = []
+    fields = []
+    try:
+        with open(script, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return presets, fields
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if getattr(target, "id", "") == "PRESETS" and isinstance(node.value, ast.Dict):
+                presets += [getattr(key, "value", None) for key in node.value.keys]
+            elif isinstance(target, ast.Subscript) and getattr(target.value, "id", "") == "PRESETS":
+                presets.append(getattr(target.slice, "value", None))
+        elif isinstance(node, ast.ClassDef) and node.name == "Config":
+            for field in node.body:
+                kind = getattr(getattr(field, "annotation", None), "id", "")
+                if kind in ("int", "float", "str"):
+                    fields.append(field.target.id)
+    return [name for name in presets if isinstance(name, str)], fields
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """A question that names the words of which this one is a part, or else the most similar one."""
+    part = word.lstrip("-")
+    found = [other for other in words if part in other] if len(part) > 1 else []
+    found = found or difflib.get_close_matches(word, words, n=1)
+    return f": did you mean {' or '.join(found[:3])}?" if found else ""
+
+
 # ---- Refusals ------------------------------------------------------------------------------------
 def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
@@ -440,6 +504,9 @@ def main(argv: list[str]) -> None:
     """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
     if argv[:1] == ["plan"] and argv != ["plan"]:
         raise SystemExit("run.sh: plan takes no arguments")
+    reason = misspelt(argv)
+    if reason:
+        raise SystemExit(f"run.sh: {reason}")
     machine = find_machine()
     decision = decide(machine)
     reason = refusal(argv, machine, decision)

@@ -1,8 +1,9 @@
-"""Continues a prompt with a trained model, and prints the text while it is made.
+"""Generates text with trained weights, and prints it token by token.
 
-The prompt begins a document; the text ends where the model ends that document, or at Ctrl-C. Of
-several samples, the first is printed token by token and the others at the end. Every token takes a
-whole forward pass over a padded length, without a cache of keys and values that could be wrong."""
+The text continues the prompt, or begins a new document where there is none. It stops where the
+model ends the document, after --tokens, or at Ctrl-C. With several samples, the first is printed
+while it is made and the others after it. Every token takes a whole forward pass over a padded
+length, without a cache of keys and values that could be wrong."""
 
 import argparse
 import codecs
@@ -103,13 +104,14 @@ def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleN
 
 def main() -> None:
     cli = weights.parser(__doc__)
-    cli.add_argument("prompt", nargs="?", default="")
-    cli.add_argument("--tokens", type=int, default=256, help="at most, for each sample")
-    cli.add_argument("--samples", type=int, default=1, help="made at once")
-    cli.add_argument("--seed", type=int, default=0, help="the same one makes the same text")
+    cli.add_argument("prompt", nargs="?", default="", help="the beginning of the text")
+    cli.add_argument("--tokens", type=int, default=256, help="largest number for each sample")
+    cli.add_argument("--samples", type=int, default=1, help="how many texts to make at once")
+    cli.add_argument("--seed", type=int, default=0, help="equal seeds make equal texts")
     cli.add_argument("--temperature", type=float, default=0.8, help="0: take the likeliest token")
     cli.add_argument("--top_k", type=int, default=0, help="draw from this many likeliest; 0: all")
-    cli.add_argument("--top_p", type=float, default=0.95, help="total probability to draw from")
+    cli.add_argument("--top_p", type=float, default=0.95, help="draw from the smallest set of "
+                     "likeliest tokens with this probability together")  # fmt: skip
     cli.add_argument("--interactive", action="store_true", help="ask for prompts")
     args = cli.parse_args()
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
@@ -118,8 +120,6 @@ def main() -> None:
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
-    if not args.prompt and not args.interactive:
-        refuse('give a prompt that is not empty, "like this", or --interactive')
     w = weights.open_weights(args.weights, args.script)
     coder = weights.tokenizer(w.c)
 
@@ -129,7 +129,7 @@ def main() -> None:
     run = weights.runner(w, last_logits, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends it without a traceback
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
-    if args.prompt:
+    if not args.interactive:
         print_samples(args.prompt, run, w, coder, args)
         return
     with contextlib.suppress(EOFError, KeyboardInterrupt):

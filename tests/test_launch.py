@@ -18,8 +18,9 @@ import launch
 import pytest
 
 import train_gpt
-from tests.tools import FLOAT32_FLAGS, SMALL, text, write_shard
+from tests.tools import FLOAT32_FLAGS, ROOT, SMALL, text, write_shard
 
+RECORD = train_gpt.PRESETS["record"]
 MAIN = 'if __name__ == "__main__":'
 FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, *"--steps 30 --save 0 --stall 0 --data data".split()]
 
@@ -453,8 +454,37 @@ def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monke
     assert made == calls
 
 
+# ---- Before and after a run ----------------------------------------------------------------------
+def test_the_table_of_layers_has_a_line_for_each_and_a_word_for_every_field():
+    lines = launch.layer_table(RECORD).splitlines()
+    assert len(lines) == 11
+    assert lines[6] == "layer  6  no attention  adds layer 3"
+    assert lines[10].startswith("layer 10  long window   key offset, head gate, dynamic composi")
+    switches = {f.name for f in dataclasses.fields(train_gpt.Layer) if f.type is bool}
+    assert switches == {*launch.WORDS}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_on_a_terminal_a_run_ends_with_a_sample(is_terminal, tmp_path, monkeypatch):
+    """The process is replaced, so that the devices' memory is free."""
+    started = Mock(side_effect=SystemExit)
+    script = Mock(parse_config=lambda argv: ("tiny", TINY), main=Mock(return_value=tmp_path / "w"))
+    script.fit_devices = lambda preset, c: ([], c)
+    monkeypatch.setattr(launch, "load_script", lambda path: script)
+    monkeypatch.setattr(launch, "watch_signals", lambda: None)
+    monkeypatch.setattr(launch, "leave", lambda status: None)
+    monkeypatch.setattr(launch.os, "execv", started)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    launch.main([train_gpt.__file__, "tiny"])
+    assert started.call_count == is_terminal
+    if is_terminal:
+        command = started.call_args[0][1]
+        assert command[1:] == [
+            str(ROOT / "evals/sample.py"), str(tmp_path / "w"), "--script", train_gpt.__file__
+        ]  # fmt: skip
+
+
 # ---- Memory --------------------------------------------------------------------------------------
-RECORD = train_gpt.PRESETS["record"]
 
 
 def have(monkeypatch, *gigabytes: float):

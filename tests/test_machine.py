@@ -195,6 +195,40 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     assert fits.listed(number) == stands_for
 
 
+# ---- Spelling ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("argv, message", [
+    ("chekc", "there is no 'chekc': did you mean check?"),
+    ("smal --seed 1", "there is no 'smal': did you mean small?"),
+    ("--step 20", "train_gpt.py has no flag --step: did you mean --steps?"),
+    ("tiny --muonlr=1", "train_gpt.py has no flag --muonlr: did you mean --muon_lr?"),
+    ("tiny --lr 1", "did you mean --lr_floor or --muon_lr or --adam_lr?"),
+    ("tiny --stages 1", "train_gpt.py has no flag --stages: did you mean --steps?"),
+    ("copy.py mine --D 64", ""),
+    ("copy.py yours", "there is no 'yours'"),
+    ("copy.py mine --width 64", "copy.py has no flag --width"),
+    ("none.py tiny", "there is no file none.py"),
+    ("broken.py tiny --any 1", ""),  # Python says what is wrong with it
+    ("sample x.npz --tokens 9", ""),
+    ("basics/gpt2.py --size 124M", ""),
+    ("", ""), ("record --steps=5 --help", ""), ("-h", ""),
+])  # fmt: skip
+def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatch):
+    source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    (tmp_path / "train_gpt.py").write_text(source)
+    (tmp_path / "copy.py").write_text(source + "\nPRESETS['mine'] = PRESETS['tiny']\n")
+    (tmp_path / "broken.py").write_text("def (")
+    monkeypatch.chdir(tmp_path)
+    found = machine.misspelt(argv.split())
+    assert message in found and bool(message) == bool(found)
+
+
+def test_verbs_are_those_of_run_sh():
+    text = (ROOT / "run.sh").read_text(encoding="utf-8")
+    words = re.findall(r"^  ([a-z |]+)\)", text, re.M)
+    cases = {word for case in words for word in case.split(" | ")}
+    assert {*machine.VERBS} == cases - {"*"}
+
+
 # ---- Refusals ------------------------------------------------------------------------------------
 def refusal(fake, kind, *argv):
     """Why run.sh with these arguments refuses on a machine of this kind."""

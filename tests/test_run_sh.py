@@ -354,10 +354,15 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
     (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
-    (["huge", "--x", "1"], [f"{TRAIN} huge --x 1"]),
+    (["small"], ["data/cached_fineweb10B.py 1", f"{CHECK} data/fineweb10B", f"{TRAIN} small"]),
+    (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
+    (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
+    for script in "my_idea.py", "my.py", "sub dir/my.py":
+        (machine.root / script).parent.mkdir(exist_ok=True)
+        (machine.root / script).touch()
     assert machine.run(*argv)[3:] == calls(*expected)
 
 
