@@ -47,7 +47,7 @@ import fits  # noqa: E402
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 ADVICE = (
     "With --batch 16 --head_chunk 8192, a step has as many tokens, in sequences half as long, and "
-    "needs less memory; see Memory in README.md for more such flags"
+    "needs less memory; see Memory in dev/README.md for more such flags"
 )
 CUDNN_ADVICE = (
     "the error above is cuDNN's. If it cannot build a plan, try --val_T 131072, which shortens its "

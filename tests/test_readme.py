@@ -16,21 +16,22 @@ import train_gpt
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TECHNIQUES = (ROOT / "dev/techniques.md").read_text(encoding="utf-8")
 PAGES = (
-    "README.md records/README.md records/LOG.md dev/README.md dev/change_it.md dev/hosts.md "
-    "dev/machines.md data/README.md evals/README.md basics/README.md records/other/basics/README.md"
+    "README.md dev/techniques.md records/README.md records/LOG.md dev/README.md dev/change_it.md "
+    "dev/hosts.md dev/machines.md data/README.md evals/README.md basics/README.md records/other/basics/README.md"
 ).split()
 ABLATIONS = "records/tracks/tiny-2k/2026-11-22_ablations"
 
 
-def section(title: str) -> str:
-    """The README's text under a title."""
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
+def section(title: str, page: str = README) -> str:
+    """The text of a page under a title."""
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
 
 
 def test_the_figure_of_tiny_is_that_of_its_logs():
     losses = verify.collect(ROOT / "records/tracks/tiny-2k/rerun").losses
-    text = f"{fmean(losses):.4f} ± {stdev(losses):.4f} nats a byte"
+    text = f"{fmean(losses):.4f} ± {stdev(losses):.4f} nats per byte"
     assert (
         f"{text} after 376,832 tokens ([n = {len(losses)}](records/tracks/tiny-2k/rerun/))"
         in README
@@ -38,9 +39,9 @@ def test_the_figure_of_tiny_is_that_of_its_logs():
 
 
 def test_the_end_of_a_run_is_that_of_its_log():
-    (name,) = re.findall(r"next: \./run\.sh sample logs/(\S+)\.npz", README)
-    log = (ROOT / f"records/other/example/{name}.txt").read_text()
-    lines = re.findall(r"^step:\d+/368 val_loss:.*$", section("Run"), re.M)
+    (path,) = re.findall(r"ends like this \(\[log\]\((\S+)\)\)", README)
+    log = (ROOT / path).read_text()
+    lines = re.findall(r"^step:\d+/368 val_loss:.*$", section("What you see"), re.M)
     assert len(lines) == 2 and [line for line in lines if f"\n{line}\n" not in log] == []
 
 
@@ -48,8 +49,9 @@ def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
     first = verify.collect(ROOT / ABLATIONS / "baseline")
     folders = {path.parent for path in (ROOT / ABLATIONS).glob("*/change.patch")}
     changes = {f.name: verify.changes(verify.collect(f), first) for f in folders}
-    found = re.findall(rf"\[(\S+)±(\S+)\]\({ABLATIONS}/(\w+)/change\.patch\), ([^\s;]+)", README)
-    assert README.count("±") - README.count(" ± ") == len(found)
+    link = rf"\.\./{ABLATIONS}/(\w+)/change\.patch"
+    found = re.findall(rf"\[(\S+)±(\S+)\]\({link}\), ([^\s;]+)", TECHNIQUES)
+    assert TECHNIQUES.count("±") == len(found)
     assert sorted(found) == sorted(
         (f"{fmean(x):+.3f}", f"{stdev(x):.3f}", name, f"{stats.paired(x).p:.2g}")
         for name, x in changes.items()
@@ -77,7 +79,7 @@ def test_every_flag_is_one():
 
 
 def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there():
-    text = section("The file")
+    text = section("The file", TECHNIQUES)
     titles = re.findall(r"^# -{4} (.+?) -{4,}$", train_gpt.SOURCE, re.M)
     assert re.findall(r"^- \*\*(.+?)\*\*", text, re.M) == titles and len(titles) > 10
     entries = re.split(r"^- ", text, flags=re.M)[1:]
