@@ -1,11 +1,11 @@
-"""Make a record of runs that hold: see records/README.md. Nothing else writes records.
+"""Makes a record from runs that hold: see records/README.md. Nothing else writes records.
 
     python records/pack.py VARIANT --name NAME [--baseline VARIANT]
     python records/pack.py DIR --name NAME     packs all variants of a plan, as a comparison
     python records/pack.py --tables            renews the histories and adds to SHA256SUMS
 
-VARIANT is the folder of one variant of run_ab.py, DIR the folder of its plan. Your notes stand in
-notes.md in that folder; where it is missing, pack.py writes it, with questions to answer. A record
+VARIANT is the folder of one variant of run_ab.py, and DIR the folder of its plan. Your notes are in
+notes.md in that folder. If it is missing, pack.py writes one, with questions to answer. A record
 never changes: records/SHA256SUMS has its hashes, and a test compares them.
 """
 
@@ -92,11 +92,11 @@ def require_better(
     """Exits unless the runs beat the last record, which has this name and this result.json. Of
     times, verify.report compares those of the baseline; here it must be the last record."""
     if metric == "tokens" and this.tokens[0] >= last["tokens"]:
-        sys.exit(f"pack.py: no record: {name} takes {last['tokens']:,} tokens")
+        sys.exit(f"pack.py: not a record, because {name} takes {last['tokens']:,} tokens")
     if metric == "time":
         is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
         if not is_last_record or not verify.interleaved(this, base):
-            sys.exit(f"pack.py: no record: it takes --baseline, {name} in the same plan")
+            sys.exit(f"pack.py: a record needs --baseline, with {name} in the same plan")
 
 
 def describe(e: Evidence, target: float) -> dict[str, Any]:
@@ -132,13 +132,13 @@ def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
     base = verify.collect(baseline) if baseline else None
     track = verify.infer_track(this)
     if not track or not this.plan:
-        sys.exit("pack.py: these runs are of no track, or of no plan")
+        sys.exit("pack.py: these runs do not fit any track, or have no plan")
     if is_study:
         holds, report = verify.study(folder)
     else:
         holds, report = verify.report(this, base, TRACKS[track], TRACKS[track].target)
     if not holds:
-        sys.exit(f"{report}\n\npack.py: nothing is packed: see what fails, above")
+        sys.exit(f"{report}\n\npack.py: nothing is packed, because the runs fail as shown above")
     number = 1
     parent = None  # the folder of the last record
     earlier = records_of(track)
@@ -269,13 +269,15 @@ def main(argv: list[str]) -> None:
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("folder", type=Path, nargs="?", help="folder of a variant, or of a whole plan")
-    cli.add_argument("--name", default="", help="name of the record: small letters, digits, _, -")
+    cli.add_argument(
+        "--name", default="", help="name of the record: small letters, digits, _ and -"
+    )
     cli.add_argument("--baseline", type=Path, help="folder of the variant to beat")
-    cli.add_argument("--tables", action="store_true", help="make no record, only renew the tables")
+    cli.add_argument("--tables", action="store_true", help="only renew the tables")
     args = cli.parse_args(argv)
     if not args.tables:
         if not args.folder or not re.fullmatch("[a-z0-9][a-z0-9_-]*", args.name):
-            sys.exit("pack.py: give a folder and --name, of small letters, digits, _ and -")
+            sys.exit("pack.py: give a folder, and a --name of small letters, digits, _ and -")
         try:
             make(args.folder, args.name, args.baseline)
         except (OSError, runs.Unreadable) as error:  # for example: there is such a record

@@ -1,12 +1,12 @@
-"""Run versions of train_gpt.py side by side, as evidence: see records/README.md.
+"""Runs versions of train_gpt.py in turn, with the same seeds, as evidence: see records/README.md.
 
     python records/run_ab.py VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
     python records/run_ab.py --resume DIR
 
-A variant is a train_gpt.py, a folder with one, or a .patch for that of the first variant; NAME=PATH
-gives it a name. DIR/plan.json states the number of runs and their seeds before the first one. Every
-seed is run by every variant in turn (A B A B), for the whole schedule: --target 0. --resume repeats
-the runs that were interrupted, and no others. At the end verify.py judges.
+A variant is a train_gpt.py, a folder with one, or a .patch for the first variant's file. NAME=PATH
+gives it a name. DIR/plan.json states the number of runs and their seeds before the first run. For
+each seed, all variants run in turn (A B A B), for the whole schedule (--target 0). --resume runs
+what was interrupted or not begun. At the end, verify.py judges all runs.
 """
 
 import argparse
@@ -45,21 +45,21 @@ def refuse(message: str) -> NoReturn:
 
 
 def machine_hash(salt: str) -> str:
-    """Returns the same for the same plan on the same machine, and does not reveal its name."""
+    """Returns a hash of a plan's salt and the machine's name, which does not reveal the name."""
     return hashlib.sha256(f"{salt} {socket.gethostname()}".encode()).hexdigest()[:16]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line; what follows -- becomes flags."""
+    """Reads the command line. Arguments after -- are flags of train_gpt.py."""
     split = argv.index("--") if "--" in argv else len(argv)
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.error = refuse
     cli.add_argument("variants", nargs="*", metavar="VARIANT",
-                     help="[NAME=]train_gpt.py, folder or patch")  # fmt: skip
+                     help="[NAME=]PATH of a train_gpt.py, a folder or a patch")  # fmt: skip
     cli.add_argument("-n", type=int, help="number of runs of every variant")
-    cli.add_argument("--out", type=Path, help="a new folder; default logs/ab_<time>")
-    cli.add_argument("--resume", type=Path, metavar="DIR", help="go on with the plan in DIR")
+    cli.add_argument("--out", type=Path, help="a new folder; default: logs/ab_<time>")
+    cli.add_argument("--resume", type=Path, metavar="DIR", help="continue the plan in DIR")
     args = cli.parse_args(argv[:split])
     args.flags = argv[split + 1 :]
     if args.resume and (args.variants or args.n or args.out or args.flags):
@@ -67,11 +67,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not args.resume and not args.variants:
         refuse("name at least one train_gpt.py; --help shows how")
     if not args.resume and (args.n is None or not 2 <= args.n <= 1000):
-        refuse("-n must be at least 2, as one run does not show how much runs differ, "
+        refuse("-n must be at least 2, because one run does not show how much runs differ, "
                "and at most 1000")  # fmt: skip
     for flag in ("--target", "--seed"):
         if any(argument.split("=")[0] == flag for argument in args.flags):
-            refuse(f"leave out {flag}, which run_ab.py sets: all runs go to the end of the "
+            refuse(f"leave out {flag}, because run_ab.py sets it: all runs go to the end of the "
                    "schedule (--target 0), with the seeds of the plan")  # fmt: skip
     return args
 
@@ -85,7 +85,7 @@ def read_variants(specs: list[str]) -> dict[str, bytes]:
         path = Path(path)
         source = path / "train_gpt.py" if path.is_dir() else path
         if not source.is_file():
-            refuse(f"{source} is not there")
+            refuse(f"no such file: {source}")
         is_patch = path.suffix == ".patch"
         if is_patch and not first:
             refuse(f"{path}: the first variant must be a train_gpt.py, which patches change")
@@ -94,11 +94,11 @@ def read_variants(specs: list[str]) -> dict[str, bytes]:
             name = source.resolve().parent.name if is_usual else source.stem
         is_name = re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name)
         if not is_name or name in variants or name in RESERVED:
-            refuse(f"{name!r} is taken or cannot name a folder; write NAME={path}")
+            refuse(f"{name!r} is taken, or cannot be the name of a folder; write NAME={path}")
         text = patched(first, path) if is_patch else source.read_bytes()
         if not text.endswith(b"\n") or b"\n" + runs.BORDER in text:
-            refuse(f"{source}: its end could not be found in a log; it must end with a newline and "
-                   "have no line of 100 =")  # fmt: skip
+            refuse(f"{source} must end with a newline and have no line of 100 =, so that its end "
+                   "can be found in a log")  # fmt: skip
         first = first or text
         variants[name] = text
     return variants
@@ -127,7 +127,7 @@ def make_plan(args: argparse.Namespace) -> Path:
     try:
         out.mkdir(parents=True)
     except OSError as error:
-        refuse(f"{out} cannot be made ({error.strerror}); to go on with its plan: --resume {out}")
+        refuse(f"cannot make {out} ({error.strerror}); to continue its plan: --resume {out}")
     for name, text in variants.items():
         (out / name / "logs").mkdir(parents=True)
         (out / name / "train_gpt.py").write_bytes(text)
@@ -228,11 +228,11 @@ def run_plan(out: Path) -> None:
     plan = json.loads((out / "plan.json").read_text())
     python = interpreter()
     if plan["machine"] != machine_hash(plan["salt"]):
-        refuse(f"{out} was begun on another machine; runs of two machines are not comparable")
+        refuse(f"{out} was begun on another machine, and runs of two machines are not comparable")
     for name, sha256 in plan["arms"].items():
         source = out / name / "train_gpt.py"
         if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != sha256:
-            refuse(f"{source} was changed after the plan was made; make another plan")
+            refuse(f"{source} has changed since the plan was made; make another plan")
     turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
     for number, (seed, name) in enumerate(turns, start=1):
         if seed in finished_seeds(out / name):
@@ -240,11 +240,11 @@ def run_plan(out: Path) -> None:
         print(f"\n[{number}/{len(turns)}] {name}, seed {seed}", flush=True)
         status = run(python, out / name, [*plan["arguments"], "--seed", str(seed)], lock)
         if seed not in finished_seeds(out / name):
-            print(f"run_ab.py: this run ended with status {status} and does not count; when its "
-                  f"cause is removed, go on with --resume {out}", file=sys.stderr)  # fmt: skip
+            print(f"run_ab.py: this run ended with status {status} and does not count; remove the "
+                  f"cause, then continue with --resume {out}", file=sys.stderr)  # fmt: skip
             sys.exit(1)
         for weights in (out / name / "logs").glob("*.npz"):
-            weights.unlink()  # large, and no evidence
+            weights.unlink()  # they are large, and not evidence
 
 
 def main() -> None:
@@ -254,18 +254,18 @@ def main() -> None:
         interpreter()  # refuses before a plan is made
     for name in sorted(os.environ):
         if LOGGED_VARIABLES.match(name) and not verify.NEUTRAL.fullmatch(name):
-            print(f"{name} is set: these runs will not count as a record")
+            print(f"{name} is set, so these runs will not count as a record")
     out = args.resume or make_plan(args)
     if not (out / "plan.json").is_file():
-        refuse(f"{out}/plan.json is not there: give --resume the folder of a plan")
-    print(f"planned in {out}/plan.json")
+        refuse(f"no such file: {out}/plan.json; --resume needs the folder of a plan")
+    print(f"the plan is in {out}/plan.json")
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores SIGINT
             signal.signal(number, stop)
     try:
         run_plan(out)
     except KeyboardInterrupt as error:
-        print(f"\nrun_ab.py: interrupted; to go on: --resume {out}", file=sys.stderr)
+        print(f"\nrun_ab.py: interrupted; to continue: --resume {out}", file=sys.stderr)
         sys.exit(128 + signal_number(error))
     plan = json.loads((out / "plan.json").read_text())
     variants = [str(out / name) for name in plan["arms"]]

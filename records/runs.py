@@ -4,12 +4,12 @@ Both kinds begin with the source and a line of 100 = that ends it. Validations a
 
     step:1770/1770 val_loss:3.2788 train_time:179828ms step_avg:101.60ms
 
-Our logs add facts, a line `name json` for each, and end with a line RESULT json; upstream's add
-the output of nvidia-smi and a line for every step. After a fact `resume {"step": 15}` a run went on
-from step 15, so that losses of later steps above that line do not count. Of the fact `config` only
+Our logs add facts, one per line as `name json`, and end with a line RESULT json. Upstream's add the
+output of nvidia-smi and a line for every step. After a fact `resume {"step": 15}`, a run went on
+from step 15, so losses of later steps above that line do not count. Of the fact `config` only
 `preset`, `target` and `val_tokens` are interpreted: logs of any version can be read, whatever its
 layers and stages are called. A packed log (pack.py) has `source sha256` in place of the source.
-What a log states is believed: whoever wants to forge a log can do so.
+This module believes what a log states, so it does not detect a forged log.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ BREAKS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}
 
 
 class Unreadable(Exception):
-    """A file is no log, or a part of one; the message gives the reason."""
+    """A file is not a log, or only a part of one. The message gives the reason."""
 
 
 class ArchivedLog(NamedTuple):
@@ -162,7 +162,7 @@ def read(path: Path | ArchivedLog) -> Run:
             last = validations[-1]
         is_ours = re.search("^(versions|config|RESULT) {", text, re.M)
         if not is_ours and not validations and not re.search("^Running P", text, re.M):
-            raise Unreadable("it is no log of train_gpt.py, nor of modded-nanogpt's")
+            raise Unreadable("it is not a log of train_gpt.py or modded-nanogpt")
         facts = our_facts(text, path.name) if is_ours else upstream_facts(text)
         if not all(math.isfinite(v.loss) for v in validations):
             facts["ended"] = "not finite"
@@ -174,7 +174,7 @@ def read(path: Path | ArchivedLog) -> Run:
         time_differs = abs(facts["seconds"] - last.ms / 1000) > 1e-3
         if facts["ended"] in COMPLETE:
             if loss_differs or time_differs or facts.get("tokens", 1) < 1:
-                raise Unreadable("its RESULT is not that of its last validation")
+                raise Unreadable("its RESULT does not agree with its last validation")
         return Run(
             path=path,
             log_sha256=hashlib.sha256(text.encode()).hexdigest(),

@@ -1,11 +1,11 @@
-"""Judge runs by their logs: see records/README.md. Nothing that is read is executed.
+"""Judges runs by their logs: see records/README.md. It executes nothing that it reads.
 
     python records/verify.py THIS [BASELINE] [--track NAME] [--target LOSS]
 
 THIS and BASELINE are folders with logs: a record, a variant of run_ab.py, or any folder with logs
 of train_gpt.py or modded-nanogpt. If THIS is the folder of a whole plan of run_ab.py, all variants
-are compared with the first one. The report is Markdown. Exit status 0: the runs hold; 1: they do
-not; 2: there is nothing to judge.
+are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if
+they do not, and 2 if there is nothing to judge.
 """
 
 import argparse
@@ -31,7 +31,7 @@ NEUTRAL = re.compile(
     "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|(NCCL|CUDNN)_VERSION"
     "|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
 )
-# dev/launch.py sets this: a time-out.
+# dev/launch.py sets this time-out.
 NEUTRAL_XLA_FLAGS = "--xla_gpu_first_collective_call_terminate_timeout_seconds=600"
 
 
@@ -157,14 +157,14 @@ def note(text: str) -> Finding:
 def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """Every run came to its end, in one process, and none with a final loss was thrown away."""
     for text in e.unreadable:
-        yield fail(f"no log: {text}")
+        yield fail(f"unreadable log {text}")
     for run in e.runs:
         if not run.complete:
             yield fail(f"{run.name}: {run.ended}")
     for run in e.ended:
         if run.resumed:
-            yield fail(f"{run.name}: resumed, so that its time is a sum over several processes; "
-                       "repeat it without a break")  # fmt: skip
+            yield fail(f"{run.name}: resumed, so its time is a sum over several processes; repeat "
+                       "it without a break")  # fmt: skip
     interrupted, broken = read_logs(e.folder / "unfinished")
     for run in interrupted:
         if run.validations and run.validations[-1].step == run.steps:
@@ -179,7 +179,9 @@ def check_length(e: Evidence, track: Track | None) -> Iterator[Finding]:
     for run in e.ended:
         target = run.config.get("target") if run.ours else 0
         if target != 0 or run.ended == "target reached":
-            yield fail(f"{run.name} could have stopped at {target}: no p-value; use --target 0")
+            yield fail(
+                f"{run.name} could have stopped at {target}, so it has no p-value; use --target 0"
+            )
     validated = {tuple((v.step, v.steps) for v in run.validations) for run in e.ended}
     if len(validated) > 1:
         yield fail("the runs validate at different steps, or differ in length")
@@ -198,7 +200,7 @@ def check_twice(e: Evidence, track: Track | None) -> Iterator[Finding]:
         elif all_losses(a) == all_losses(b) and (a.ours or len(a.validations) > 3):
             yield fail(f"{b.name} has, at every step, the losses of {a.name}")
     if any(run.seed is None for run in e.runs):
-        yield note("seeds: the logs state none")
+        yield note("the logs do not state seeds")
 
 
 def all_losses(run: Run) -> list[float]:
@@ -246,11 +248,11 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[Finding]:
     kinds = "/".join(sorted({*run.devices}))
     fits_count = track.count is None or len(run.devices) == track.count
     if not run.devices:
-        yield note("devices: the logs state none")
+        yield note("the logs do not state devices")
     elif not fits_count or not re.fullmatch(track.devices, kinds):
         yield fail(f"not the track's devices: {len(run.devices)} x {kinds}")
     if not run.ours:
-        text = "data, flags and environment: the logs of modded-nanogpt do not state them"
+        text = "logs of modded-nanogpt do not state data, flags and environment"
         if track.preset == "record":
             yield note(text)
         else:
@@ -287,14 +289,16 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
     for name, value in run.environment.items():
         by_launcher = name == "XLA_FLAGS" and value == NEUTRAL_XLA_FLAGS
         if not (NEUTRAL.fullmatch(name) or by_launcher):
-            yield fail(f"{name} is set; unset it: no variable may change what the file does")
+            yield fail(
+                f"{name} is set; unset it, because no variable may change what the file does"
+            )
 
 
 def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
     """The number of runs was decided before the first: else one could stop when luck is good."""
     plan = e.plan
     if not plan:
-        text = "no plan: nothing shows that n was fixed beforehand"
+        text = "there is no plan, so nothing shows that n was fixed beforehand"
         if e.runs[0].ours:
             yield fail(f"{text}; use run_ab.py")
         else:
@@ -338,23 +342,23 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
     b = base.runs[0]
     yield from differing([a, b], [*MACHINE, "argv"])
     if {run.log_sha256 for run in this.runs} & {run.log_sha256 for run in base.runs}:
-        yield fail("a log is in both")
+        yield fail("a log is in both sets")
     train_a, val_a = shards(a)
     train_b, val_b = shards(b)
     both = min(len(train_a), len(train_b))  # fewer steps may need fewer training shards
     if val_a != val_b or train_a[:both] != train_b[:both]:
         yield fail("different data")
     if a.source_sha256 == b.source_sha256:
-        yield note("the two have one source")
+        yield note("both have the same source")
     runs_of_both = this.runs + base.runs
     if any(run.began is None for run in runs_of_both):
-        yield note("when the runs began: the logs do not state it")
+        yield note("the logs do not state when the runs began")
     else:
         days = sorted({run.began[:10] for run in runs_of_both})
         if len(days) > 1:
-            yield note(f"the runs are of {len(days)} days: {', '.join(days)}")
+            yield note(f"the runs are from {len(days)} days: {', '.join(days)}")
     if a.ours and not interleaved(this, base):
-        yield note("the two are from different plans: their runs were not interleaved")
+        yield note("the two are from different plans, so their runs were not interleaved")
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
@@ -383,19 +387,19 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     length_not_fixed = any(check_length(this, track))
     if math.isnan(p):
         why = "the losses do not vary" if n > 1 else f"{n} complete runs"
-        yield fail(f"{why}: no p-value")
+        yield fail(f"{why}, so there is no p-value")
     elif length_not_fixed:
-        yield fail("no p-value over runs whose length is not fixed")
+        yield fail("there is no p-value over runs whose length is not fixed")
     elif p >= ALPHA:
-        yield fail(f"p = {p_value(p)} for a mean below {target:g}; it takes p < {ALPHA}")
+        yield fail(f"p = {p_value(p)} for a mean below {target:g}, and it takes p < {ALPHA}")
     elif track and target - fmean(this.losses) < track.margin:
-        yield note(f"the margin is less than {track.margin:g}: on another machine it may fail")
+        yield note(f"the margin is less than {track.margin:g}, so it may fail on another machine")
     if not base or not track:
         return
     if track.metric == "time":
         p = stats.welch(this.seconds, base.seconds).p
         if math.isnan(p) or p >= ALPHA:
-            yield fail(f"not faster than the baseline: p = {p_value(p)}, it takes p < {ALPHA}")
+            yield fail(f"not faster than the baseline: p = {p_value(p)}, and it takes p < {ALPHA}")
         return
     most = max(this.tokens, default=0)
     least = min(base.tokens, default=0)
@@ -436,7 +440,7 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
         "tokens": ", ".join(f"{n:,}" for n in e.tokens) or "not stated",
         "final loss, mean ± sd": spread(e.losses, 5),
         "training time, s": spread(e.seconds, 2),
-        "ms a step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if steps else "–",
+        "ms per step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if steps else "–",
     }
     if len(e.losses) < 2:
         return facts
@@ -579,7 +583,7 @@ def judge(args: argparse.Namespace) -> tuple[bool, str]:
     if not name and not args.target:
         name = infer_track(this)
         if not name:
-            raise Unreadable("these runs look like those of no track: add --track or --target")
+            raise Unreadable("these runs do not fit any track: add --track or --target")
     track = TRACKS.get(name)
     return report(this, base, track, args.target or track.target)
 
@@ -590,9 +594,9 @@ def main(argv: list[str]) -> int:
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("this", type=Path, help="folder of the runs to judge")
     cli.add_argument("baseline", type=Path, nargs="?", help="folder of the runs to beat")
-    cli.add_argument("--track", choices=TRACKS, help="default: the track that the runs fit")
-    cli.add_argument("--target", type=float, help="loss to be below; without --track, no track's "
-                                                  "rules are checked")  # fmt: skip
+    cli.add_argument("--track", choices=TRACKS, help="default: the track that fits the runs")
+    cli.add_argument("--target", type=float, help="loss that the mean must be below; without "
+                     "--track, the rules of a track are not checked")  # fmt: skip
     args = cli.parse_args(argv)
     if args.target is not None and not args.target > 0:
         cli.error("--target must be a loss above 0")

@@ -121,7 +121,7 @@ def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
 
     make_record(runs_of("first", 150_000))
     new = runs_of("new", 140_000, MORE, arms=arms)
-    message = "it takes --baseline, 2026-11-21_first in the same plan"
+    message = "a record needs --baseline, with 2026-11-21_first in the same plan"
     assert message in refusal(new)
     assert message in refusal(new, "--baseline", runs_of("straw", 900_000, 2 * MORE, arms=arms))
     assert message in refusal(new, "--baseline", runs_of("other_plan", 160_000))

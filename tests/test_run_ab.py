@@ -92,7 +92,7 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     arguments = script, tmp_path / "better.patch", "-n", 4, "--out", out, "--", "tiny"
     status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": ""})
     assert (status, err) == (1, "")  # "better" is no record: it has as many tokens
-    assert "XLA_FLAGS is set: these runs will not count as a record\n" in text.partition("[1/")[0]
+    assert "XLA_FLAGS is set, so these runs will not count as" in text.partition("[1/")[0]
     assert f'"{run_ab.LOGGED_VARIABLES.pattern}"' in train_gpt.SOURCE
     plan = json.loads((out / "plan.json").read_text())
     assert plan["n"] == len(set(plan["seeds"])) == 4 and list(plan["arms"]) == ["old", "better"]
@@ -153,7 +153,7 @@ def test_a_signal_costs_one_run(unfinished, number):
     *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
     assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
     assert process.returncode == 128 + number
-    assert f"to go on: --resume {out}" in process.stderr.read()
+    assert f"to continue: --resume {out}" in process.stderr.read()
     (out / "wait").unlink()
     status, text, _ = run("--resume", out)
     assert status == 0 and "runs that were interrupted and repeated: 1;" in text
@@ -197,12 +197,12 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
 @pytest.mark.parametrize("arguments, message", [
     ("", "name at least one train_gpt.py"),
     ("old -n 1", "-n must be at least 2"),
-    ("old -n 2 -- tiny --target 1.5", "leave out --target, which run_ab.py sets"),
-    ("old -n 2 -- tiny --seed=3", "leave out --seed, which run_ab.py sets"),
+    ("old -n 2 -- tiny --target 1.5", "leave out --target, because run_ab.py sets it"),
+    ("old -n 2 -- tiny --seed=3", "leave out --seed, because run_ab.py sets it"),
     ("better.patch -n 2", "the first variant must be a train_gpt.py"),
     ("old old/train_gpt.py -n 2", "'old' is taken"),
     ("lock=old -n 2", "'lock' is taken"),
-    ("end.py -n 2", "it must end with a newline"),
+    ("end.py -n 2", "must end with a newline"),
     ("border.py -n 2", "no line of 100 ="),
     ("old nothing.patch -n 2", "does not apply to the first variant"),
     ("--resume old -n 3", "give nothing else"),
@@ -219,7 +219,7 @@ def test_a_plan_is_not_changed(unfinished):
     source = unfinished / "old" / "train_gpt.py"
     file = unfinished / "plan.json"
     source.write_text(SCRIPT + "#\n")
-    assert "was changed after the plan was made" in run("--resume", unfinished)[2]
+    assert "has changed since the plan was made" in run("--resume", unfinished)[2]
     source.write_text(SCRIPT)
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(machine="0" * 16)))
     assert "was begun on another machine" in run("--resume", unfinished)[2]

@@ -40,7 +40,7 @@ def test_pull_request_322_in_full(tmp_path, capsys):
     for line in (
         "| runs | 13 |", "| steps | 1,398 |", "| final loss, mean ± sd | 3.27893 ± 0.00137 |",
         "| training time, s | 77.34 ± 0.20 |", "| p(mean < 3.28), t-test | 0.0078 (t = -2.815) |",
-        "| margin | 0.00107 |", "| runs for 80 % power | 20 |", "| ms a step | 55.32 |",
+        "| margin | 0.00107 |", "| runs for 80 % power | 20 |", "| ms per step | 55.32 |",
         "| z-test, sd of the track | margin · √n = 0.0039; p < 0.001 needs 0.004 |",
         "| run00.txt | – | 3.27910 | 77.93 |",
     ):  # fmt: skip
@@ -219,9 +219,9 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
     "stopped by itself": (stop_early, "incomplete"),
     "stopped at its end": (lambda f: replace_in(f, *REACHED), "could have stopped"),
-    "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "not that of"),
-    "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "not that of"),
-    "no tokens": (lambda f: rewrite(f, tokens=-1), "not that of"),
+    "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),
+    "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "does not agree"),
+    "no tokens": (lambda f: rewrite(f, tokens=-1), "does not agree"),
     "stopped early": (lambda f: rewrite_all(f, config=dict(target=1.49)), "could have stopped at"),
     "a shorter run": (lambda f: rewrite(f, steps=400), "validate at different steps"),
     "fewer tokens in one": (lambda f: rewrite(f, tokens=600), "count different tokens"),
@@ -255,8 +255,8 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a renamed log": (lambda f: log(f).rename(f / "logs" / "r.txt"), "name does not give the time"),
     "finished, then thrown away": (
         throw_away, "had its final loss: it counts"),
-    "a margin of luck": (raise_losses, "p = 0.0297 for a mean below 1.49; it takes p < 0.01"),
-    "equal losses": (lambda f: rewrite_all(f, loss=1.46), "the losses do not vary: no p-value"),
+    "a margin of luck": (raise_losses, "p = 0.0297 for a mean below 1.49, and it takes p < 0.01"),
+    "equal losses": (lambda f: rewrite_all(f, loss=1.46), "do not vary, so there is no p-value"),
 }  # fmt: skip
 
 
@@ -301,9 +301,9 @@ def test_nothing_to_judge(tmp_path, capsys):
     two = write_ours(tmp_path / "x", config=dict(preset="record"), devices=["NVIDIA H100"] * 2)
     no_log = SOURCE + fake_runs.BORDER + "hello\n"
     for folder, text, message in (
-        (two, "x", "these runs look like those of no track"),
+        (two, "x", "these runs do not fit any track"),
         (tmp_path, "x", "a.txt: it has no line of 100 ="),
-        (tmp_path, no_log, "it is no log of train_gpt.py, nor of modded-nanogpt's"),
+        (tmp_path, no_log, "it is not a log of train_gpt.py or modded-nanogpt"),
         (tmp_path / "y", "x", "y has no log that can be read"),
     ):
         (tmp_path / "a.txt").write_text(text)
@@ -335,9 +335,9 @@ def test_two_sets(tmp_path, capsys):
     assert fails(capsys, this, base) == []  # fewer steps may need fewer shards
     for path in (base / "logs").iterdir():
         path.rename(path.with_name(path.name.replace("11-21", "11-23")))
-    assert "the runs are of 2 days" in judged(capsys, this, base)[1]
+    assert "the runs are from 2 days" in judged(capsys, this, base)[1]
     add_log(base, log(this).read_text())
-    assert "a log is in both" in fails(capsys, this, base)
+    assert "a log is in both sets" in fails(capsys, this, base)
 
 
 def test_time_needs_p_below_a_hundredth(tmp_path, capsys):
@@ -366,7 +366,7 @@ def test_a_record_of_8xh100_has_eight(tmp_path, capsys):
     folder = write_upstream(tmp_path / "x", fake_runs.RECURSIVE)
     assert fails(capsys, folder, "--track", "8xh100") == []
     assert "not the track's devices" in fails(capsys, folder, "--track", "1xgpu")[0]
-    assert "do not state them" in fails(capsys, folder, "--track", "tiny")[1]
+    assert "do not state data, flags" in fails(capsys, folder, "--track", "tiny")[1]
     for path in folder.iterdir():
         path.write_text(re.sub("^[|]   [1-7].*\n", "", path.read_text(), flags=re.M))
     found = fails(capsys, folder, "--track", "8xh100")
