@@ -1,6 +1,6 @@
-"""HellaSwag by completion likelihood, counted as llm.c and modded-nanogpt count it.
+"""Scores HellaSwag by completion likelihood, counted as llm.c and modded-nanogpt count it.
 
-Only the tokens of an ending have losses, and all tokens before them are given: acc chooses the
+Only the tokens of an ending have losses; all tokens before them are given. acc chooses the
 ending with the lowest sum of losses, acc_norm the one with the lowest mean. Without --file, the
 validation set is downloaded to data/hellaswag."""
 
@@ -24,7 +24,7 @@ LENGTHS = [64, 128, 256, 512, 1024, 2048]  # rows are padded to these; one progr
 TOKENS = 2**14  # per batch: at least 8 rows, which 1, 2, 4 and 8 devices divide
 CHUNK = 2**12  # tokens whose logits a device computes at once: 0.8 GB for GPT-2's vocabulary
 REMARKS = {  # size of the vocabulary: what the scores can be compared with
-    257: "tokens are bytes: nobody else's figures compare with these",
+    257: "tokens are bytes, so no other figures can be compared with these",
     50257: "GPT-2 124M, all 10042: acc 28.59%, acc_norm 29.55% "
     "(stated by llm.c, not measured by us)",
 }
@@ -50,7 +50,7 @@ def ending_loss(w: weights.Weights, x: Array, head: Array, tokens: Array, spans:
         return cross_entropy(weights.logits(w, x, head[: w.c.vocab]), targets)
 
     losses = lax.map(of_row, (x, tokens[:, 1:]), batch_size=CHUNK // x.shape[1])
-    index = jnp.arange(1, tokens.shape[1])  # of the targets: the first token is none
+    index = jnp.arange(1, tokens.shape[1])  # of the targets: the first token is not one
     return losses.sum(axis=1, where=(spans[:, :1] <= index) & (index < spans[:, 1:]))
 
 
@@ -113,7 +113,7 @@ def main() -> None:
         path = args.file or cached_hellaswag.fetch()
         examples = [*tokenize(cached_hellaswag.read(path), coder.encode)]
     except shards.Fault as fault:
-        weights.refuse(f"{fault}; --file names another hellaswag_val.jsonl")
+        weights.refuse(f"{fault}; to read another hellaswag_val.jsonl, use --file")
     if not examples:
         weights.refuse(f"{path} is empty")
     sums, right = score(w, examples)

@@ -1,10 +1,10 @@
-"""The loss of a run's weights on a text, and how it falls while more of a document is read.
+"""Measures the loss of a run's weights on a text, and how it falls as more of a document is read.
 
     ./run.sh loss logs/<run>.npz data/source_code [--S N] [--L N] [--T N] [--tokens N]
 
 On the run's validation data and without flags, this is the loss of the run's last validation. An
-end-of-text token adds its nats but no bytes. At position n, a token is predicted from n tokens:
-those of its document, with the end-of-text, that are in its sequence.
+end-of-text token counts with its loss, but has no bytes. At position n, a token is predicted from
+n tokens: those of its document, including the end-of-text, that are in its sequence.
 """
 
 import dataclasses
@@ -74,12 +74,12 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
 def main() -> None:
     """Prints the losses that the command line asks for, and draws them."""
     cli = weights.parser(__doc__)
-    cli.add_argument("shards", type=Path, metavar="SHARDS", help="*_val_*.bin, or its folder")
-    cli.add_argument("--S", type=int, help="tokens of short windows; default: the run's")
-    cli.add_argument("--L", type=int, help="tokens of long windows; default: the run's")
-    cli.add_argument("--T", type=int, help="tokens of a sequence; default: the run's validation")
-    cli.add_argument("--tokens", type=int, help="tokens in all; default: the run's validation")
-    cli.add_argument("--out", type=Path, metavar="NAME", help="the picture is NAME.svg")
+    cli.add_argument("shards", type=Path, metavar="SHARDS", help="a *_val_*.bin, or its folder")
+    cli.add_argument("--S", type=int, help="tokens in a short window; default: the run's")
+    cli.add_argument("--L", type=int, help="tokens in a long window; default: the run's")
+    cli.add_argument("--T", type=int, help="tokens in a sequence; default: as in validation")
+    cli.add_argument("--tokens", type=int, help="tokens to read; default: as in validation")
+    cli.add_argument("--out", type=Path, metavar="NAME", help="draw the picture NAME.svg")
     args = cli.parse_args()
     w = weights.open_weights(args.weights, args.script)
     c = w.c
@@ -112,7 +112,7 @@ def main() -> None:
     ends = np.count_nonzero(targets == c.eot)
     rows = by_position(tokens, losses, c.eot)
     print(f"{loss:.4f} nats per token, {bits:.4f} bits per byte")
-    print(f"{targets.size} tokens, {ends} of them end-of-text, without bytes; {size} bytes")
+    print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
     print("position      to    tokens  nats/token +- standard error")
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")

@@ -1,4 +1,4 @@
-"""What the tools of evals/ share: reading and checking a run's weights, and running its model."""
+"""Reads and checks a run's weights, and runs its model, for all tools of evals/."""
 
 import argparse
 import dataclasses
@@ -54,22 +54,26 @@ def parser(doc: str) -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=form)
     cli.error = refuse
     cli.add_argument("weights", type=Path, metavar="WEIGHTS", help="logs/<run>.npz")
-    cli.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="what trained them")
+    cli.add_argument(
+        "--script", type=Path, default=ROOT / "train_gpt.py", help="the script that trained them"
+    )
     return cli
 
 
 def open_script(path: Path) -> ModuleType:
-    """Imports a copy of train_gpt.py; exits with status 2 if it is none."""
+    """Imports a copy of train_gpt.py; exits with status 2 if it is not one."""
     try:
         spec = importlib.util.spec_from_file_location("train_gpt", path)
         code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
     except (Exception, SystemExit) as error:
-        refuse(f"--script {path} is no script like train_gpt.py: {error!r}")
+        refuse(f"--script {path} is not a script like train_gpt.py: {error!r}")
     code.refuse = refuse  # so that its messages begin with the tool's name
     missing = [name for name in NEEDS.split() if not hasattr(code, name)]
     if missing:
-        refuse(f"--script {path} has no {missing[0]}: it is older than evals/, or no train_gpt.py")
+        refuse(
+            f"--script {path} has no {missing[0]}: it is older than evals/, or not a train_gpt.py"
+        )
     return code
 
 
@@ -92,6 +96,8 @@ def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
 def open_weights(path: Path, script: Path) -> Weights:
     """Reads logs/<run>.npz; exits with status 2 if it is damaged, or its model is not the
     script's."""
+    if not path.is_file():
+        refuse(f"no such file: {path}")
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end
@@ -103,9 +109,9 @@ def open_weights(path: Path, script: Path) -> Weights:
         source = json.loads(arrays.pop("source").item())
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
-        refuse(f"{path} is no whole file of weights as train_gpt.py now writes them: {why}")
+        refuse(f"{path} is not a complete file of weights from this train_gpt.py: {why}")
     code = open_script(script)
-    hint = "name the script that trained it by --script"
+    hint = "name the script that trained it with --script"
     unshared = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
     if unshared:
         refuse(f"{path} and {script}: only one of them has the field {min(unshared)}; {hint}")
@@ -114,14 +120,14 @@ def open_weights(path: Path, script: Path) -> Weights:
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
-        refuse(f"{path} is not of the form that {script} writes: {error!r}; {hint}")
+        refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
     shapes = {name: param.model_shape for name, param in table.items()}
     for name in shapes | arrays:
         shape = found.get(name)
         expected = shapes.get(name)
         if shape != expected:
-            refuse(f"{path}: the shape of {name} is {shape}, in {script} it is {expected}; {hint}")
+            refuse(f"{path}: the shape of {name} is {shape}, but {script} has {expected}; {hint}")
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has changed, {hint}",
               file=sys.stderr)  # fmt: skip
@@ -136,7 +142,7 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     incomplete, or the run's model cannot read it in sequences of T tokens."""
     path = min(place.glob("[!.]*_val_*.bin"), default=place)
     if not path.is_file():
-        refuse(f"{place} is no shard of tokens and holds no *_val_*.bin: see data/README.md")
+        refuse(f"{place} is not a token shard, and has no *_val_*.bin: see data/README.md")
     shard = w.code.open_shard(path)
     w.code.shard_facts(shard, [(1, T, 0)], w.c)
     return shard
@@ -182,7 +188,7 @@ def logits(w: Weights, x: Array, head: Array) -> Array:
 
 
 def tokenizer(c: Any) -> SimpleNamespace:
-    """shards.coder for a Config; exits with status 2 if there is none."""
+    """shards.coder for a Config; exits with status 2 if it has none."""
     try:
         return shards.coder(c.vocab, c.eot)
     except shards.Fault as fault:

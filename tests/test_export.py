@@ -204,7 +204,7 @@ def test_the_card_of_a_trained_model(tmp_path):
     ("rm -r out; touch out", "w.npz out", "export.py: out is neither empty nor an export"),
     ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
     ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
-    ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is no whole file of"),
+    ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is not a complete file"),
     ("echo x > w.txt", "w.npz out", "export.py: w.txt is not the log of w.npz: put the right"),
     ("true", "w.npz", "export.py: the following arguments are required: OUT"),
     ("true", "w.npz new", "export.py: evals/reference.py does not compute"),

@@ -154,7 +154,7 @@ def test_a_run_tells_scores(its):
     assert re.fullmatch(rf"HellaSwag of {its.w.path}: 7 examples in \d+\.\d s", first)
     assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
-                    "tokens are bytes: nobody else's figures compare with these"]  # fmt: skip
+                    "tokens are bytes, so no other figures can be compared with these"]  # fmt: skip
     empty = its.file.with_name("empty.jsonl")
     empty.touch()
     done = start(*tool[:3], empty)

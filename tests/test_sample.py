@@ -265,10 +265,10 @@ def flipped(run, tmp_path) -> Path:
 
 
 BAD = {
-    "no file": (lambda *_: Path("none.npz"), "none.npz is no whole file of weights"),
-    "a log": (lambda run, _: run.path.with_suffix(".txt"), "is no whole file of weights"),
-    "nothing": (lambda *x: cut(*x, 0), "is no whole file of weights"),
-    "truncated": (lambda *x: cut(*x, 50_000), "is no whole file of weights"),
+    "no file": (lambda *_: Path("none.npz"), "no such file: none.npz"),
+    "a log": (lambda run, _: run.path.with_suffix(".txt"), "is not a complete file of weights"),
+    "nothing": (lambda *x: cut(*x, 0), "is not a complete file of weights"),
+    "truncated": (lambda *x: cut(*x, 50_000), "is not a complete file of weights"),
     "a flipped bit": (flipped, "head.npy has a wrong checksum"),
     "another's": (lambda *x: edited(*x, config=None), "KeyError: 'config'"),
     "older": (lambda *x: edited(*x, result=None), "KeyError: 'result'"),
@@ -302,7 +302,7 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     (["x", "--top_p", "0"], "--top_p is above 0"),
     (["x", "--top_p", "nan"], "--top_p is above 0"),
     (["x", "--topk", "3"], "unrecognized arguments"),
-    (["x", "--script", "none.py"], "--script none.py is no script like train_gpt.py"),
+    (["x", "--script", "none.py"], "--script none.py is not a script like train_gpt.py"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_in_a_line(argv, message, call):
     status, out, err = call(*argv)
