@@ -1,11 +1,11 @@
-"""Causal attention: which tokens a token sees, by the Jacobian, and what a window saves.
+"""Causal attention: which tokens a token sees, as the Jacobian shows, and what a window saves.
 
 Run     ./run.sh basics/attention.py [--draw FILE.svg]
 Look    at `attend` and `separate_documents`, which decide what a token may read, and at
         `jacobian`, which measures what it does read
 Source  Vaswani et al. 2017, arXiv:1706.03762; windows: arXiv:2004.05150; documents: 2107.02027
-In train_gpt.py  `attend` does not count the token itself in its window. `positions` makes the code
-        of documents, which replaces four channels of q and k. `dc_attention` computes in bands
+In train_gpt.py  `attend` does not count the token itself in its window. `positions` makes the
+        document code, which replaces four channels of q and k. `dc_attention` computes in bands
 """
 
 import math
@@ -109,7 +109,7 @@ class Case(NamedTuple):
     attention: Callable
     mask: np.ndarray  # (T, T): True where token i may see token j in one layer
     depth: int = 1  # layers
-    most_leak: float = 0  # derivative by a token that should not be seen
+    most_leak: float = 0  # derivative with respect to a token that should not be seen
     most_error: float = 1e-5  # of the output
 
 
@@ -136,7 +136,7 @@ def cases() -> dict[str, Case]:
 
 def who_sees_whom() -> dict[str, np.ndarray]:
     """Compares the Jacobian of each case with its mask; returns the Jacobians."""
-    print(f"Pairs of {T} tokens of which i sees j, by the Jacobian; output beside a masked softmax")
+    print(f"Pairs of {T} tokens where i sees j, by the Jacobian; outputs against a masked softmax")
     sizes = {}
     for name, case in cases().items():
         size, out = jacobian(case.attention, case.depth)
@@ -182,7 +182,7 @@ def megaflops(attention: Callable, tokens: int) -> float:
 def learn(causal: bool, steps: int = 120) -> np.ndarray:
     """Losses (steps, positions) in training. The last position's next token is not in the input."""
     rng = np.random.default_rng(0)
-    texts = np.cumsum(rng.integers(1, 5, (steps, 32, T + 1)), axis=-1) % 16  # ln 4 a token
+    texts = np.cumsum(rng.integers(1, 5, (steps, 32, T + 1)), axis=-1) % 16  # ln 4 per token
     weights = dict(
         token=rng.normal(0, 0.5, (16, 3, H, 16)),  # q, k and v of each token
         position=rng.normal(0, 0.5, (T, 3, H, 16)),
@@ -252,7 +252,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     sizes = who_sees_whom()
     count_work()

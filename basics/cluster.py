@@ -7,8 +7,8 @@ Run     ./run.sh basics/cluster.py [--draw FILE.svg]    starts itself twice, wit
 Look    at `work`: the processes must feed different rows, but JAX raises no error if both feed the
         same
 Source  docs.jax.dev, "Introduction to multi-controller JAX"
-In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. Its processes are joined by
-        dev/launch.py, which knows more launchers and compares source, flags and tokens
+In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. dev/launch.py joins the
+        processes. It knows more launchers, and compares source, flags and tokens
 """
 
 import os
@@ -111,7 +111,7 @@ def start(folder: str, *dies: str) -> list[int]:
             [sys.executable, __file__, "--join", folder, *options],
             env=env | dict(RANK=str(rank)),
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL if dies else None,  # process 0 complains of the loss of 1
+            stderr=subprocess.DEVNULL if dies else None,  # process 0 reports that process 1 is gone
         )
         processes.append(process)
     return wait(processes)
@@ -168,8 +168,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 4)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--join", metavar="FOLDER", nargs="*")
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--join", metavar="FOLDER", nargs="*", help="be one of several processes")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     if flags.join is not None:
         join()

@@ -7,7 +7,7 @@ Look    at `attend`, the online softmax: it takes one chunk of keys at a time an
 Source  Ring attention: Liu et al. 2023, arXiv:2310.01889; online softmax: Milakov and Gimelshein
         2018, arXiv:1805.02867; zigzag: section 3.3.2 of Llama 3, arXiv:2407.21783
 In train_gpt.py  `prefetch` gives every device whole sequences. They fit, because `attend` looks
-        back one window and cuDNN makes no scores outside of it. Keys are never sent
+        back one window and cuDNN does not compute scores outside of it. Keys are never sent
 """
 
 import math
@@ -208,7 +208,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((N,), ("seq",), axis_types=(AxisType.Auto,))
     seq = P("seq")

@@ -4,8 +4,8 @@ Run     ./run.sh basics/fp8.py [--draw FILE.svg]
 Look    at `quantize`: scale, clip, cast; at `backward`; and at the scales that do not change errors
 Dims    N token  V vocabulary  D channel; x the head's input, w its weights, z logits
 Source  Micikevicius et al. 2022, arXiv:2209.05433
-In train_gpt.py  `quantize` and `softcap` are as here; `scaled_matmul` rounds logits and dx to
-        bfloat16; `head_loss_fwd` computes gradients already in the forward pass, a chunk of tokens
+In train_gpt.py  `quantize` and `softcap` are as here. `scaled_matmul` rounds logits and dx to
+        bfloat16. `head_loss_fwd` computes gradients already in the forward pass, a chunk of tokens
         at a time. The scales are `x_scale`, `w_scale` and `g_scale`
 """
 
@@ -232,7 +232,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     numbers = show_formats()
     rng = np.random.default_rng(0)

@@ -5,8 +5,8 @@ Look    at `gather`, one line. No line sends gradients, because the transpose of
         `step` is what one device would do, but on an eighth of parameters, gradients, Adam's state
 Source  Rajbhandari et al. 2019, arXiv:1910.02054
 In train_gpt.py  `whole_weights` sends in bfloat16 (`compute`), once for all microbatches of
-        `train_step`. `param_table` says how each parameter is sharded: small ones not at all, banks
-        by whole matrices, because Muon, in `normuon`, needs these
+        `train_step`. `param_table` says how each parameter is sharded: small ones not at all, and
+        banks by whole matrices, because Muon, in `normuon`, needs whole matrices
 """
 
 import re
@@ -199,7 +199,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 

@@ -35,7 +35,7 @@ CONTEXT = 8  # bytes that the model reads to predict the next one
 
 # ---- Muon ----------------------------------------------------------------------------------------
 def orthogonalize(G_NRC: Array, quintics: tuple = POLAR) -> Array:
-    """About U V^T of each G = U S V^T, by products alone. An odd polynomial in X acts on its
+    """About U V^T for each G = U S V^T, by products alone. An odd polynomial in X acts on its
     singular values: a X + b (X X^T) X + c (X X^T)^2 X = U (a S + b S^3 + c S^5) V^T."""
     tall = G_NRC.shape[-2] > G_NRC.shape[-1]
     X = G_NRC.mT if tall else G_NRC  # so that X X^T is the smaller product
@@ -156,8 +156,8 @@ def read_rows(split: str) -> np.ndarray:
 def train(
     rule: optax.GradientTransformation, rate: float, table_rate: float, seed: int = 0
 ) -> float:
-    """Validation loss, nats, of a training: of the matrices by the rule, with a highest rate of
-    `rate`, of embedding and head by Adam, with `table_rate`."""
+    """Trains the matrices with the rule, at a highest rate of `rate`, and embedding and head with
+    Adam, at `table_rate`. Returns the validation loss in nats."""
     rows = read_rows("train")
     schedule = optax.schedules.warmup_cosine_decay_schedule
     rules = dict(
@@ -204,7 +204,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     curves = lift_singular_values()
     shard_a_stack()
@@ -215,7 +215,7 @@ def main() -> None:
     by_adamw = train(adamw, 0.012, 0.08)
     by_muon = train(muon(), 0.04, 0.08)
     gain = by_adamw - by_muon
-    text = f"loss {by_adamw:.3f} by AdamW, {by_muon:.3f} by Muon: lower by {gain:.3f}, above 0.05"
+    text = f"loss {by_adamw:.3f} with AdamW, {by_muon:.3f} with Muon: lower by {gain:.3f} (> 0.05)"
     check(text, gain > 0.05)
     if flags.draw:
         draw(flags.draw, curves)

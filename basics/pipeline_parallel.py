@@ -6,10 +6,10 @@ Look    at the two schedules, `gpipe` and `one_f_one_b`, tables of what each sta
         for their backward pass, not in how long a stage is idle
 Source  GPipe: Huang et al. 2018, arXiv:1811.06965; 1F1B with a flush: Narayanan et al. 2021,
         arXiv:2104.04473
-In train_gpt.py  there is no pipeline, because the model fits every device: by `whole_weights` each
-        has all layers, and waits for no other's output. `train_step` adds up gradients of
-        microbatches, as here, but to save memory: `microbatch` is how many sequences a device
-        computes at once
+In train_gpt.py  there is no pipeline, because the model fits on every device. With `whole_weights`
+        each has all layers, so it does not wait for another's output. `train_step` adds up
+        gradients of microbatches, as here, but to save memory: `microbatch` is how many sequences a
+        device computes at once
 """
 
 import sys
@@ -221,7 +221,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
     print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")

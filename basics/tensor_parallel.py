@@ -1,12 +1,13 @@
 """Tensor parallel: the matrices of a block are split over devices, and so is its work.
 
 Run     ./run.sh basics/tensor_parallel.py [--draw FILE.svg]
-Look    at `SPLIT`: its four lines are all that is parallel, jit does the rest. The first matrix of
-        a pair is split by columns and the second by rows, so that activations between them stay
-        on their device, and the pair needs one sum over devices. `theory` predicts all exchanges
+Look    at `SPLIT`: only its four lines are about parallelism, and jit does the rest. The first
+        matrix of a pair is split by columns and the second by rows, so that activations between
+        them stay on their device, and the pair needs one sum over devices. `theory` predicts all
+        exchanges
 Source  Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053
-In train_gpt.py  no product is split: a device has whole sequences and, by `whole_weights`, all
-        weights. The model easily fits a GPU, and devices would wait for four sums in each block
+In train_gpt.py  products are not split: a device has whole sequences and, from `whole_weights`, all
+        weights. The model easily fits on a GPU, and devices would wait for four sums in each block
 """
 
 import math
@@ -212,7 +213,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", DEVICES)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg")
+    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
     flags = cli.parse_args()
     args = make()
     print("Below, 2 x 4,096 means: two arrays, of which every device has 4,096 numbers each")

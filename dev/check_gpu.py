@@ -1,12 +1,13 @@
-"""Does this machine compute the right thing, and how fast will the record be?
+"""Tests whether this machine computes the right thing, and predicts how fast the record will be.
 
-    ./run.sh check [--only PART,PART] [--field value ...]   with the flags of the run to be
+    ./run.sh check [--only PART,PART] [--field value ...]   with the flags of the run that you plan
     ./run.sh check --small [--only PART,PART]               on a CPU, where times mean nothing
 
-Run it before gigabytes are downloaded. It prints PASS or FAIL for everything that it looks at,
-predicts the time to 3.28, and ends with CHECK and one line of JSON to paste into an issue. Exit
-status 0: all pass; 1: not all; 2: nothing to check. The record's programs stay in the compilation
-cache. --help lists the parts; for a first look at a GPU: --only machine,attention,head,settings.
+Run it before you download gigabytes. It prints PASS or FAIL for everything that it tests, predicts
+the time to 3.28, and ends with CHECK and one line of JSON to paste into an issue. The exit status
+is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. The record's
+programs stay in the compilation cache. --help lists the parts. For a first look at a GPU, use
+--only machine,attention,head,settings.
 
 The parts run in a second process, because a GPU's software may hang, and XLA may abort. The first
 process reads what the second one finds, names the part that hangs or dies, and starts another
@@ -49,17 +50,17 @@ from dev import launch
 from train_gpt import LONG, SHORT, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
-    "machine": "GPUs of one kind, and nobody else on them",
-    "speed": "rates of memory, products, the head, and links between devices",
-    "attention": "values and gradients at the lengths of training and validation",
-    "head": "values and gradients in its formats",
-    "norms": "the other gradients that are written by hand",
-    "tiny": "20 steps in float32 have the losses of a CPU",
-    "record": "all programs, steps of each stage, 30 seconds of the longest, the time to 3.28",
-    "settings": "other options of the compiler, such as no CUDA graphs: same losses? faster?",
+    "machine": "all GPUs are of one kind, and nobody else uses them",
+    "speed": "measures memory, matrix products, the head, and links between devices",
+    "attention": "its values and gradients are right at the lengths of training and validation",
+    "head": "its values and gradients are right in its formats",
+    "norms": "the other gradients that are written by hand are right",
+    "tiny": "20 steps in float32 have the same losses as on a CPU",
+    "record": "trains some steps of each stage, 30 s of the longest, and predicts the time to 3.28",
+    "settings": "tries other options of the compiler: are losses the same, and steps faster?",
     "devices": "the record's first losses are the same on one device and on all",
 }
-LIMIT = 600  # seconds: a part that is silent for longer hangs
+LIMIT = 600  # seconds; a part that prints nothing for longer hangs
 CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that runs the parts
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
@@ -76,7 +77,7 @@ SMALL = dataclasses.replace(
 # What healthy GPUs of these kinds reach in a node with NVLink.
 HOPPER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FLOORS = {"copy, TB/s": 2.5, "product, TFLOP/s": 500, "head, TFLOP/s": 600, "gather, TB/s": 0.25}
-PEAK = 989e12  # operations a second of an H100 in bfloat16, by the data sheet
+PEAK = 989e12  # operations per second of an H100 in bfloat16, from the data sheet
 
 
 # ---- Two processes -------------------------------------------------------------------------------
@@ -103,13 +104,13 @@ def main(argv: list[str]) -> int:
     print("all pass" if not report.failed else f"FAILED: {'; '.join(report.failed)}")
     report.facts |= {"failed": report.failed, "seconds": round(time.monotonic() - began)}
     text = json.dumps(report.facts)
-    print("CHECK", json.dumps(json.loads(text, parse_constant=str)))  # NaN is no JSON
+    print("CHECK", json.dumps(json.loads(text, parse_constant=str)))  # NaN is not JSON
     return 1 if report.failed else 0
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Names of the parts, whether they are small, and the flags of the run; exits with status 2
-    where one of them is unknown."""
+    """Returns the names of the parts, whether they are small, and the flags of the run. Exits with
+    status 2 if one of them is unknown."""
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
     cli = argparse.ArgumentParser(
         prog="./run.sh check",
@@ -119,16 +120,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    cli.add_argument("--small", action="store_true", help="all parts at a size for a CPU")
-    cli.add_argument("--only", default=",".join(PARTS), help="names of parts")
+    cli.add_argument("--small", action="store_true", help="run all parts at a size for a CPU")
+    cli.add_argument("--only", default=",".join(PARTS), help="run only these parts")
     cli.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options, options.flags = cli.parse_known_args(argv)
     asked = options.only.split(",")
     unknown = [name for name in asked if name not in PARTS]
     if unknown:
-        refuse(f"--only: there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
+        refuse(f"--only: there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     if options.small and options.flags:
-        refuse(f"--small has sizes of its own; leave out {' '.join(options.flags)}")
+        refuse(f"--small sets all sizes itself; leave out {' '.join(options.flags)}")
     options.parts = [name for name in PARTS if name in asked]
     record_with(options.flags)
     return options
@@ -141,13 +142,13 @@ def refuse(message: str) -> NoReturn:
 
 
 def record_with(flags: list[str]) -> Config:
-    """The record with these flags; exits with status 2 where there is no such flag."""
+    """The record with these flags. Exits with status 2 if there is no such flag."""
     return train_gpt.parse_config(["record", "--seed", "1", *flags])[1]
 
 
 @dataclasses.dataclass
 class Report:
-    """What was found until now."""
+    """What the check has found so far."""
 
     facts: dict[str, Any]  # by the name of their line
     failed: list[str]  # names of lines and of parts
@@ -162,7 +163,7 @@ class Report:
 
 def watch_child(command: list[str], parts: list[str], report: Report) -> list[str] | None:
     """Runs parts in a child process and adds its lines to the report. Returns the parts that are
-    left where one of them has hung or died; None where there is nothing to check."""
+    left if one of them has hung or died, and None if there is nothing to check."""
     command = [*command, "--only", ",".join(parts)]
     # Unbuffered, so that select() knows whether there is more to read.
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
@@ -180,9 +181,9 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
                     report.add(*line)
         end = how_it_ended(child.wait(60))
     except TimeoutError:
-        end = f"hangs: no line for {LIMIT} s"
+        end = f"hangs: it has printed nothing for {LIMIT} s"
     except subprocess.TimeoutExpired:
-        end = "hangs at its end"
+        end = "hangs when it ends"
     except KeyboardInterrupt:
         end = "ended by Ctrl-C"
         parts = []
@@ -222,11 +223,11 @@ def decoded(message: str) -> list | str:
 
 
 def how_it_ended(status: int) -> str:
-    """What an exit status says, an empty string if all is well."""
+    """What an exit status means; an empty string if all is well."""
     if status >= 0:
         return f"exit status {status}" if status else ""
     name = signal.Signals(-status).name
-    return f"killed by {name}" + (", as where RAM is short" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (", as happens if RAM is short" if name == "SIGKILL" else "")
 
 
 def kill(child: subprocess.Popen) -> None:
@@ -253,7 +254,7 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     send("JAX")
     launch.start_jax()
     if jax.devices()[0].platform == "cpu" and not small:
-        print("check_gpu.py: JAX sees no GPU and no TPU; there is ./run.sh check --small")
+        print("check_gpu.py: JAX sees neither a GPU nor a TPU; use ./run.sh check --small")
         launch.leave(2)
     c = SMALL
     added = []
@@ -338,7 +339,7 @@ def ask_smi(fields: str) -> list[dict[str, str]]:
 
 
 def check_machine() -> Iterator[Line]:
-    """GPUs of one kind, and nobody else on them, by nvidia-smi; a machine without it passes."""
+    """Asks nvidia-smi whether all GPUs are of one kind, and unused. A machine without it passes."""
     gpus = ask_smi(GPU)
     if not gpus:
         yield True, "machine", "nvidia-smi shows no GPU", []
@@ -358,7 +359,7 @@ def check_machine() -> Iterator[Line]:
     if busy:
         text += f"; in use by others: {busy}"
     if len(kinds) > 1:
-        text += "; choose GPUs of one kind by CUDA_VISIBLE_DEVICES"
+        text += "; choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
     yield len(kinds) == 1 and not busy, "machine", text, gpus
 
 
@@ -424,14 +425,14 @@ def software_text(facts: dict[str, Any]) -> str:
     libraries = "".join(f", {name} {version}" for name, version in facts["libraries"].items())
     text = f"{facts['versions']['jax']} on {len(facts['devices'])} x {devices}"
     if any(facts["bytes_for_JAX"]):
-        text += f", {min(facts['bytes_for_JAX']) / 1e9:.1f} GB for it{libraries}"
+        text += f", {min(facts['bytes_for_JAX']) / 1e9:.1f} GB for JAX on each{libraries}"
     return f"{text}; {facts['cores']} cores, {facts['RAM_bytes'] / 1e9:.0f} GB of RAM"
 
 
 # ---- Speed ---------------------------------------------------------------------------------------
 def check_speed(c: Config, mesh: Mesh, n: int) -> Iterator[Line]:
-    """Rates of every device, so that one slow card shows, and of its link to the next one. Products
-    are of n x n matrices, and copies of 8 n^2 numbers."""
+    """Measures the rates of every device, so that one slow card shows, and of its link to the next
+    one. Products have n x n matrices, and copies 8 n^2 numbers."""
     V = -(-c.vocab // 128) * 128
     D = c.D
     tokens = c.head_chunk
@@ -461,7 +462,7 @@ def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Array:
 
 
 def seconds(run: Callable, *arrays: Array) -> float:
-    """Of one call: the best of four rounds of five, of which the first one compiles."""
+    """Seconds per call: the best of four rounds of five calls. The first round compiles."""
 
     def five_calls():
         jax.block_until_ready([run(*arrays) for _ in range(5)])
@@ -470,8 +471,8 @@ def seconds(run: Callable, *arrays: Array) -> float:
 
 
 def gathered(mesh: Mesh, n: int) -> float:
-    """Bytes a second that a device receives, where all devices collect 8 n^2 numbers: a gigabyte
-    for n = 8192."""
+    """Bytes per second that a device receives while all devices collect 8 n^2 numbers, which is a
+    gigabyte for n = 8192."""
 
     def gather(x):
         return lax.all_gather(x, "fsdp", tiled=True, to="invarying")
@@ -516,7 +517,7 @@ def compare(
     errors = [relative_error(a, b) for a, b in zip(found, right, strict=True)]
     text = " ".join(f"{error:.2g}" for error in errors)
     passes = errors[0] < 0.01 and all(error < most for error in errors[1:])
-    return passes, name, f"errors {text}; below 0.01, in gradients {most:g}", errors
+    return passes, name, f"errors {text}; must be below 0.01, in gradients {most:g}", errors
 
 
 def relative_error(found: Array, right: Array) -> float:
@@ -774,8 +775,8 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
 
 
 def stage_line(c: Config, stage: int, devices: int, losses: np.ndarray, times: np.ndarray) -> Line:
-    """A line on the speed of a stage, and on whether it learns. Operations are 6 for a token and a
-    weight, 12 for a token, a channel and a key in the window; PaLM, arXiv:2204.02311, appendix
+    """A line on the speed of a stage, and on whether it learns. Operations are 6 per token and
+    weight, and 12 per token, channel and key in the window: PaLM, arXiv:2204.02311, appendix
     B."""
     ms = float(np.mean(times))
     rate = 1e3 * c.stages[stage].tokens / ms
@@ -784,7 +785,7 @@ def stage_line(c: Config, stage: int, devices: int, losses: np.ndarray, times: n
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long, None: 0}
     keys = sum(windows[layer.window] for layer in c.layers)
     mfu = rate * (6 * weights + 12 * c.D * keys) / PEAK / devices
-    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {mfu:.1%} as if of {devices} x H100, "
+    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {mfu:.1%} of {devices} x H100, "
     text += f"loss from {losses[0]:.2f} to {losses[-1]:.2f}"
     return learns(losses), f"stage {stage}", text, [ms, rate, mfu]
 
@@ -809,7 +810,7 @@ def memory_line(mesh: Mesh, programs: list) -> Line:
     planned = max(plan.argument_size_in_bytes + plan.temp_size_in_bytes for plan in plans)
     stats = [device.memory_stats() or {} for device in mesh.devices.flat]
     used = [stat.get("peak_bytes_in_use", 0) for stat in stats]
-    text = f"{max(used) / 1e9:.1f} GB at most, {planned / 1e9:.1f} for training by the compiler"
+    text = f"{max(used) / 1e9:.1f} GB at most; the compiler plans {planned / 1e9:.1f} for training"
     return True, "memory", text, used
 
 
@@ -901,7 +902,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
     nats. Only the third and the fourth come after an update of all weights. In small models on 8
     CPUs, rounding made a difference of 0.001, and gradients without one device's of 0.007."""
     if mesh.size == 1:
-        yield True, "devices", "there is one: nothing to compare", None
+        yield True, "devices", "there is only one, so there is nothing to compare", None
         return
     losses = {}
     for count in (1, mesh.size):
@@ -912,7 +913,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
         except jax.errors.JaxRuntimeError as error:
             if count > 1 or not launch.NO_MEMORY.search(str(error)):
                 raise
-            yield True, "devices", "one has too little memory for the record", None
+            yield True, "devices", "one device has too little memory for the record", None
             return
     difference = float(np.abs(np.subtract(losses[1], losses[mesh.size])).max())
     text = f"losses {losses[1]} on 1, {losses[mesh.size]} on {mesh.size}: {difference:.1g} apart"

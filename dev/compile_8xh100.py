@@ -1,16 +1,16 @@
 """Compiles the record for 8 and for 1 H100 without a GPU, checks what the compiler made of it, and
 estimates the milliseconds of a step.
 
-    python dev/compile_8xh100.py [--write]             about 18 minutes on two idle cores
-    python dev/compile_8xh100.py --memory              the memory of every row of FITS alone
+    python dev/compile_8xh100.py [--write]             takes about 18 minutes on two idle cores
+    python dev/compile_8xh100.py --memory              only the memory of every row of FITS
     python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
-    python dev/compile_8xh100.py --lowered [--write]   seconds: does the page need to be renewed?
+    python dev/compile_8xh100.py --lowered [--write]   says, in seconds, whether the page is old
 
 The first three need jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, the first
 writes the page records/gpu/h100_compile.md. The last one runs with any JAX: it lowers some
 programs without compiling them, and looks for a digest of their text in the page. If it is there,
-an edit has changed no program. The text differs between versions of JAX: with --write, the digest
-of this version is added, provided that train_gpt.py has not changed since the page was written.
+no program has changed. The text differs between versions of JAX, so --write adds the digest of this
+version, provided that train_gpt.py has not changed since the page was written.
 
 The compiler shows kernels, collectives and their order, memory and instructions. It shows neither
 speed nor results: products are not tuned, and cuDNN builds its plans only on a real GPU. The parts
@@ -53,7 +53,7 @@ import train_gpt  # noqa: E402
 
 PAGE = ROOT / "records/gpu/h100_compile.md"
 SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
-MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
+MISSING = "JAX has no CUDA plugin: install jax[cuda12] or jax[cuda13], which needs no GPU"
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are wrong
 DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
@@ -85,7 +85,7 @@ def any_prefixes(c: train_gpt.Config) -> np.ndarray:
 
 
 # ---- Whether the page is of this train_gpt.py ----------------------------------------------------
-# Kind and stage of a program with all targets, of one with all updates, and of one of validation.
+# Kind and stage of three programs: one with all targets, one with all updates, one validation.
 LOWERED = ("first", 0), ("second", 3), ("val", 4)
 
 
@@ -130,14 +130,14 @@ def check_lowered(write: bool) -> int:
     page = PAGE.read_text(encoding="utf-8")
     name = PAGE.relative_to(ROOT)
     if line in page.splitlines():
-        print(f"{name} is of these programs and need not be renewed")
+        print(f"{name} describes these programs, so it need not be renewed")
         return 0
     source = source_line()
     if source not in page.splitlines():
-        print(f"{name} has no such digest, and train_gpt.py has changed: --write renews it")
+        print(f"{name} does not have this digest, and train_gpt.py has changed: --write renews it")
         return 1
     if not write:
-        print(f"{name} has no such digest by this version of JAX: --lowered --write adds it")
+        print(f"{name} has no digest from this version of JAX: --lowered --write adds it")
         return 1
     beginning = re.escape(line.rpartition(": ")[0])
     page = re.sub(f"{beginning}: .*\n", "", page)  # an older digest by this version of JAX
@@ -321,10 +321,10 @@ def compile_everything(timed: bool) -> tuple[str, list[str]]:
     results = []
     wrong = []
     old_ms = record_21_ms()
-    print(f"a step of record 21, estimated by these rates: {old_ms:.1f} ms", flush=True)
+    print(f"a step of record 21, estimated with these rates: {old_ms:.1f} ms", flush=True)
     if not RECORD_21_MS[0] <= old_ms <= RECORD_21_MS[1]:
         low, high = RECORD_21_MS
-        wrong.append(f"record 21 takes {old_ms:.1f} ms by these rates, not {low} to {high} ms")
+        wrong.append(f"record 21 takes {old_ms:.1f} ms with these rates, not {low} to {high} ms")
     for devices in (8, 1):
         for kind, stage in record_programs(c):
             result = measure(kind, stage, c, devices)
@@ -344,10 +344,10 @@ def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cli.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    cli.add_argument("--memory", action="store_true", help="measure the rows of FITS alone")
-    cli.add_argument("--small", action="store_true", help="measure the preset small alone")
-    cli.add_argument("--untimed", action="store_true", help="accept any seconds of compiling")
-    cli.add_argument("--lowered", action="store_true", help="compare only the programs' text")
+    cli.add_argument("--memory", action="store_true", help="only measure the rows of FITS")
+    cli.add_argument("--small", action="store_true", help="only measure the preset small")
+    cli.add_argument("--untimed", action="store_true", help="do not limit the seconds of compiling")
+    cli.add_argument("--lowered", action="store_true", help="only compare the programs' text")
     arguments = cli.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_compilation_cache", False)

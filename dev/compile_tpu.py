@@ -1,17 +1,18 @@
 """Compiles the record for TPUs without a TPU, fitted to their memory, and checks what came out.
 
-    python dev/compile_tpu.py [--only v5e-8 ...]         with jax[tpu]; 4 to 10 minutes a program
+    python dev/compile_tpu.py [--only v5e-8 ...]       with jax[tpu]; 4 to 10 minutes per program
 
-Compiled are all programs of a run on v5e-8, which Kaggle has, and for the other chips the longest
-step that updates everything and the last validation: the others need less. Each program is a row
-of records/gpu/tpu_compile.txt as soon as it is compiled. A second start keeps the rows that are of
-the same programs and compiles the rest. The compiler shows memory, collectives and formats; it
-shows neither speed nor results.
+It compiles all programs of a run on v5e-8, which Kaggle has. For the other chips, it compiles the
+longest step that updates everything and the last validation, because the others need less. Each
+program is a row of records/gpu/tpu_compile.txt as soon as it is compiled. A second start keeps the
+rows of programs that have not changed and compiles the rest. The compiler shows memory, collectives
+and formats, but neither speed nor results.
 
-How to read collectives: a gradient whose shares are no whole tiles is scattered by a fusion,
-all-reduce-scatter, of padding, all-reduce and slice, by the algorithm of a reduce-scatter;
-neighbors afterwards permute the rows that padding moved. A gather that is hidden behind kernels has
-a copy in all of them: its start counts. On a single chip there are none.
+How to read collectives: if the shares of a gradient are not whole tiles, a fusion called
+all-reduce-scatter scatters it. The fusion has padding, all-reduce and slice, and works like a
+reduce-scatter. Afterwards, neighbors permute the rows that padding moved. A gather that is hidden
+behind kernels has a copy in each of them, so only its start counts. A single chip has no
+collectives.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from jax.sharding import Mesh  # noqa: E402
 import train_gpt  # noqa: E402
 
 PAGE = ROOT / "records/gpu/tpu_compile.txt"
-MISSING = f"no TPU compiler here: pip install 'jax[tpu]=={jax.__version__}'; a TPU is not needed"
+MISSING = f"JAX has no TPU compiler: pip install 'jax[tpu]=={jax.__version__}' (needs no TPU)"
 SHARE = 0.9  # of a chip's memory that a program may take
 COLUMNS = (
     "chip   program       T  compile s  arguments GB  temporaries GB  with all of the state GB  "
@@ -309,7 +310,9 @@ def finished_rows(text: str, facts: str) -> dict[Program, str]:
 def main(argv: list[str]) -> int:
     """Compiles what has no row yet, and returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    cli.add_argument("--only", nargs="+", choices=CHIPS, default=list(CHIPS), help="these chips")
+    cli.add_argument(
+        "--only", nargs="+", choices=CHIPS, default=list(CHIPS), help="only these chips"
+    )
     names = cli.parse_args(argv).only
     if not any(distributions(name="libtpu")):
         print(f"compile_tpu.py: {MISSING}", file=sys.stderr)

@@ -4,7 +4,7 @@
     .venv/bin/python dev/faults.py window evals/loss.py  those whose name or file contains a word
     .venv/bin/python dev/faults.py --out FILE            also writes a log
 
-This shows faults that no test catches. It takes half an hour, so it is no part of the suite;
+This finds faults that no test catches. It takes half an hour, so it is not part of the suite, and
 .github/workflows/faults.yml runs it every week. The exit status is 1 if a fault survived, or if a
 test fails without any fault.
 """
@@ -126,9 +126,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("words", nargs="*", help="plant only faults with one of these words")
+    parser.add_argument("--jobs", type=int, default=2, help="how many tests run at once")
+    parser.add_argument("--out", type=Path, help="write a log to this file")
     args = parser.parse_args()
     faults = read_faults()
     if args.words:

@@ -1,10 +1,10 @@
 """Traces five steps of a run, for Perfetto.
 
-    .venv/bin/python -m dev.profile [record | tiny] [--field value ...]   the flags of the run
+    .venv/bin/python -m dev.profile [preset] [--field value ...]   with the flags of the run
 
-The steps are of the longest stage, after two that are not in the trace, on random tokens. While it
-traces, XLA starts kernels one by one, which takes longer than the CUDA graphs of a run. To see
-those as well: XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true
+The steps are from the longest stage, on random tokens. Two steps run first and are not in the
+trace. While it traces, XLA starts kernels one by one, which takes longer than the CUDA graphs of a
+run. To see those as well, set XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true.
 """
 
 import os

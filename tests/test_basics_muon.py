@@ -15,7 +15,7 @@ def test_it_runs(tmp_path):
     done = basic(tmp_path, "muon")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("ok   ") == 5 and "WRONG" not in done.stdout
-    (loss,) = re.findall(r"AdamW, (\S+) by Muon", done.stdout)
+    (loss,) = re.findall(r"AdamW, (\S+) with Muon", done.stdout)
     assert float(loss) < 2.19  # 2.144 here
 
 

@@ -203,8 +203,8 @@ def test_a_machine_without_gpu_is_told_what_there_is(child, capfd, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--only speed,sped", "--only: there is no part 'sped', but machine, speed, attention,"),
-        ("--small --batch 16", "--small has sizes of its own; leave out --batch 16"),
+        ("--only speed,sped", "--only: there is no part 'sped'; the parts are machine, speed,"),
+        ("--small --batch 16", "--small sets all sizes itself; leave out --batch 16"),
         ("--batches 16", "unrecognized arguments: --batches 16"),
     ],
 )
@@ -742,7 +742,7 @@ def test_several_devices_must_have_the_losses_of_one(monkeypatch, losses, good, 
     ((passed, _, found, _),) = check_gpu.check_devices(C, make_mesh(2))
     assert bool(passed) is good and text in found
     ((passed, _, found, _),) = check_gpu.check_devices(C, make_mesh(1))
-    assert passed and found == "there is one: nothing to compare"
+    assert passed and found == "there is only one, so there is nothing to compare"
 
 
 # ---- Software ------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Estimates what a compiled program costs on H100s: bytes, and milliseconds. No GPU has run it.
 
 Traffic is the bytes that kernels other than GEMMs, attention and collectives read and write, as if
-    there were no caches. Of an operand, only what the results need counts (a slice, the gathered
-    rows); of an update in place, only the update. If the updates were gathered from n devices, one
-    n-th of them counts, because a device adds only those of its rows.
-Cause is the function of train_gpt.py that XLA names for a kernel: one, even if the kernel fuses
-    several. The head computes its gradients in its forward pass.
+    there were no caches. An operand counts only as far as the results need it (a slice, the
+    gathered rows), and an update in place counts only the update. If the updates were gathered
+    from n devices, one n-th of them counts, because a device adds only those for its rows.
+Cause is the function of train_gpt.py that XLA names for a kernel. It names only one, even if the
+    kernel fuses several. The head computes its gradients in its forward pass.
 Time: a kernel takes as long as its bytes or its instructions (ptx.py) need, whichever is longer; a
     product or attention takes as long as its operations or its bytes, cuBLAS's workspace included.
     The rates were fixed before the first look at this program, on the file of record 21: another
@@ -35,15 +35,15 @@ from h100.hlo import (
 )
 
 # What an H100 is assumed to do.
-FLOAT32 = 300e12  # operations a second in products of float32 operands
+FLOAT32 = 300e12  # operations per second in products of float32 operands
 BFLOAT16 = 600e12
 FP8_MIXED = 800e12  # operands in two formats of FP8, as in the head's backward pass
 FP8 = 900e12  # operands in one format
 ATTENTION = 560e12
 MORE_KEYS = 400  # attention takes as long as if its window were so many keys longer
-ISSUE = 25e12  # instructions a second, of all threads
-MEMORY = 2.75e12  # bytes a second
-LINKS = 350e9  # bytes a second
+ISSUE = 25e12  # instructions per second, of all threads
+MEMORY = 2.75e12  # bytes per second
+LINKS = 350e9  # bytes per second
 LAUNCH = 2.5e-6  # seconds from one kernel to the next
 STOLEN = 1e-12  # seconds that a byte sent takes from kernels, because collectives need SMs too
 
@@ -257,7 +257,7 @@ def issued(program: Program, kernel: Kernel) -> float:
 
 
 def seconds(program: Program, kernel: Kernel) -> float:
-    """Estimated seconds of all runs of a kernel that is no collective, launches included."""
+    """Estimated seconds of all runs of a kernel that is not a collective, launches included."""
     if kernel.kind == "other":
         work = max(traffic(program, kernel) / MEMORY, issued(program, kernel) / ISSUE)
         return work + kernel.runs * LAUNCH
@@ -296,7 +296,7 @@ def gemm_seconds(product: Instruction, computation: Computation) -> float:
 
 
 def gemm_rate(operands: list[Instruction]) -> float:
-    """Operations a second, by the formats of both operands."""
+    """Operations per second, by the formats of both operands."""
     formats = {operand.dtype() for operand in operands[:2]}
     if "f8e4m3fn" in formats:
         return FP8 if len(formats) == 1 else FP8_MIXED

@@ -128,7 +128,7 @@ def parse(text: str, devices: int = 8, issued: dict[str, float] | None = None) -
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Reads `ROOT %name = shape kind(operands), attributes`; None if the line is no instruction."""
+    """Reads `ROOT %name = shape kind(operands), attributes`; None if the line is not one."""
     found = INSTRUCTION.match(line)
     if not found:
         return None
