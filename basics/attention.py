@@ -142,8 +142,8 @@ def who_sees_whom() -> dict[str, np.ndarray]:
         size, out = jacobian(case.attention, case.depth)
         expected = layers(INPUT, partial(plain, mask=case.mask), case.depth)
         error = np.abs(out - expected).max()
-        # A layer adds to its input, so a token sees itself. By two layers it sees what the tokens
-        # that it sees have seen: a product of boolean matrices.
+        # A layer adds to its input, so a token sees itself. In two layers it sees what the tokens
+        # that it sees have seen, which is a product of boolean matrices.
         visible = np.linalg.matrix_power(case.mask | np.eye(T, dtype=bool), case.depth)
         leak = size.max(where=~visible, initial=0)
         as_expected = ((size > 1e-6) == visible).all()

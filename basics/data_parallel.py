@@ -54,8 +54,8 @@ def loss_and_grads(params: dict, tokens: Array) -> tuple[Array, dict]:
 
 def by_hand(params: dict, tokens: Array) -> tuple[Array, dict]:
     """The same inside of shard_map, where `tokens` are this device's rows."""
-    # "varying" makes each device differentiate by its copy. By parameters that are known to be the
-    # same everywhere, JAX adds up the gradients itself, and the psum would add them up again.
+    # "varying" makes each device differentiate by its copy. If JAX knows that parameters are the
+    # same everywhere, it adds up the gradients itself, and the psum would add them up again.
     copy = lax.pcast(params, "data", to="varying")
     (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(copy, tokens)
     total, count, grads = lax.psum((total, count, grads), "data")
@@ -64,7 +64,7 @@ def by_hand(params: dict, tokens: Array) -> tuple[Array, dict]:
 
 # ---- Two mistakes --------------------------------------------------------------------------------
 def mean_of_means(params: dict, tokens: Array) -> tuple[Array, dict]:
-    """Mistake 1: a device's mean weighs the same, whether it is of 40 tokens or of 120."""
+    """Mistake 1: a device's mean counts the same, whether it covers 40 tokens or 120."""
     return lax.pmean(loss_and_grads(lax.pcast(params, "data", to="varying"), tokens), "data")
 
 
@@ -100,7 +100,7 @@ def on_each(function: Callable, mesh: Mesh, vma: bool = True) -> Callable:
 
 
 def check_both(mesh: Mesh) -> None:
-    """jit and shard_map give one device's loss and gradients, by all-reduces alone."""
+    """jit and shard_map give the loss and gradients of one device, with all-reduces alone."""
     data = make(shortest=8)
     one_device = jax.jit(loss_and_grads)
     expected = one_device(*data)

@@ -42,8 +42,8 @@ def gpipe(M: int) -> np.ndarray:
 
 
 def one_f_one_b(M: int) -> np.ndarray:
-    """A microbatch goes back as soon as it can. Stage s first takes S - s microbatches forward, and
-    from then on goes one backward, one forward, by turns."""
+    """A microbatch goes back as soon as it can. Stage s first takes S - s microbatches forward. After
+    that it takes one backward and one forward, in turn."""
     table = np.zeros((2 * (M + S - 1), S, 2), int)
     for s, m in np.ndindex(S, M):
         is_one_of_the_first = m < S - s
@@ -77,9 +77,9 @@ def layers(weights: tuple, x: Array) -> Array:
 
 
 def pipeline(table: np.ndarray, mesh: Mesh) -> Callable:
-    """A program of (weights, inputs, targets), which returns loss and gradients of weights. Of
-    weights, (S, L, ..), each device has one stage. All have inputs and targets, (M, B, D), but only
-    the first stage reads inputs, and only the last one targets."""
+    """A program of (weights, inputs, targets) that returns the loss and the gradients of weights.
+    Each device has one stage of weights, (S, L, ..). All have inputs and targets, (M, B, D), but
+    only the first stage reads inputs, and only the last one reads targets."""
     M = table[..., 1].max() + 1
     slots = depth(table)
 
@@ -160,7 +160,7 @@ NAMES = {gpipe: "GPipe", one_f_one_b: "1F1B"}
 
 
 def largest_error(a: Array, b: Array) -> float:
-    """Of the numbers in a, as a share of the largest in b."""
+    """The largest error of a number in a, as a share of the largest number in b."""
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 

@@ -154,7 +154,7 @@ def run(model: int, split: dict[str, P], args: tuple, expected: tuple) -> Run:
 
 
 def largest_error(a: Array, b: Array) -> float:
-    """Of the numbers in a, as a share of the largest in b."""
+    """The largest error of a number in a, as a share of the largest number in b."""
     return np.abs(np.asarray(a) - b).max() / np.abs(b).max()
 
 

@@ -364,7 +364,7 @@ def check_machine() -> Iterator[Line]:
 
 
 def check_clocks() -> Iterator[Line]:
-    """What the GPUs do at the end: an aid to understand slow steps."""
+    """Shows what the GPUs do at the end, which helps to understand slow steps."""
     gpus = ask_smi(LOAD)
     if gpus:
         yield True, "clocks", "; ".join(load_text(gpu) for gpu in gpus), gpus
@@ -663,8 +663,8 @@ def compile_pair(c: Config, stage: int, mesh: Mesh) -> list[Callable]:
 
 
 def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
-    """Four batches of a stage in the memory of the host: few tokens are frequent, documents have
-    400. Rates are those of the run's first step."""
+    """Four batches of a stage, in the memory of the host. A few tokens are frequent, and documents
+    have 400 tokens. Rates are those of the run's first step."""
     rows = train_gpt.schedule(c)
     first_step = int([0, *c.stage_ends][stage])
     row = rows[0]._replace(loss_weights=rows[first_step].loss_weights)
@@ -678,9 +678,9 @@ def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
 
 
 def training(pair: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterator[Array]:
-    """Trains from fresh weights by a stage's first and second step in turn, without end. Each step
-    gets other tokens, which go to the devices as in training. Yields the loss of every step, which
-    the devices may still be computing."""
+    """Trains from fresh weights, with a stage's first and second step in turn, without end. Each
+    step gets other tokens, which go to the devices as in training. Yields the loss of every step,
+    which the devices may still be computing."""
     whole = NamedSharding(mesh, P())
     row = ScheduleRow(*[whole] * len(ScheduleRow._fields))
     batches = itertools.cycle(host_batches(c, stage))
@@ -694,8 +694,8 @@ def training(pair: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterato
 def train_steps(
     pair: list[Callable], c: Config, stage: int, mesh: Mesh, steps: int = STEPS, least: float = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trains for some steps, and at least so many seconds. Returns the loss of every step, and the
-    milliseconds from one to the next. The host waits for a loss only when two later steps have
+    """Trains for `steps` steps, and for at least `least` seconds. Returns the loss of every step,
+    and the milliseconds from one to the next. The host waits for a loss only when two later steps have
     started, so that the devices always have work."""
     losses = []
     times = []
@@ -714,8 +714,8 @@ def train_steps(
 
 
 def learns(losses: np.ndarray) -> bool:
-    """Whether the loss has fallen by a twentieth; NaN has not. In 25 steps of 8,192 such tokens
-    that were always fresh, a small model's fell by a tenth."""
+    """Whether the loss has fallen by a twentieth; NaN has not. In 25 steps of 8,192 such tokens,
+    always fresh ones, the loss of a small model fell by a tenth."""
     return bool(losses[-1] < 0.95 * losses[0])
 
 
@@ -750,8 +750,8 @@ def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
 
 
 def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
-    """Compiles all programs, trains some steps of each stage, and so many seconds of the longest;
-    predicts the time of the run."""
+    """Compiles all programs, trains some steps of each stage and the longest one for at least
+    `least` seconds, and predicts the time of the run."""
     facts = {}
     programs = train_gpt.compile_all(c, mesh, SimpleNamespace(facts=facts.update))
     compiled = facts["compile"]
@@ -785,7 +785,7 @@ def stage_line(c: Config, stage: int, devices: int, losses: np.ndarray, times: n
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long, None: 0}
     keys = sum(windows[layer.window] for layer in c.layers)
     mfu = rate * (6 * weights + 12 * c.D * keys) / PEAK / devices
-    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {mfu:.1%} of {devices} x H100, "
+    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {mfu:.1%} at the peak of {devices} x H100, "
     text += f"loss from {losses[0]:.2f} to {losses[-1]:.2f}"
     return learns(losses), f"stage {stage}", text, [ms, rate, mfu]
 
@@ -834,11 +834,11 @@ def other_settings() -> dict[str, dict[str, Any]]:
 
 
 def check_settings(c: Config, mesh: Mesh, settings: dict[str, dict]) -> Iterator[Line]:
-    """The same steps of the longest stage by other options of the compiler. No loss may differ by
-    0.01 nats from that of the usual options: a CUDA graph whose pointers are stale gives wrong
-    gradients and says nothing. Rounding makes less of a difference: for one target, a model with
-    the record's layers and 1,024 tokens a step differed by 0.009 on 8 CPUs from 1. Then the fastest
-    options are named."""
+    """Runs the same steps of the longest stage with other options of the compiler. No loss may
+    differ by 0.01 nats from that of the usual options, because a CUDA graph with stale pointers
+    gives wrong gradients without an error. Rounding makes less of a difference: for one target, a
+    model with the record's layers and 1,024 tokens per step differed by 0.009 between 8 CPUs and
+    1. At the end it names the fastest options."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         yield True, "settings", "these options are for GPUs", None
@@ -869,8 +869,9 @@ def check_settings(c: Config, mesh: Mesh, settings: dict[str, dict]) -> Iterator
 
 
 def try_options(c: Config, mesh: Mesh, options: dict) -> tuple[np.ndarray, float, float]:
-    """Losses, milliseconds of a step, and seconds of compiling, of the longest stage by the usual
-    options and these. What an earlier program has tuned is not tuned anew."""
+    """Returns losses, milliseconds per step and seconds of compiling for the longest stage, with
+    these options added to the usual ones. XLA does not tune again what it tuned for an earlier
+    program."""
     platform = mesh.devices.flat[0].platform
     stage = longest_stage(c)
     usual = train_gpt.OPTIONS.get(platform, {})
@@ -898,9 +899,10 @@ def without_cache() -> Iterator[None]:
 
 # ---- One device and several ----------------------------------------------------------------------
 def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
-    """The record in its formats on one device and on all: no loss of four steps may differ by 0.005
-    nats. Only the third and the fourth come after an update of all weights. In small models on 8
-    CPUs, rounding made a difference of 0.001, and gradients without one device's of 0.007."""
+    """Runs the record in its formats on one device and on all. No loss of four steps may differ by
+    0.005 nats. Only the third and the fourth come after an update of all weights. In small models
+    on 8 CPUs, rounding made a difference of 0.001, and leaving out the gradients of one device made
+    one of 0.007."""
     if mesh.size == 1:
         yield True, "devices", "there is only one, so there is nothing to compare", None
         return

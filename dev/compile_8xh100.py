@@ -84,15 +84,15 @@ def any_prefixes(c: train_gpt.Config) -> np.ndarray:
     return np.arange(c.vocab, dtype="int32")
 
 
-# ---- Whether the page is of this train_gpt.py ----------------------------------------------------
+# ---- Whether the page describes this train_gpt.py ------------------------------------------------
 # Kind and stage of three programs: one with all targets, one with all updates, one validation.
 LOWERED = ("first", 0), ("second", 3), ("val", 4)
 
 
 def lowered_digest() -> str:
-    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with banded attention in
-    place of cuDNN's, the compiler's options, and that in which the other stages' programs differ
-    from these."""
+    """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with banded attention
+    instead of cuDNN's, the compiler's options, and the numbers in which the programs of the other
+    stages differ from these."""
     c = record_config("band")
     mesh = train_gpt.make_mesh(jax.devices()[:8])
     stages = []
@@ -202,8 +202,8 @@ def compile_for_h100(compiler: Callable, *arguments: Any, devices: int) -> Compi
 
 
 def record_21_ms() -> float:
-    """Estimated milliseconds of a step of record 21's file, the mean of those with its first and
-    its last window. They show whether the rates are still right."""
+    """Estimated milliseconds of a step of record 21's file: the mean over its first and its last
+    window. They show whether the rates are still right."""
     spec = importlib.util.spec_from_file_location("record_21", RECORD_21)
     script = importlib.util.module_from_spec(spec)
     sys.modules["record_21"] = script  # dataclasses look it up
@@ -239,9 +239,9 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
 
 
 def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
-    """A table of the memory that every row of FITS needs on 1, 2, 4 and 8 devices, and a list of
-    the numbers in FITS that are too low. All of the state counts, although validation does not read
-    it. On one device, GPUs without FP8 are measured as well."""
+    """Returns a table of the memory that every row of FITS needs on 1, 2, 4 and 8 devices, and a
+    list of the numbers in FITS that are too low. The whole state counts, although validation does
+    not read all of it. On one device, GPUs without FP8 are measured as well."""
     rows = [("flags", "devices", "head", "state GB", "training GB", "validation GB", "together GB",
              "FITS GB")]  # fmt: skip
     wrong = []
@@ -267,8 +267,9 @@ def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
 
 
 def measure_small() -> tuple[str, list[str]]:
-    """A table of the memory that the preset small needs on one GPU, and a list of the programs that
-    need more than JAX has of 16 GB. Hopper's kernels stand for those of older GPUs."""
+    """Returns a table of the memory that the preset small needs on one GPU, and a list of the
+    programs that need more than JAX has of 16 GB. It compiles Hopper's kernels, although such GPUs
+    are older."""
     c = dataclasses.replace(train_gpt.PRESETS["small"], seed=1)
     rows = [("program", "T", "state GB", "temporaries GB", "together GB", "of GB")]
     wrong = []
@@ -305,7 +306,7 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
 
 
 def prepare() -> train_gpt.Config:
-    """Lets the compiler believe in an H100, and returns the configuration of the record."""
+    """Makes the compiler act as if there were an H100, and returns the record's configuration."""
     # Tuning is off: it would compile variants that no GPU can time.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
@@ -316,7 +317,7 @@ def prepare() -> train_gpt.Config:
 
 def compile_everything(timed: bool) -> tuple[str, list[str]]:
     """Returns the text of the page, and a list of what is wrong. Without `timed`, the seconds of
-    compiling may be anything."""
+    compiling are not limited."""
     c = prepare()
     results = []
     wrong = []

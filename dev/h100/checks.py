@@ -14,7 +14,7 @@ from h100.hlo import Instruction, Program, inner, kernels, operands_of, users_of
 # and validation.
 KINDS = "first", "second", "val"
 
-# Limits. All but the first two are a little above what was reached.
+# Limits. All except the first two are a little above what was reached.
 MOST_COMPILE_SECONDS = 40
 MOST_MEMORY_GB = 40
 MOST_SENT = 1.04  # bytes sent / bytes that must be sent
@@ -241,8 +241,8 @@ class Result:
 
 
 def check(result: Result, timed: bool = True) -> Iterator[str]:
-    """Yields a message for what is not as it must be, or above its limit. Without `timed`, the
-    seconds of compiling may be anything."""
+    """Yields a message for everything that is not as it must be, or is above its limit. Without
+    `timed`, the seconds of compiling are not limited."""
     program = result.program
     communicates = result.expected.devices > 1
     yield from check_loops(program)
