@@ -42,9 +42,9 @@ def gather(eighths: dict) -> dict:
 
 
 def loss_of(params: dict, x: Array, y: Array, gather: Callable, twice: bool) -> Array:
-    """What these rows add to the mean loss of the batch. A layer's matrices are whole while it runs.
-    The backward pass needs them too. They stay in memory until then, or, with `twice`, are gathered
-    again."""
+    """What these rows add to the mean loss of the batch. A layer's matrices are whole while it
+    runs. The backward pass needs them too. They stay in memory until then, or, with `twice`, are
+    gathered again."""
 
     def layer(x, params):
         w = gather(params)

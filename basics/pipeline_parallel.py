@@ -42,8 +42,8 @@ def gpipe(M: int) -> np.ndarray:
 
 
 def one_f_one_b(M: int) -> np.ndarray:
-    """A microbatch goes back as soon as it can. Stage s first takes S - s microbatches forward. After
-    that it takes one backward and one forward, in turn."""
+    """A microbatch goes back as soon as it can. Stage s first takes S - s microbatches forward.
+    After that it takes one backward and one forward, in turn."""
     table = np.zeros((2 * (M + S - 1), S, 2), int)
     for s, m in np.ndindex(S, M):
         is_one_of_the_first = m < S - s

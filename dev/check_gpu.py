@@ -695,8 +695,8 @@ def train_steps(
     pair: list[Callable], c: Config, stage: int, mesh: Mesh, steps: int = STEPS, least: float = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trains for `steps` steps, and for at least `least` seconds. Returns the loss of every step,
-    and the milliseconds from one to the next. The host waits for a loss only when two later steps have
-    started, so that the devices always have work."""
+    and the milliseconds from one to the next. The host waits for a loss only when two later steps
+    have started, so that the devices always have work."""
     losses = []
     times = []
     for loss in training(pair, c, stage, mesh):

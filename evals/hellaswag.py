@@ -113,7 +113,7 @@ def main() -> None:
         path = args.file or cached_hellaswag.fetch()
         examples = [*tokenize(cached_hellaswag.read(path), coder.encode)]
     except shards.Fault as fault:
-        weights.refuse(f"{fault}; to read another hellaswag_val.jsonl, use --file")
+        weights.refuse(f"{fault}; use --file to read another hellaswag_val.jsonl")
     if not examples:
         weights.refuse(f"{path} is empty")
     sums, right = score(w, examples)

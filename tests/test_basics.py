@@ -66,7 +66,7 @@ def test_the_last_table_is_what_the_logs_say():
     tokens = int(gpt2.replace(",", ""))
     fewer = int(tiny.partition("±")[0].replace(",", ""))
     readme = (BASICS.parent / "README.md").read_text(encoding="utf-8")
-    assert f"{tokens / fewer:.1f} times more tokens" in readme
+    assert f"{tokens / fewer:.1f} times fewer tokens" in readme
     losses = compare.searched()
     assert len(losses) >= 5
     best = min(losses, key=lambda rate: min(losses[rate]))

@@ -160,7 +160,7 @@ def test_bits_per_byte(run, tmp_path, monkeypatch, capsys, old, new):
     argv = f"loss.py {run.path} {shard} --T 7 --tokens 13 --out {shard}".split()
     monkeypatch.setattr(sys, "argv", argv)
     loss.main()
-    right = f"4.0000 nats per token, {28 / np.log(2) / 15:.4f} bits per byte\n7 tokens, 1 of "
+    right = f"4.0000 nats per token, {28 / np.log(2) / 15:.4f} bits per byte\n7 tokens, of which 1 "
     assert capsys.readouterr().out.startswith(right) == (old == "")
 
 
