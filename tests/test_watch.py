@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import runs
@@ -50,6 +51,7 @@ RUN = losses((0, 6, 0), kind="val") + losses((10, 4, 1000), (20, 3, 3000))
 def log(tmp_path, monkeypatch):
     """Writes a log into logs/ of an empty folder, where the process is."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
     Path("logs").mkdir()
 
     def write(text, name="2026-01-01T00-00-00_0.txt"):
@@ -60,13 +62,15 @@ def log(tmp_path, monkeypatch):
     return write
 
 
-def main(capsys, *arguments):
-    """What the program prints, and its exit status; a message counts as 1."""
+def main(capsys, *arguments, terminal=False):
+    """What the program prints, on a terminal of 60 columns or elsewhere, and its exit status, which
+    is the message if there is one."""
     status = 0
-    try:
-        watch.main([*map(str, arguments)])
-    except SystemExit as end:
-        status = end.code
+    with mock.patch.object(sys.stdout, "isatty", lambda: terminal):
+        try:
+            watch.main([*map(str, arguments)])
+        except SystemExit as end:
+            status = end.code
     return capsys.readouterr().out, status
 
 
@@ -254,14 +258,7 @@ def script(monkeypatch):
     return replace
 
 
-@pytest.fixture
-def terminal(capsys, monkeypatch):
-    """Lets standard output, which capsys replaces, be a terminal of 60 columns."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "60")
-
-
-def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script, terminal):
+def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
     old = HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"
     head, middle = HEAD + facts(), HEAD + facts() + RUN
     new = "2026-01-02T00-00-00_0.txt"
@@ -272,7 +269,7 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script, termi
         lambda: log(middle, new),
         lambda: log(f"{middle}RESULT {json.dumps(RESULT)}\n", new),
     )
-    text, status = main(capsys)
+    text, status = main(capsys, terminal=True)
     assert status == 0 and left == []
     screens = text.split("\x1b[J")
     assert screens[0] == "Waiting for the log of the next run in logs/; Ctrl-C ends t\n\x1b[1A"
@@ -287,15 +284,17 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script, termi
         assert above == len(shown) and max(map(len, shown)) < 60
 
 
-def test_a_finished_log_is_shown_once(capsys, log, script, terminal):
+def test_a_finished_log_is_shown_once(capsys, log, script):
     script()
-    text, status = main(capsys, log(HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"))
+    text, status = main(
+        capsys, log(HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"), terminal=True
+    )
     assert "end of schedule" in text and status == 0
 
 
-def test_ctrl_c_ends_it_with_status_130(capsys, log, script, terminal):
+def test_ctrl_c_ends_it_with_status_130(capsys, log, script):
     script()
-    text, status = main(capsys, log(HEAD + facts() + RUN))
+    text, status = main(capsys, log(HEAD + facts() + RUN), terminal=True)
     assert "step 20 of 20" in text and status == 130
 
 
