@@ -244,7 +244,7 @@ def summary(run: Run) -> list[str]:
     tokens, _ = work(run, last.step)
     average = speed(run, start, last)
     on_average = f"{show(average.tokens_per_second, ',.0f')} tokens/s on average"
-    silence = f"{duration(run.age)} since the last line of the log"
+    silence = f"{duration(run.age)} since the log's last line"
     bar = round(40 * last.step / max(1, steps)) * "█"
     lines = [f"{run.title}, {run.path}", f"{bar:░<40} step {last.step} of {steps}"]
     if run.end:
@@ -260,7 +260,7 @@ def summary(run: Run) -> list[str]:
         lines.append(f"{rate} tokens/s and MFU {show(now.mfu, '.1%')} now, {on_average}")
         lines.append(f"{duration(left)} of training left; {silence}")
     else:
-        lines.append(f"no loss yet, because programs are compiled first; {silence}")
+        lines.append(f"programs are compiled before the first loss; {silence}")
     for kind, name in ("train", "training loss"), ("val", "validation loss"):
         found = [f"{x.step}: {x.loss:.4f}" for x in run.losses if x.kind == kind]
         if found:
@@ -358,8 +358,8 @@ def follow(path: Path | None, mirrors: list[Mirror], refresh: bool) -> None:
                 print((f"\x1b[{above}A\x1b[J" if above else "") + "\n".join(lines))
                 return
         if refresh:
-            width = shutil.get_terminal_size().columns - 1  # a line that wraps would count as two
-            lines = [line[:width] for line in lines]
+            width = shutil.get_terminal_size().columns or 80  # 0 in some containers
+            lines = [line[: width - 1] for line in lines]  # a line that wraps would count as two
             print((f"\x1b[{above}A\x1b[J" if above else "") + "\n".join(lines), flush=True)
             above = len(lines)
         time.sleep(1)

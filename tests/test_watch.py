@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from tests.tools import MINI, ROOT
 from train_gpt import PRESETS
 
 EXAMPLE = ROOT / "records/other/example/2026-11-23T20-28-52_d5718671.txt"
-CONFIGS = [*PRESETS.values(), MINI]
+SHORT_STAGES = [dataclasses.replace(MINI.stages[0], steps=n) for n in (1, 1, 100, 1, 1, 1, 100)]
+CONFIGS = [*PRESETS.values(), MINI, dataclasses.replace(MINI, stages=(*SHORT_STAGES,))]
 SIZES = {"qk": 100, "vo": 200, "mlp": 300, "head": 400, "bigram": 10**6}
 HEAD = "print('source')\n" + 100 * "=" + "\ndata []\n"
 
@@ -156,7 +158,8 @@ def test_logs_of_all_versions():
 
 def test_a_resumed_run_replaces_what_it_repeats():
     more = 'resume {"step": 10}\n' + losses((10, 5, 1000), kind="val") + losses((20, 2, 2500))
-    body = facts() + RUN + "INTERRUPTED by SIGINT after step 20; to resume: x\n\n" + more
+    body = facts() + RUN.replace("step:20/", losses((10, 5, 1000), kind="val") + "step:20/")
+    body += "INTERRUPTED by SIGINT after step 20; to resume: x\n\n" + more
     run = watch.parse(EXAMPLE, body)
     assert [(x.kind, x.step, x.loss) for x in run.losses] == [
         ("val", 0, 6), ("train", 10, 4), ("val", 10, 5), ("train", 20, 2),
@@ -275,7 +278,7 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
     assert screens[0] == "Waiting for the log of the next run in logs/; Ctrl-C ends t\n\x1b[1A"
     for screen in screens[1:3]:
         assert "end of schedule" in screen and "Waiting" in screen
-    assert "no loss yet" in screens[3] and "Waiting" not in screens[3]
+    assert "compiled before the first loss" in screens[3] and "Waiting" not in screens[3]
     assert "step 20 of 20" in screens[4] and "end of schedule" not in screens[4]
     assert "end of schedule: validation loss 2.5000 after 20 steps, resumed\n" in screens[5]
     for before in screens[:-1]:
@@ -292,10 +295,12 @@ def test_a_finished_log_is_shown_once(capsys, log, script):
     assert "end of schedule" in text and status == 0
 
 
-def test_ctrl_c_ends_it_with_status_130(capsys, log, script):
+def test_ctrl_c_ends_it_with_status_130(capsys, log, script, monkeypatch):
+    """On a terminal that says it has no columns, as those of some containers do."""
+    monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: os.terminal_size((0, 0)))
     script()
     text, status = main(capsys, log(HEAD + facts() + RUN), terminal=True)
-    assert "step 20 of 20" in text and status == 130
+    assert " step 20 of 20\n" in text and status == 130
 
 
 def test_elsewhere_than_on_a_terminal_it_prints_one_summary(capsys, log, script):
