@@ -3,9 +3,10 @@ estimates the milliseconds of a step.
 
     python dev/compile_8xh100.py [--write]             about 18 minutes on two idle cores
     python dev/compile_8xh100.py --memory              the memory of every row of FITS alone
+    python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
     python dev/compile_8xh100.py --lowered [--write]   seconds: does the page need to be renewed?
 
-The first two need jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, the first
+The first three need jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, the first
 writes the page records/gpu/h100_compile.md. The last one runs with any JAX: it lowers some
 programs without compiling them, and looks for a digest of their text in the page. If it is there,
 an edit has changed no program. The text differs between versions of JAX: with --write, the digest
@@ -51,6 +52,7 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 import train_gpt  # noqa: E402
 
 PAGE = ROOT / "records/gpu/h100_compile.md"
+SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
 MISSING = "no CUDA plugin for JAX here: install jax[cuda12] or jax[cuda13]; a GPU is not needed"
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are wrong
@@ -60,6 +62,7 @@ DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
 # What FITS in dev/fits.py adds to the memory that the compiler plans, for the workspaces of cuDNN
 # and cuBLAS and for tuning.
 SPARE_GB = 1.0
+SMALL_GB = 15.0  # what JAX has of a GPU of 16 GB, whose fraction run.sh sets to 0.92
 
 
 # ---- The record's programs -----------------------------------------------------------------------
@@ -263,6 +266,27 @@ def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
     return report.table(*rows), wrong
 
 
+def measure_small() -> tuple[str, list[str]]:
+    """A table of the memory that the preset small needs on one GPU, and a list of the programs that
+    need more than JAX has of 16 GB. Hopper's kernels stand for those of older GPUs."""
+    c = dataclasses.replace(train_gpt.PRESETS["small"], seed=1)
+    rows = [("program", "T", "state GB", "temporaries GB", "together GB", "of GB")]
+    wrong = []
+    for kind, stage in record_programs(c):
+        T = c.val_T if kind == "val" else c.sequence_length(stage)
+        plan = planned_memory(kind, stage, c, devices=1)
+        state = plan.argument_size_in_bytes / 1e9
+        temporaries = plan.temp_size_in_bytes / 1e9
+        together = state + temporaries
+        numbers = [f"{n:.1f}" for n in (state, temporaries, together, SMALL_GB)]
+        rows.append((f"{kind} {stage}", str(T), *numbers))
+        print("small:", *rows[-1], flush=True)
+        if together + SPARE_GB > SMALL_GB:
+            wrong.append(f"small, {kind} {stage}: {together:.1f} GB, and {SPARE_GB} to spare")
+    facts = f"jax {jax.__version__}, cuDNN {cudnn_version()}: compiled, not run"
+    return f"{facts}\n\n{report.table(*rows)}\n", wrong
+
+
 def planned_memory(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Any:
     """The memory_analysis() of a program."""
     return compile_step(kind, stage, c, make_mesh(devices)).memory_analysis()
@@ -321,6 +345,7 @@ def main(argv: list[str]) -> int:
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cli.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     cli.add_argument("--memory", action="store_true", help="measure the rows of FITS alone")
+    cli.add_argument("--small", action="store_true", help="measure the preset small alone")
     cli.add_argument("--untimed", action="store_true", help="accept any seconds of compiling")
     cli.add_argument("--lowered", action="store_true", help="compare only the programs' text")
     arguments = cli.parse_args(argv)
@@ -331,8 +356,13 @@ def main(argv: list[str]) -> int:
     if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
+    file = PAGE
     if arguments.memory:
         page, wrong = measure_fits(prepare())
+    elif arguments.small:
+        prepare()
+        page, wrong = measure_small()
+        file = SMALL_PAGE
     else:
         page, wrong = compile_everything(not arguments.untimed)
     print(f"\n{page}")
@@ -340,7 +370,7 @@ def main(argv: list[str]) -> int:
     if wrong:
         return 1
     if arguments.write and not arguments.memory:
-        PAGE.write_text(page, encoding="utf-8")
+        file.write_text(page, encoding="utf-8")
     return 0
 
 

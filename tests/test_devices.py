@@ -114,6 +114,18 @@ def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
     return losses, snapshots
 
 
+# The preset small, narrow: all of its layers.
+SMALL_STAGES = [
+    dataclasses.replace(stage, tokens=512, short=8, long=16)
+    for stage in train_gpt.PRESETS["small"].stages
+]
+SMALL32 = dataclasses.replace(
+    train_gpt.PRESETS["small"], stages=tuple(SMALL_STAGES), D=32, H=2, F=64, bigrams=512,
+    vocab=MINI.vocab, eot=MINI.eot, batch=MINI.batch, microbatch=MINI.batch, head_chunk=32,
+    dc_window=12, val_T=128, val_tokens=2048, attention="band", seed=3, **FLOAT32,
+)  # fmt: skip
+
+
 # ---- Tokens and first weights --------------------------------------------------------------------
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_the_stream_of_tokens_is_the_same(devices):
@@ -233,6 +245,14 @@ def test_one_sequence_at_a_time_trains_alike():
     assert loss == pytest.approx(first_step(1)[0], rel=1e-6)
     for name, expected in first_step(1)[1].items():
         assert np.linalg.norm(grads[name] - expected) < 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.slow
+def test_small_is_the_same_on_eight_devices_as_on_one():
+    loss, grads = first_step(8, SMALL32)
+    assert loss == pytest.approx(first_step(1, SMALL32)[0], rel=1e-6)
+    for name, expected in first_step(1, SMALL32)[1].items():
+        assert np.linalg.norm(grads[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
 
 
 @pytest.mark.parametrize("devices", COUNTS[1:])
