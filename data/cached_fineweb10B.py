@@ -60,7 +60,7 @@ def explain(error: Exception, repo: str, revision: str) -> str:
     """What went wrong in a call of huggingface_hub and what to do about it, in one line."""
     if isinstance(error, errors.LocalEntryNotFoundError):  # it only says that no copy is here
         error = error.__cause__ or error
-    why = " ".join(str(error).split())[:300] or type(error).__name__
+    why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     hub = constants.ENDPOINT
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{repo} does not exist or is private: set HF_TOKEN to a token that may read it"
