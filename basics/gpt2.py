@@ -2,6 +2,7 @@ r"""GPT-2 as the world knows it, which train_gpt.py starts from; OpenAI's own we
 
 Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
         ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
+        ./run.sh basics/gpt2.py --save my_gpt2        a folder that Hugging Face transformers loads
         ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --mesh 8 1 --batch 32 \
             --accumulate 16 --steps 1300 --lr 6e-4         on 8 GPUs or TPUs
 Look    at `table`, which describes every parameter; at `forward`, the model; at `optimizer`
@@ -41,6 +42,8 @@ class Config(NamedTuple):
     compute: str = "bfloat16"  # format of activations; the weights themselves are float32
 
 
+# The fields of Config, and their names in the config.json of GPT-2s on the hub.
+NAMES = dict(L="n_layer", H="n_head", D="n_embd", T="n_positions", V="vocab_size")
 SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config(), "openai": Config()}
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -185,30 +188,71 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
     return params
 
 
-def read_openai(c: Config) -> dict[str, np.ndarray]:
-    """OpenAI's weights. The file: 8 bytes with the size of a JSON header, the header, the data."""
-    from huggingface_hub import hf_hub_download
-
-    path = hf_hub_download("openai-community/gpt2", "model.safetensors")
-    content = np.memmap(path, np.uint8, "r")
+# ---- Files ---------------------------------------------------------------------------------------
+def read(path: Path, c: Config) -> dict[str, np.ndarray]:
+    """Weights from a model.safetensors with OpenAI's names. The format: 8 bytes with the size of a
+    JSON header, the header, the data."""
+    content = np.fromfile(path, np.uint8)
     size = int(content[:8].view("<u8")[0])
     header = json.loads(bytes(content[8 : 8 + size]))
     data = content[8 + size :]
 
-    def read(name: str) -> np.ndarray:
+    def array(name: str) -> np.ndarray:
         start, end = header[name]["data_offsets"]
         return data[start:end].view("<f4").reshape(header[name]["shape"])
 
     params = {}
     for name, (shape, *_) in table(c).items():
         if name.startswith("h."):
-            array = np.stack([read(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
+            whole = np.stack([array(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
         else:
-            array = read(name)
-        params[name] = array.reshape(shape)
+            whole = array(name)
+        params[name] = whole.reshape(shape)
     return params
 
 
+def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
+    """What save() has written, or any GPT-2 of the hub in float32."""
+    about = json.loads((folder / "config.json").read_text())
+    sizes = {field: about[name] for field, name in NAMES.items()}
+    c = Config(**sizes)
+    return c, read(folder / "model.safetensors", c)
+
+
+def save(folder: Path, params: dict[str, Array], c: Config) -> None:
+    """Writes the two files of which transformers' GPT2LMHeadModel.from_pretrained(folder) makes the
+    model in PyTorch. They are like OpenAI's on the hub: each layer has its own arrays, with q, k
+    and v side by side, and matrices are stored as inputs x outputs, which for once is not
+    PyTorch's way, so that nothing is transposed."""
+    arrays = {}
+    for name, p in params.items():
+        p = np.asarray(p, "<f4")  # this gathers what is split over devices
+        if name == "h.attn.c_attn.weight":
+            p = p.reshape(c.L, c.D, 3 * c.D)
+        if name == "h.attn.c_attn.bias":
+            p = p.reshape(c.L, 3 * c.D)
+        if name.startswith("h."):
+            arrays |= {f"h.{layer}.{name[2:]}": part for layer, part in enumerate(p)}
+        else:
+            arrays[name] = p
+    about = {name: getattr(c, field) for field, name in NAMES.items()}
+    about |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], dtype="float32")
+    about |= dict(bos_token_id=c.V - 1, eos_token_id=c.V - 1)  # the token between two texts
+    (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+    header = {"__metadata__": {"format": "pt"}}  # transformers 4.46 asks for it, newer ones do not
+    end = 0
+    for name, p in arrays.items():
+        header[name] = dict(dtype="F32", shape=p.shape, data_offsets=[end, end + p.nbytes])
+        end += p.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for p in arrays.values():
+            file.write(p.tobytes())
+
+
+# ---- Text ----------------------------------------------------------------------------------------
 def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
     """The prompt without its first token, which separates texts, and up to `count` tokens more. One
     program of all positions serves every token: empty positions are later ones, which none sees."""
@@ -251,6 +295,8 @@ def main() -> None:
     add("--val_tokens", type=int, default=65536, help="validate on as many")
     add("--seed", type=int, default=0)
     add("--prompt", default="def ", help="what the sample continues")
+    add("--save", type=Path, metavar="FOLDER", help="write the weights for transformers to load")
+    add("--load", type=Path, metavar="FOLDER", help="sample from saved weights, without training")
     args = cli.parse_args()
     sys.path.append(str(DATA))
     import shards
@@ -262,19 +308,28 @@ def main() -> None:
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
     print("gpt2.py", vars(args) | dict(data=args.data.name, jax=jax.__version__))
     c = SIZES[args.size]
-    about = shards.GPT2
-    trains = args.size != "openai"
+    trains = args.size != "openai" and not args.load
     try:
-        if args.data == DATA / "source_code":
-            source_code.make(args.data)
-        if trains:
+        if args.save:  # now, because an error after the training would cost a run
+            args.save.mkdir(parents=True, exist_ok=True)
+        if args.load:
+            c, weights = read_folder(args.load)
+        elif trains:
+            if args.data == DATA / "source_code":
+                source_code.make(args.data)
             texts = [shards.tokens(args.data, split) for split in ("train", "val")]
-            about = shards.read_manifest(args.data) or about
+            about = shards.read_manifest(args.data) or shards.GPT2
             c = c._replace(V=about["vocab"])
-        coder = shards.coder(about["vocab"], about["eot"])
-        weights = initial(c, args.seed) if trains else read_openai(c)
+            weights = initial(c, args.seed)
+        else:
+            from huggingface_hub import hf_hub_download
+
+            weights = read(hf_hub_download("openai-community/gpt2", "model.safetensors"), c)
+        coder = shards.coder(c.V, c.V - 1)
     except (shards.Fault, OSError) as fault:
-        sys.exit(f"gpt2.py: {args.data}: {fault}")
+        sys.exit(f"gpt2.py: {args.load or args.data}: {fault}")
+    except (KeyError, ValueError) as error:
+        sys.exit(f"gpt2.py: {args.load or args.size} is not a GPT-2 in float32: {error!r}")
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.arange(16)])
@@ -285,7 +340,12 @@ def main() -> None:
     check("a token changes logits at its position and at all later ones, nothing before", right)
     if trains:
         params = train(params, c, mesh, texts, args)
-    prompt = [about["eot"], *coder.encode(args.prompt)[-c.T // 2 :]]
+    if args.save:
+        save(args.save, params, c)
+        _, found = read_folder(args.save)
+        same = all(np.array_equal(params[name], found[name]) for name in params)
+        check(f"{args.save} has these weights, for GPT2LMHeadModel.from_pretrained", same)
+    prompt = [c.V - 1, *coder.encode(args.prompt)[-c.T // 2 :]]
     tokens = sample(params, prompt, 100, c, args.seed)
     print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
 

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 
 import shards
-from cached_fineweb10B import explain, hf_hub_download
+from cached_fineweb10B import explain
+from huggingface_hub import hf_hub_download
 
 REPO, COMMIT = "Rowan/hellaswag", "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 NAME = "data/validation-00000-of-00001.parquet"

@@ -23,6 +23,7 @@ import faulthandler
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -46,8 +47,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 import train_gpt
-from dev import launch
-from train_gpt import LONG, SHORT, Config, Layer, ScheduleRow, Stage
+from dev import launch, watch
+from train_gpt import LONG, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
     "machine": "all GPUs are of one kind, and nobody else uses them",
@@ -77,7 +78,6 @@ SMALL = dataclasses.replace(
 # What healthy GPUs of these kinds reach in a node with NVLink.
 HOPPER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FLOORS = {"copy, TB/s": 2.5, "product, TFLOP/s": 500, "head, TFLOP/s": 600, "gather, TB/s": 0.25}
-PEAK = 989e12  # operations per second of an H100 in bfloat16, from the data sheet
 
 
 # ---- Two processes -------------------------------------------------------------------------------
@@ -765,7 +765,7 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
         is_longest = i == longest_stage(c)
         losses, times = train_steps(pair, c, i, mesh, least=least if is_longest else 0)
         times = times[WARM_UP:]
-        yield stage_line(c, i, mesh.size, losses, times)
+        yield stage_line(c, i, mesh, losses, times)
         if is_longest:
             yield steady_line(i, platform, times, ask_smi(LOAD))
         total += float(steps[i] * np.mean(times)) / 1e3 if learns(losses) else np.nan
@@ -774,20 +774,19 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
     yield np.isfinite(total), "predicted time to 3.28", text, total
 
 
-def stage_line(c: Config, stage: int, devices: int, losses: np.ndarray, times: np.ndarray) -> Line:
-    """A line on the speed of a stage, and on whether it learns. Operations are 6 per token and
-    weight, and 12 per token, channel and key in the window: PaLM, arXiv:2204.02311, appendix
-    B."""
+def stage_line(c: Config, stage: int, mesh: Mesh, losses: np.ndarray, times: np.ndarray) -> Line:
+    """A line on the speed of a stage, and on whether it learns. dev/watch.py has the operations
+    that MFU counts, and the peaks of devices."""
     ms = float(np.mean(times))
     rate = 1e3 * c.stages[stage].tokens / ms
     table = train_gpt.param_table(c)
-    weights = sum(np.prod(table[name].model_shape) for name in ("qk", "vo", "mlp", "head"))
-    windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long, None: 0}
-    keys = sum(windows[layer.window] for layer in c.layers)
-    mfu = rate * (6 * weights + 12 * c.D * keys) / PEAK / devices
-    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {mfu:.1%} at the peak of {devices} x H100, "
+    sizes = {name: math.prod(param.model_shape) for name, param in table.items()}
+    config = dataclasses.asdict(c)
+    flops = watch.flops_per_token(config, sizes, config["stages"][stage])
+    mfu = rate * flops / watch.peak(mesh.devices.flat[0].device_kind) / mesh.size
+    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {watch.show(mfu, '.1%')}, "
     text += f"loss from {losses[0]:.2f} to {losses[-1]:.2f}"
-    return learns(losses), f"stage {stage}", text, [ms, rate, mfu]
+    return learns(losses), f"stage {stage}", text, [ms, rate, None if math.isnan(mfu) else mfu]
 
 
 def steady_line(stage: int, platform: str, times: np.ndarray, gpus: list) -> Line:

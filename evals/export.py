@@ -1,17 +1,46 @@
-"""Weights as a folder that works without this repository: safetensors, config.json, a model card,
-reference.py."""
+"""Writes a folder that works without this repository: the weights as safetensors, config.json, a
+model card, and reference.py, the model in NumPy."""
 
 import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import reference
 import weights
+from huggingface_hub import EvalResult, ModelCardData
 from weights import ROOT, refuse
 
 FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}
+
+
+class Text(NamedTuple):
+    """What the card says about a training text."""
+
+    name: str
+    dataset: str | None = None  # on the Hub
+    language: str | None = None  # as the Hub calls it
+    prompt: str = "The"
+
+
+TEXTS = {  # by the name of the folder, as the scripts of data/ choose it
+    "source_code": Text("Python source of optax and huggingface_hub", None, "code", "def "),
+    "fineweb10B": Text("FineWeb", "kjj0/fineweb10B-gpt2", "en"),
+    "finewebedu10B": Text("FineWeb-Edu", "kjj0/finewebedu10B-gpt2", "en"),
+    "fineweb100B": Text("FineWeb", "kjj0/fineweb100B-gpt2", "en"),
+}
+TOKENS = {  # by the tokenizer in config.json
+    "bytes": dict(unit="byte", token="a byte of UTF-8", packages="NumPy"),
+    "gpt2": dict(unit="token", token="one of GPT-2's", packages="NumPy and tiktoken"),
+    None: dict(unit="token", token="a number of a vocabulary unknown to us", packages="NumPy"),
+}
+
+
+def training_text(config: dict) -> Text:
+    """The entry of TEXTS, or one with the folder's name."""
+    return TEXTS.get(config["data"], Text(config["data"] or "a text without a name"))
 
 
 def describe(w: weights.Weights) -> dict:
@@ -82,16 +111,49 @@ def largest_gap(w: weights.Weights, out: Path) -> float:
     )
 
 
-def main() -> None:
-    cli = weights.parser(__doc__)
-    cli.add_argument(
-        "out", type=Path, metavar="OUT", help="a new or empty folder, or an old export"
+def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
+    """The model card: the Hub's metadata as YAML, evals/card.md with its blanks filled, and the
+    license. `log` is the run's log or ""."""
+    text = training_text(config)
+    tokens = TOKENS[config["tokenizer"]]
+    val_loss = EvalResult(
+        task_type="text-generation",
+        dataset_type=text.dataset or text.name,
+        dataset_name=text.name,
+        dataset_split="validation",
+        metric_type="loss",
+        metric_name=f"validation loss, nats per {tokens['unit']}",
+        metric_value=round(w.result["val_loss"], 4),
     )
-    args = cli.parse_args()
-    # On a CPU, because a GPU would multiply float32 matrices in TF32.
-    weights.jax.config.update("jax_platforms", "cpu")
-    w = weights.open_weights(args.weights, args.script)
-    out = args.out
+    header = ModelCardData(
+        license="mit",
+        # Without a library, the Hub would take one with a config.json for a model of transformers.
+        library_name="jnanogpt",
+        pipeline_tag="text-generation",
+        tags=["jax", "numpy", "nanogpt", "speedrun"],
+        language=text.language,
+        datasets=text.dataset,
+        metrics=["loss"],
+        model_name=w.path.stem,
+        eval_results=[val_loss],
+    )
+    facts = re.findall(r'^(?:versions|devices|driver|git|seed|data) [\[{"\d].*', log, re.M)
+    blanks = dict(
+        run=w.path.stem,
+        text=text.name,
+        prompt=text.prompt,
+        result=json.dumps(w.result),
+        facts="\n".join(facts) or "There was no log.",
+        gap=gap,
+    )
+    body = (ROOT / "evals/card.md").read_text() + (ROOT / "LICENSE").read_text()
+    filled = body.format(**config | w.result | tokens | blanks)
+    return f"---\n{header.to_yaml()}\n---\n\n{filled}"
+
+
+def export(w: weights.Weights, script: Path, out: Path) -> None:
+    """Writes FILES into `out` and prints the command that tries them. Exits with status 2 if `out`
+    is not empty and not an export, or if reference.py does not compute the script's model."""
     log = w.path.with_suffix(".txt")
     present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
     is_export = "reference.py" in present and present <= FILES
@@ -107,20 +169,33 @@ def main() -> None:
         # reference.py comes first: with it, an interrupted export is recognized and replaced.
         (out / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
         config = describe(w)
-        about = dict(run=w.path.stem, result=result)
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        about = dict(run=w.path.stem, result=result)
         write_safetensors(out / "model.safetensors", w.arrays, about)
         gap = largest_gap(w, out)  # not 0 if the script was changed and reference.py was not
         if not gap < 0.01:  # also if it is NaN
-            refuse(f"evals/reference.py does not compute {args.script}'s model: change it, too")
-        facts = re.findall(r'^(?:versions|devices|driver|git|seed|data) [\[{"\d].*', text, re.M)
-        more = dict(facts="\n".join(facts) or "There was no log.", gap=gap)
-        card = (ROOT / "evals/card.md").read_text() + (ROOT / "LICENSE").read_text()
-        (out / "README.md").write_text(card.format(**config | w.result | about | more))
+            refuse(f"evals/reference.py does not compute {script}'s model: change it, too")
+        (out / "README.md").write_text(write_card(config, w, text, gap), encoding="utf-8")
     except Exception as error:  # from the disk, the log, or a model unknown to reference.py
         refuse(f"{out} is incomplete, because the export failed: {type(error).__name__}: {error}")
     print(f"wrote {', '.join(sorted(FILES))} to {out}")
-    print(f"next: .venv/bin/python '{out}/reference.py' 'The'")
+    prompt = training_text(config).prompt
+    print(f"next: .venv/bin/python '{out}/reference.py' '{prompt}'")
+
+
+def open_on_cpu(path: Path, script: Path) -> weights.Weights:
+    """weights.open_weights on a CPU, because a GPU would multiply float32 matrices in TF32."""
+    weights.jax.config.update("jax_platforms", "cpu")
+    return weights.open_weights(path, script)
+
+
+def main() -> None:
+    cli = weights.parser(__doc__)
+    cli.add_argument(
+        "out", type=Path, metavar="OUT", help="a new or empty folder, or an old export"
+    )
+    args = cli.parse_args()
+    export(open_on_cpu(args.weights, args.script), args.script, args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Draws pictures of a run: its losses; how far back the heads look (reach); lambdas and gates; the
 terms of the sums in the last layer and for the head (streams); singular values of the matrices.
-WEIGHTS may also be a log, logs/<run>.txt. From a log without weights it draws the losses only."""
+It prints a line for each picture. WEIGHTS may also be a log, logs/<run>.txt. From a log without
+weights it draws the losses only."""
 
 import math
 from pathlib import Path
@@ -28,6 +29,36 @@ def text(w: Weights, place: Path) -> np.ndarray:
     return next(w.code.read_batches([shard], [(4, T, 0)], w.c))
 
 
+SHOWS = {  # what main() prints of each picture
+    "loss": "the training and validation losses, by step",
+    "reach": "how many tokens back each attention head looks, and the window that it has",
+    "gates": "by how much each layer scales what it adds up: learned factors, and gates by token",
+    "streams": "how much each term contributes to the sums of the last layer and of the head",
+    "singular": "the singular values of every matrix: a curve that falls early has a low rank",
+}
+# Titles of the panels of draw_gates(), by the names of parameters and of nets' outputs.
+TITLES = {
+    "attn_lambdas": "attention sublayer: factors",
+    "mlp_lambdas": "MLP sublayer: factors",
+    "vo_lambdas": "attention: factors of two matrices",
+    "skip_lambdas": "skip: weight before the sigmoid",
+    "smear_lambda": "share of the previous embedding",
+    "gate_scale": "factor of all gates from nets",
+    "value_gates": "heads: weight of the value table",
+    "gate_x0": "weight of the embedding x0",
+    "gate_bigram": "weight of the token pair's embedding",
+    "gate_skip": "skip: gate of the earlier layer",
+    "gate_xsa": "heads: removal of their own value",
+    "gate_head": "heads: gate of the output",
+    "gate_dc_in": "composed attention: weight of a head",
+    "gate_dc_out": "composed attention: gate of a head",
+    "mudd_v": "MUDD: streams mixed into values",
+    "mudd_x": "MUDD: streams mixed into x",
+    "mudd_value": "MUDD: weight of the value table",
+    "mudd_attn": "MUDD, attention sublayer: weights",
+    "mudd_mlp": "MUDD, MLP sublayer: weights",
+    "mudd_head": "MUDD: streams mixed for the head",
+}
 BLOCKS = "block", "mudd_block"
 RECORDED = "attend", "attention", "mlp", "run_net", "weighted_sum", *BLOCKS
 
@@ -192,15 +223,18 @@ def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
 
 
 def describe(layer: object) -> str:
-    """A layer in a few lines of text: its window, and the fields that are set."""
+    """A layer in a few lines of words: its window, and the fields that are set."""
     lines = [layer.window or "no attention"]
     for name, value in vars(layer).items():
         if name == "window" or value in (False, None, ()):
             continue
-        if value is True or name == "mudd":
-            lines.append(name)
+        words = name.replace("_", " ")
+        if name in ("attend_to", "skip_from"):
+            lines.append(f"{words} layer {value}")
+        elif value is True or name == "mudd":
+            lines.append(words)
         else:
-            lines.append(f"{name}={value}")
+            lines.append(f"{words} {value}")
     return "\n".join(lines)
 
 
@@ -225,44 +259,116 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
         most.extend((p.cumsum(axis=1) < 0.9).sum(axis=1))
     layers = [describe(layer) for layer in w.c.layers]
     figure, ax = plt.subplots(figsize=(3 + 0.9 * len(layers), 4.8), layout="constrained")
-    ax.bar([*heads], windows, alpha=0.2, label="window")
-    ax.axhline(least, color="tab:red", ls=":", label="document before measured queries, at least")
-    ax.plot(x, mean, "o", color="black", label="attention of a head: mean distance")
-    ax.plot(x, half, "_", color="black", label="attention of a head: half is within")
-    ax.plot(x, most, "^", color="black", label="attention of a head: 90 % is within")
-    ax.set(xlabel="layer, its heads from left to right", ylabel="tokens back", yscale="symlog")
+    ax.bar([*heads], windows, alpha=0.2, label="window of the layer")
+    ax.axhline(
+        least,
+        color="tab:red",
+        ls=":",
+        label="least number of tokens before a measured query",
+    )
+    ax.plot(x, mean, "o", color="black", label="mean distance of a head's attention")
+    ax.plot(x, half, "_", color="black", label="half of the attention is nearer")
+    ax.plot(x, most, "^", color="black", label="90 % of the attention is nearer")
+    ax.set(xlabel="layer, its heads from left to right", yscale="symlog")
+    ax.set_ylabel("distance, tokens back, logarithmic scale")
+    ax.yaxis.set(major_formatter="{x:g}")
     ax.set_xticks(range(len(layers)), [f"{n}\n{layer}" for n, layer in enumerate(layers)])
     figure.legend(loc="outside lower center", ncols=3)
     save(figure, out / "reach")
 
 
+def used_lambdas(w: Weights) -> dict[tuple[str, int], np.ndarray]:
+    """The learned factors by name and layer, (1, n) each, of the layers that use them. Layer -1 is
+    before all layers."""
+    layers = dict(enumerate(w.c.layers))
+    users = {
+        "attn_lambdas": [n for n, layer in layers.items() if layer.window and not layer.mudd],
+        "mlp_lambdas": [n for n, layer in layers.items() if not layer.mudd],
+        "vo_lambdas": [n for n, layer in layers.items() if layer.window],
+        "skip_lambdas": [n for n, layer in layers.items() if layer.skip_from is not None],
+    }
+    found = {}
+    for name, used in users.items():
+        for layer in used:
+            found[name, layer] = w.arrays[name][layer].reshape(1, -1)
+    for name in ("gate_scale", "smear_lambda"):
+        found[name, -1] = w.arrays[name].reshape(1, -1)
+    return found
+
+
+def term_names(w: Weights, name: str, layer: int) -> list[str] | None:
+    """What the numbers of a gate or lambda belong to, in their order; None: to the heads, or there
+    is only one."""
+    if name == "mudd_head":
+        return [stream for stream, _ in w.c.mudd_head]
+    if name in ("mudd_v", "mudd_x"):
+        return [*w.c.layers[layer].mudd, "x"]
+    return {
+        "attn_lambdas": ["x", "attention"],
+        "mlp_lambdas": ["x", "MLP"],
+        "vo_lambdas": ["value matrix", "output matrix"],
+        "mudd_value": ["first half of the heads", "second half"],
+        "mudd_attn": ["x", "attention", "input", "bigram"],
+        "mudd_mlp": ["x", "MLP"],
+    }.get(name)
+
+
 def draw_gates(out: Path, w: Weights, gates: dict) -> None:
-    """Draws a panel for every kind of gate and lambda: a dot is a gate's mean over tokens, a line
-    goes from the 10th to the 90th percentile."""
-    values = dict(gates)
-    for name, array in w.arrays.items():
-        if name.endswith("_lambdas"):
-            for layer, x in enumerate(array):
-                values[name, layer] = np.ravel(x)[None]
-    for name in ("gate_scale", "smear_gate", "smear_lambda"):
-        values[name, -1] = w.arrays[name]
-    names = sorted({name for name, _ in values})
-    layers = len(w.c.layers)
-    rows = math.ceil(len(names) / 4)
-    figure, axes = plt.subplots(rows, 4, figsize=(13, 2.2 * rows), layout="constrained")
-    for (name, layer), x in values.items():
-        x = np.float32(x).reshape(-1, x.shape[-1])  # (tokens, gates)
-        ax = axes.flat[names.index(name)]
-        gate_x = layer - 0.4 + (np.arange(x.shape[1]) + 0.5) / x.shape[1] * 0.8
-        low, high = np.quantile(x, (0.1, 0.9), axis=0)
-        ax.vlines(gate_x, low, high, alpha=0.4, lw=3)
-        ax.plot(gate_x, x.mean(axis=0), ".", color="black")
-        ax.set(title=name, xlim=(-1.5, layers + 0.5), xticks=range(-1, layers + 1))
-        ax.axhline(0, color="black", lw=0.5)
+    """Draws a panel for every kind of gate and lambda: a dot is a number's mean over tokens, a line
+    goes from the 10th to the 90th percentile. A kind that has only one number, which is the same
+    for all tokens, gets no panel but a line of text."""
+    panels = {}  # by name: {layer: (tokens, numbers)}
+    for (name, layer), x in (used_lambdas(w) | gates).items():
+        panels.setdefault(name, {})[layer] = np.float32(x).reshape(-1, x.shape[-1])
+    single = []
+    for name, by_layer in sorted(panels.items()):
+        (layer, x), *more = by_layer.items()
+        if not more and x.shape[1] == 1 and np.ptp(x) < 1e-6:
+            place = "before the layers" if layer < 0 else f"layer {layer}"
+            single.append(f"{TITLES.get(name, name)} ({name}, {place}): {x[0, 0]:.3g}")
+            del panels[name]
+    names = [name for name in TITLES if name in panels]
+    names += sorted(panels.keys() - TITLES.keys())  # of a script with gates of its own
+    rows = math.ceil(len(names) / 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(13, 2.7 * rows), layout="constrained",
+                                squeeze=False)  # fmt: skip
+    for ax, name in zip(axes.flat, names, strict=False):
+        draw_panel(ax, w, name, panels[name])
     for ax in axes.flat[len(names) :]:
         ax.remove()
-    figure.supxlabel("layer (-1: before all layers; last: the head), its gates from left to right")
+    lines = [
+        "layer (in: before the first layer; head: after the last). "
+        "Dot: mean over tokens; bar: from the 10th to the 90th percentile.",
+        "In a panel without a legend, the dots of a layer are its heads from left to right.",
+    ]
+    if single:
+        lines += ["Not drawn, because each is one number for all tokens:", *single]
+    figure.supxlabel("\n".join(lines), fontsize=9)
     save(figure, out / "gates")
+
+
+def draw_panel(ax, w: Weights, name: str, by_layer: dict[int, np.ndarray]) -> None:
+    """Draws a panel of draw_gates(): numbers are (tokens, numbers) by layer."""
+    colors = {}  # by term
+    for layer, x in by_layer.items():
+        n = x.shape[1]
+        low, high = np.quantile(x, (0.1, 0.9), axis=0)
+        terms = term_names(w, name, layer) or [None] * n
+        for i, term in enumerate(terms):
+            gate_x = layer - 0.4 + (i + 0.5) / n * 0.8
+            label = term if term not in colors else None
+            color = colors.setdefault(term, f"C{len(colors)}")
+            ax.vlines(gate_x, low[i], high[i], color=color, alpha=0.4, lw=3)
+            ax.plot(gate_x, x[:, i].mean(), ".", color=color, label=label)
+    layers = len(w.c.layers)
+    ax.set_title(f"{TITLES.get(name, name)} ({name})", fontsize=9)
+    ax.set(xlim=(-1.5, layers + 0.5))
+    ax.set_xticks(range(-1, layers + 1), ["in", *range(layers), "head"], fontsize=8)
+    ax.axhline(0, color="black", lw=0.5)
+    if None not in colors:
+        low, high = ax.get_ylim()
+        ax.set_ylim(low, high + 0.35 * (high - low))  # room for the legend
+        ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1, handletextpad=0)
 
 
 def draw_streams(out: Path, sums: list[tuple]) -> None:
@@ -279,14 +385,25 @@ def draw_streams(out: Path, sums: list[tuple]) -> None:
     bars = ax.barh(y, shares, color=colors)
     ax.bar_label(bars, [f" {share:+.1%}" for share in shares])
     ax.set_yticks(y, labels)
-    ax.set(xlim=(-0.3, 1.3), xlabel="the term's share in the direction of the sum (total: 1)")
+    ax.set(xlim=(-0.3, 1.3), title="What the last layer and the head add up")
+    ax.set_xlabel(
+        "share of the term in the direction of its sum (the terms of one color add up to 1)"
+    )
     save(figure, out / "streams")
 
 
 def draw_singular(out: Path, w: Weights) -> None:
     """Draws the singular values of every layer's matrices, each curve divided by its largest."""
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
-    panels = dict(zip("q k v o fc proj".split(), axes.T.flat, strict=True))
+    titles = {
+        "q": "queries",
+        "k": "keys",
+        "v": "values",
+        "o": "output of attention",
+        "fc": "first matrix of the MLP",
+        "proj": "second matrix of the MLP",
+    }
+    figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained")
+    panels = dict(zip(titles, axes.T.flat, strict=True))
     L = len(w.c.layers)
     table = w.code.param_table(w.c)
     for n in range(L):
@@ -300,11 +417,16 @@ def draw_singular(out: Path, w: Weights) -> None:
             matrices["v"], matrices["o"] = banks["vo"]
         for name, x in matrices.items():
             values = np.linalg.svd(x, compute_uv=False)
-            panels[name].plot(values / values[0], color=plt.cm.viridis(n / L), label=n)
-            panels[name].set(title=name, yscale="log", ylim=(1e-3, 1.2))
+            # Every layer has its color and its marker, which it draws at ranks of its own.
+            every = max(1, len(values) // 6)
+            panels[name].plot(
+                values / values[0], color=f"C{n % 10}", label=n, lw=1,
+                marker="os^vDPX*<>hd"[n % 12], markersize=4, markevery=(every * n // L, every),
+            )  # fmt: skip
+            panels[name].set(title=f"{titles[name]} ({name})", yscale="log", ylim=(1e-3, 1.2))
     figure.legend(*panels["fc"].get_legend_handles_labels(), loc="outside right", title="layer")
-    figure.supxlabel("rank")
-    figure.supylabel("singular value / the largest")
+    figure.supxlabel("rank: the largest singular value is number 0")
+    figure.supylabel("singular value, divided by the largest of its matrix")
     save(figure, out / "singular")
 
 
@@ -327,8 +449,10 @@ def main() -> None:
         refuse(error)
     except runs.Unreadable as error:
         refuse(f"{log} is no log of a run: {error}")
+    pictures = []
     if run:
         plot_log(run, out / "loss")
+        pictures.append("loss")
     if path.exists():
         w = open_weights(path, args.script)
         tokens = text(w, args.data or ROOT / w.config["data"])
@@ -337,7 +461,9 @@ def main() -> None:
         draw_gates(out, w, gates)
         draw_streams(out, sums)
         draw_singular(out, w)
-    print(f"pictures are in {out}")
+        pictures += ["reach", "gates", "streams", "singular"]
+    for name in pictures:
+        print(f"{out / name}.svg: {SHOWS[name]}")
 
 
 if __name__ == "__main__":

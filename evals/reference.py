@@ -1,7 +1,7 @@
-"""jNanoGPT in plain NumPy: logits and greedy text from the model.safetensors and config.json that
-are in the same folder.
+"""jNanoGPT in plain NumPy: logits and text from the model.safetensors and config.json that are in
+the same folder.
 
-    python reference.py "prompt" [--tokens N]
+    python reference.py "prompt" [--tokens N] [--temperature T] [--seed S]
 
 Written to be read from the top down, not to be fast: one sequence, float32, no cache.
 Names end in their dimensions: T position, S position of a key, D model, R hidden of a gate net,
@@ -224,10 +224,12 @@ def mix(weights_TN, streams):
 
 
 def main():
-    cli = argparse.ArgumentParser(description="Prints a prompt and its greedy continuation.")
+    cli = argparse.ArgumentParser(description="Continues a prompt.")
     cli.error = lambda message: cli.exit(2, f"reference.py: {message}\n")
     cli.add_argument("prompt")
     cli.add_argument("--tokens", type=int, default=100, help="of the continuation, at most")
+    cli.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest tokens")
+    cli.add_argument("--seed", type=int, default=0, help="another one makes another text")
     args = cli.parse_args()
     out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
     try:
@@ -244,8 +246,12 @@ def main():
     except Exception as error:  # from the files, the vocabulary or the prompt
         cli.error(f"{type(error).__name__}: {error}")
     out.write(args.prompt.encode())
+    rng = np.random.default_rng(args.seed)
     for _ in range(args.tokens):
-        tokens.append(int(logits(tokens, c, weights)[-1].argmax()))
+        z_V = logits(tokens, c, weights)[-1]
+        # The token with the largest sum is a sample of softmax(z_V / temperature) (Gumbel, 1954).
+        noise_V = rng.gumbel(size=len(z_V))
+        tokens.append(int(np.argmax(z_V + args.temperature * noise_V)))
         if tokens[-1] == c.eot:
             break
         out.write(piece(tokens[-1]))

@@ -5,7 +5,8 @@
 
 Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
 side. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
-final losses minus those of the first folder, for every seed that both have run. Writes OUT.svg.
+final losses minus those of the first folder, for every seed that both have run; beside it, curves
+of fewer than 4 points are left out, because they do not show a shape. Writes OUT.svg.
 """
 
 import argparse
@@ -25,6 +26,7 @@ try:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 except ImportError:
     remedy = "pip install -r tests/requirements.txt, as ./run.sh look does"
     print(f"{Path(sys.argv[0]).name}: matplotlib is missing: {remedy}", file=sys.stderr)
@@ -32,7 +34,11 @@ except ImportError:
 
 # Losses of record 21 are means of nine runs, of it and of scripts like it; times are of one run.
 UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
-LABELS = dict(steps="steps", tokens="training tokens, millions", time="training time, seconds")
+FEWEST_POINTS = 4  # of a curve that is worth a panel beside the differences
+LABELS = dict(steps="training steps", tokens="training tokens, millions",
+              time="training time, seconds")  # fmt: skip
+SMOOTHED = "mean of 7 logged batches"  # see smooth()
+BYTES = 257  # the size of the vocabulary in which a token is a byte: 256 and the end of text
 STYLE = {
     "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
@@ -48,6 +54,7 @@ class Curve(NamedTuple):
     mean: list[float]
     sd: list[float]
     train: "Curve | None" = None  # the training losses of batches, where all logs have them
+    per: str = "token"  # or "byte": losses are in nats per token or per byte
 
 
 def curve(name: str, evidence: verify.Evidence) -> Curve:
@@ -59,7 +66,22 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     training = [run.training for run in runs]
     train = mean_of(runs, training, "training loss") if all(training) else None
     mean = mean_of(runs, [run.validations for run in runs], label)
-    return mean._replace(train=train)
+    return mean._replace(train=train, per=loss_per(runs[0]))
+
+
+def loss_per(run: Run) -> str:
+    """Returns what the losses of a run are counted by: "byte" if its tokens are bytes."""
+    return "byte" if run.config and run.config.get("vocab") == BYTES else "token"
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Returns for every batch the mean of it, the 3 logged batches before and the 3 after it. Near
+    the first batch, where the loss falls fast, it takes as many after it as there are before it."""
+    means = []
+    for i in range(len(losses)):
+        reach = min(3, i)
+        means.append(fmean(losses[i - reach : i + reach + 1]))
+    return means
 
 
 def mean_of(runs: list[Run], losses: list[list[Validation]], name: str) -> Curve:
@@ -112,8 +134,8 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
                   markersize=4)  # fmt: skip
         # The loss of a batch jumps: a thin line without a band, and only beside few other curves.
         if c.train and len(curves) < 3:
-            axes.plot(c.train.x[unit], c.train.mean, color=color, linewidth=0.5, alpha=0.6,
-                      label=c.train.name if i == 0 else None)  # fmt: skip
+            axes.plot(c.train.x[unit], smooth(c.train.mean), color=color, linewidth=0.8, alpha=0.7,
+                      label=f"{c.train.name}, {SMOOTHED}" if i == 0 else None)  # fmt: skip
         low = [mean - sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
@@ -129,7 +151,7 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
         axes.set_ylim(min(lowest) - room, max(highest) + room)
     axes.set_xlim(left=0)
     axes.set_xlabel(LABELS[unit])
-    axes.set_ylabel("validation loss, nats per token")
+    axes.set_ylabel(f"validation loss, nats per {curves[0].per}")
 
 
 def draw_legend(axes, count: int) -> None:
@@ -149,8 +171,8 @@ class Difference(NamedTuple):
     name: str
 
 
-def draw_differences(axes, variants: list[tuple[str, verify.Evidence]]) -> None:
-    """Draws a row for each variant, sorted by the mean: the difference of every pair, their mean,
+def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str) -> None:
+    """Draws a row for each variant, sorted by the mean: the difference for every seed, their mean,
     its 95 % interval. A mean far beyond the others is an arrow, which leaves their scale alone."""
     first_name, first = variants[0]
     rows = []
@@ -164,7 +186,8 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]]) -> None:
     reach = [max(abs(row.mean) + row.half, *map(abs, row.changes)) for row in rows]
     widest = max((r for r in reach if r <= 4 * median(reach)), default=1.0) * 1.1
     for y, row in enumerate(rows):
-        axes.text(1.02, y, f"{row.mean:+.4f}", transform=axes.get_yaxis_transform(), va="center")
+        mean = f"{row.mean:+.4f}".replace("-", "\N{MINUS SIGN}")
+        axes.text(1.02, y, mean, transform=axes.get_yaxis_transform(), va="center")
         if abs(row.mean) > widest:
             end = widest if row.mean > 0 else -widest
             axes.annotate("", (end, y), (0.75 * end, y), arrowprops=dict(arrowstyle="->"))
@@ -173,11 +196,21 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]]) -> None:
         axes.plot(row.changes, ys, "o", color="tab:blue", alpha=0.45, markersize=5)
         axes.errorbar(row.mean, y, xerr=row.half, fmt="D", color="black", markersize=4, capsize=3,
                       linewidth=1)  # fmt: skip
+    # These have no data: they are for the legend only.
+    one = axes.plot([], [], "o", color="tab:blue", alpha=0.45, markersize=5)[0]
+    mean = axes.errorbar([], [], xerr=[], fmt="D", color="black", markersize=4, capsize=3)
+    arrow = axes.plot([], [], color="black", marker=r"$\rightarrow$", markersize=10, ls="")[0]
+    handles = {"one seed": one, "mean and its 95 % interval": mean}
+    if any(abs(row.mean) > widest for row in rows):
+        handles["the mean is beyond the scale"] = arrow
+    axes.legend(handles.values(), handles, fontsize=8, loc="upper center", ncols=3,
+                bbox_to_anchor=(0.5, -0.14))  # fmt: skip
     axes.axvline(0, color="black", linewidth=0.9)
     axes.set_xlim(-widest, widest)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final loss minus {first_name}'s, nats per token; mean, 95 % interval, pairs")
+    axes.set_xlabel(f"final validation loss minus that of {first_name}, nats per {per}")
     axes.grid(axis="y", visible=False)
 
 
@@ -189,27 +222,43 @@ def plot(
     curves = [curve(name, evidence) for name, evidence in variants]
     if with_upstream:
         curves.append(upstream())
+    if differences and max(len(c.mean) for c in curves) < FEWEST_POINTS:
+        units = []
     panels = len(units) + (1 if differences else 0)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, 4.4), squeeze=False,
                                     layout="constrained")  # fmt: skip
         for i, unit in enumerate(units):
             draw_curves(axes[0, i], curves, unit, target)
-        draw_legend(axes[0, 0], len(curves))
+        if units:
+            draw_legend(axes[0, 0], len(curves))
         if differences:
-            draw_differences(axes[0, -1], variants)
+            draw_differences(axes[0, -1], variants, curves[0].per)
         figure.suptitle(title.replace("$", r"\$"))
         save(figure, out)
 
 
 def plot_log(run: Run, out: Path) -> None:
-    """Draws the losses of one run from first to last, for evals/look.py."""
+    """Draws the losses of one run from first to last, for evals/look.py: every logged batch as a
+    dot, their smoothed curve, the validations, and the target if the run has one."""
+    steps = [v.step for v in run.training]
+    batches = [v.loss for v in run.training]
+    # In `record`, a batch's loss also has terms for later tokens and for prefixes.
+    name = "training loss"
+    if run.config and run.config["preset"] == "record":
+        name = "training loss, all targets of a token together"
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
-        for losses, style in (run.training, "-"), (run.validations, "o-"):
-            axes.plot([v.step for v in losses], [v.loss for v in losses], style, linewidth=1)
-        axes.legend(["training, all targets", "validation"])
-        axes.set(yscale="log", xlabel="step", ylabel="loss, nats per token", title=run.name)
+        axes.plot(steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch")
+        axes.plot(steps, smooth(batches), color="tab:blue", label=f"{name}, {SMOOTHED}")
+        axes.plot([v.step for v in run.validations], [v.loss for v in run.validations], "o-",
+                  color="tab:orange", markersize=5, label="validation loss")  # fmt: skip
+        target = run.config and run.config["target"]
+        if target:
+            axes.axhline(target, color="black", lw=0.9, ls=":", label=f"target {target:g}")
+        axes.legend()
+        axes.set(yscale="log", xlabel="training steps", title=run.name)
+        axes.set_ylabel(f"loss, nats per {loss_per(run)}, logarithmic scale")
         axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
         save(figure, out)
 

@@ -1,9 +1,10 @@
 """A server on loopback that answers as huggingface.co does, and fails where a test wants it to.
 
-It answers the requests of huggingface_hub 2.4.0, by kind: `info` is the commit of a branch, `paths`
-the sizes and hashes of files, `head` the address and the hash of a file, `get` a redirect to
-another host, and `cdn` the bytes there. A failure ("trouble") is a function that changes a reply:
-those in `plans` apply to one request each, those in `always` to every request.
+It answers the requests of huggingface_hub 2.4.0, by kind: `info` is the commit of a branch with the
+sizes and hashes of its files, `tree` the list of its files, `head` the address and the hash of a
+file, `get` a redirect to another host, and `cdn` the bytes there. A failure ("trouble") is a
+function that changes a reply: those in `plans` apply to one request each, those in `always` to
+every request. It does not offer Xet.
 """
 
 import collections
@@ -12,30 +13,16 @@ import http.server
 import json
 import re
 import threading
-import time
 import types
 import urllib.parse
 from collections.abc import Callable
 
 ROUTES = {
     "info": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)",
-    "paths": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)",
+    "tree": r"/api/datasets/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)",
     "get": r"/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)",
     "cdn": r"/cdn/(?P<revision>[^/]+)/(?P<name>.+)",
 }
-
-
-def hurry(script, assign: Callable) -> None:
-    """Makes a download script's pauses short, and chunks so small that a cut file has some."""
-    from huggingface_hub import constants, file_download
-    from huggingface_hub.utils import _http
-
-    quick = types.SimpleNamespace(**vars(time) | dict(sleep=lambda seconds: time.sleep(0.005)))
-    for module in (file_download, _http):
-        assign(module, "time", quick)
-    assign(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
-    assign(script, "PINNED", {})
-    assign(script, "PAUSES", (0.01, 0.01, 0.01))
 
 
 class Hub:
@@ -67,13 +54,7 @@ class Hub:
         """The file names in the requests of a kind, in order; for kind info, the revisions."""
         return [r.name or r.revision for r in list(self.requests) if r.kind == kind]
 
-    def wait_for(self, kind: str, count: int) -> None:
-        end = time.monotonic() + 20
-        while len(self.asked(kind)) < count:
-            assert time.monotonic() < end, f"{self.asked(kind)} of {count} requests of kind {kind}"
-            time.sleep(0.01)
-
-    def answer(self, method: str, url: str, headers: dict, body: bytes) -> types.SimpleNamespace:
+    def answer(self, method: str, url: str, headers: dict) -> types.SimpleNamespace:
         path = urllib.parse.unquote(url.split("?")[0])
         matches = {kind: re.fullmatch(pattern, path) for kind, pattern in ROUTES.items()}
         (kind,) = [kind for kind, match in matches.items() if match]
@@ -88,12 +69,12 @@ class Hub:
             if self.plans[kind, name]:
                 trouble = self.plans[kind, name].pop(0)
         repo = route.get("repo", self.repo)
-        reply = self.reply(kind, repo, route["revision"], name, headers, body)
+        reply = self.reply(kind, repo, route["revision"], name, headers)
         if trouble:
             trouble(reply)
         return reply
 
-    def reply(self, kind, repo, revision, name, headers, body) -> types.SimpleNamespace:
+    def reply(self, kind, repo, revision, name, headers) -> types.SimpleNamespace:
         if headers.get("authorization", "Bearer good") != "Bearer good" and kind != "cdn":
             return refusal(401, None, "Invalid credentials in Authorization header")
         if repo != self.repo:
@@ -101,72 +82,59 @@ class Hub:
         commit = self.main if revision == "main" else revision
         files = self.commits[commit]
         if kind == "info":
-            return make_reply(200, dict(id=repo, sha=commit, private=False, siblings=[], tags=[]))
-        if kind == "paths":
-            paths = urllib.parse.parse_qs(body.decode())["paths"]
-            known = []
-            for path in set(paths) & files.keys():
-                size = len(files[path])
-                digest = hashlib.sha256(files[path]).hexdigest()
-                file = dict(type="file", path=path, oid="0" * 40, size=size)
-                known.append(file | dict(lfs=dict(oid=digest, size=size, pointerSize=134)))
-            return make_reply(200, known) if len(paths) <= 1000 else refusal(413, None, "too many")
+            about = dict(id=repo, sha=commit, private=False, tags=[])
+            siblings = [dict(rfilename=path, lfs=lfs(it)) for path, it in files.items()]
+            return make_reply(200, about | dict(siblings=siblings))
+        if kind == "tree":
+            entries = [dict(type="file", path=path, lfs=lfs(it)) for path, it in files.items()]
+            return make_reply(200, [e | dict(oid="0" * 40, size=e["lfs"]["size"]) for e in entries])
         if name not in files:
             return refusal(404, "EntryNotFound", "Entry not found")
         etag = f'"{hashlib.sha256(files[name]).hexdigest()}"'
         if kind == "cdn":
             return make_reply(200, files[name], {"ETag": etag})
-        # For huggingface_hub, localhost is another host than 127.0.0.1, as a CDN is. Most files of
-        # the real hub offer Xet, so it is offered here.
+        # For huggingface_hub, localhost is another host than 127.0.0.1, as a CDN is.
         url = self.endpoint.replace("127.0.0.1", "localhost") + f"/cdn/{commit}/{name}?signed=yes"
         file = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(files[name])), "Location": url}
-        xet = {"X-Xet-Hash": "0" * 64, "Link": f'<{self.endpoint}/xet/{commit}>; rel="xet-auth"'}
-        return make_reply(302, b"", {**file, **xet, "ETag": '"pointer"', "X-Repo-Commit": commit})
+        return make_reply(302, b"", file | {"ETag": '"pointer"', "X-Repo-Commit": commit})
+
+
+def lfs(content: bytes) -> dict:
+    """What the hub states about the bytes of a file."""
+    digest = hashlib.sha256(content).hexdigest()
+    return dict(oid=digest, sha256=digest, size=len(content), pointerSize=134)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key.lower(): value for key, value in self.headers.items()}
-        reply = self.server.hub.answer(self.command, self.path, headers, body)
-        start = 0
-        content = reply.body
-        asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
-        if reply.status == 200 and asked:
-            start = int(asked[1])
-            reply.status = 206
-            reply.headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        reply = self.server.hub.answer(self.command, self.path, headers)
         self.send_response(reply.status)
         for key, value in reply.headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = len(content)
-        if reply.share is not None:
-            end = max(start, int(reply.share * len(content)))
-        self.wfile.write(content[start:end])
+        half = len(reply.body) // 2
+        self.wfile.write(reply.body[:half])
         if reply.stalls:
             self.server.hub.released.wait(60)
-            self.wfile.write(content[end:])
-        elif reply.share is not None:
-            self.close_connection = True
+        self.wfile.write(reply.body[half:])
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def log_message(self, *_) -> None:
         pass
 
 
 def make_reply(status: int, body: object, headers: dict | None = None) -> types.SimpleNamespace:
-    """A whole reply. A trouble may set `share`, the part of the body that is sent before the
-    connection is cut or, if `stalls`, before the reply waits."""
+    """A whole reply. A trouble may set `stalls`: then it waits in the middle of its body."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     about = dict(status=status, body=body, headers=headers or {})
-    return types.SimpleNamespace(**about, share=None, stalls=False)
+    return types.SimpleNamespace(**about, stalls=False)
 
 
 def refusal(status: int, code: str | None, message: str) -> types.SimpleNamespace:
@@ -184,19 +152,9 @@ def sends(body: object, status: int = 200) -> Callable:
     return lambda reply: vars(reply).update(vars(make_reply(status, body)))
 
 
-def cut(reply) -> None:
-    reply.share = 0.5
-
-
 def stall(reply) -> None:
-    reply.share = 0.5
     reply.stalls = True
 
 
 def flip(reply) -> None:
     reply.body = reply.body[:-2] + bytes([reply.body[-2] ^ 1]) + reply.body[-1:]
-
-
-def states(**changes: object) -> Callable:
-    """For kind paths: other facts about every file."""
-    return lambda reply: sends([file | changes for file in json.loads(reply.body)])(reply)

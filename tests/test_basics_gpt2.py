@@ -1,17 +1,19 @@
 """basics/gpt2.py: it runs, its checks catch faults, and its model is OpenAI's, in float64."""
 
+import json
 import math
 import os
 import urllib.request
 from pathlib import Path
 
 import gpt2
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub import constants, hf_hub_download
 from jax.sharding import AxisType, NamedSharding
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tests.tools import basic, write_shard
@@ -20,13 +22,17 @@ SMALL = gpt2.Config(L=3, H=2, D=32, T=24, V=61, compute="float32")
 QUICK = "--steps", "4", "--val_every", "4", "--val_tokens", "1024"
 
 
-def test_it_trains_and_samples(tmp_path):
-    done = basic(
-        tmp_path, "gpt2", *QUICK, "--accumulate", "2", "--batch", "1", "--prompt", "def f("
-    )
+def test_it_trains_saves_and_samples(tmp_path):
+    """What it has saved continues the prompt with the same text."""
+    flags = "--accumulate", "2", "--batch", "1", "--prompt", "def f(", "--save", "new/folder"
+    done = basic(tmp_path, "gpt2", *QUICK, *flags)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("ok   ") == 3 and "tokens:2048 val_loss:" in done.stdout
-    assert len(done.stdout.partition("\ndef f(")[2]) > 1
+    assert done.stdout.count("ok   ") == 4 and "tokens:2048 val_loss:" in done.stdout
+    text = done.stdout.partition("\ndef f(")[2]
+    assert len(text) > 1
+    done = basic(tmp_path, "gpt2", "--load", "new/folder", "--prompt", "def f(")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.partition("\ndef f(")[2] == text and "val_loss" not in done.stdout
 
 
 @pytest.mark.slow  # dev/faults.py plants more
@@ -47,6 +53,12 @@ def test_bad_input_gets_a_line(tmp_path, missing, message):
     os.truncate(shard, shard.stat().st_size - missing)
     done = basic(tmp_path, "gpt2", "--data", str(tmp_path))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+def test_a_folder_of_another_model_gets_a_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = basic(tmp_path, "gpt2", "--load", ".")
+    assert done.stderr == "gpt2.py: . is not a GPT-2 in float32: KeyError('n_layer')\n"
 
 
 # ---- OpenAI's model in NumPy, from its file ------------------------------------------------------
@@ -98,8 +110,7 @@ def openai_names(c: gpt2.Config, seed: int) -> dict[str, np.ndarray]:
 def test_openais_file_is_read_and_the_model_is_its_model(tmp_path, monkeypatch):
     file = openai_names(SMALL, 0)
     save_file({name: np.ascontiguousarray(p) for name, p in file.items()}, tmp_path / "model")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name: tmp_path / "model")
-    params = jax.device_put(gpt2.read_openai(SMALL))
+    params = jax.device_put(gpt2.read(tmp_path / "model", SMALL))
     tokens = np.random.default_rng(1).integers(0, SMALL.V, (2, 25))
     tokens[:, 0] = 0
     logits = gpt2.forward(params, tokens[:, :-1], SMALL)
@@ -117,16 +128,39 @@ def test_openais_file_is_read_and_the_model_is_its_model(tmp_path, monkeypatch):
     assert len(text) == 9 or reference(file, np.array(text), SMALL.H)[-1].argmax() == 7
 
 
+def test_a_saved_folder_is_like_openais_on_the_hub(tmp_path):
+    """Weights that were read from a file like OpenAI's are saved with its names, shapes and
+    numbers, with a config.json that transformers has loaded (records/other/transformers.txt)."""
+    file = openai_names(SMALL, 0)
+    save_file({name: np.ascontiguousarray(p) for name, p in file.items()}, tmp_path / "model")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    split = {k: NamedSharding(mesh, spec) for k, (_, spec, *_) in gpt2.table(SMALL).items()}
+    gpt2.save(tmp_path, jax.device_put(gpt2.read(tmp_path / "model", SMALL), split), SMALL)
+    found = load_file(tmp_path / "model.safetensors")
+    masks = {name for name in file if name.endswith(".attn.bias")}  # constants, which need no file
+    assert len(masks) == SMALL.L and found.keys() == file.keys() - masks
+    for name, p in found.items():
+        np.testing.assert_array_equal(p, file[name], err_msg=name, strict=True)
+    with safe_open(tmp_path / "model.safetensors", "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    about = json.loads((tmp_path / "config.json").read_text())
+    expected = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], dtype="float32")
+    expected |= dict(n_layer=3, n_head=2, n_embd=32, n_positions=24, vocab_size=61)
+    assert about == expected | dict(bos_token_id=60, eos_token_id=60)
+    c, params = gpt2.read_folder(tmp_path)
+    assert c == SMALL._replace(compute="bfloat16") and params.keys() == gpt2.table(c).keys()
+
+
 def test_openais_own_weights_continue_a_text():
     """Where the hub can be reached: the same comparison, and a text with an obvious next token."""
     try:
-        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=5).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
     except OSError:
         pytest.skip("no network: OpenAI's weights cannot be fetched")
     c = gpt2.SIZES["openai"]._replace(compute="float32")
-    params = gpt2.read_openai(c)
-    path = Path(huggingface_hub.hf_hub_download("openai-community/gpt2", "model.safetensors"))
-    file = {k: v for k, v in load_file(path).items() if "attn.bias" not in k}
+    path = Path(hf_hub_download("openai-community/gpt2", "model.safetensors"))
+    params = gpt2.read(path, c)
+    file = {k: v for k, v in load_file(path).items() if not k.endswith(".attn.bias")}
     text = gpt2_tokens("The quick brown fox jumps over the lazy dog. To be, or not to be, that is")
     logits = np.asarray(gpt2.forward(jax.device_put(params), text[None], c)[0])
     expected = reference(file, text, c.H)

@@ -589,6 +589,7 @@ def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch, fake_record):
 
     fake_record([5.0, 4.0])
     monkeypatch.setattr(check_gpu, "train_steps", train_steps)
+    monkeypatch.setitem(check_gpu.watch.PEAKS, "cpu", 989)
     first = dataclasses.replace(STAGES[0], steps=300)
     c = dataclasses.replace(TWO_STAGES, stages=(first, *STAGES[1:]))
     lines = {name: facts for _, name, _, facts in check_gpu.check_record(c, make_mesh(2), 30)}

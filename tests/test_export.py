@@ -1,6 +1,8 @@
 """evals/export.py: what its folder has, and that the NumPy code in it computes the model."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import reference
 import weights
+from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 
 import train_gpt
@@ -67,8 +70,8 @@ def call(tool: ModuleType, *argv) -> None:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """For each of MODELS: its weights (path), its export (out), tokens, and the logits (z) that
-    train_gpt.py computes in float32."""
+    """For each of MODELS: its weights (path), its export (out), what export.py printed, tokens, and
+    the logits (z) that train_gpt.py computes in float32."""
     folder = tmp_path_factory.mktemp("exports")
     made = {}
     runner = weights.runner
@@ -82,9 +85,11 @@ def exports(tmp_path_factory):
             w = w._replace(c=replace(w.c, compute="float32").without_fp8())
             run = runner(w, lambda x, head, _, w=w: weights.logits(w, x, head), 1)
             patch.setattr(weights, "runner", lambda *_, run=run: run)  # it compiles once
-            call(export, path, out)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                call(export, path, out)
             z = lambda x, run=run, c=c: np.asarray(run(x))[0, :, : c.vocab]
-            made[name] = SimpleNamespace(path=path, out=out, tokens=tokens, run=z, z=z(tokens))
+            about = dict(path=path, out=out, printed=printed.getvalue(), tokens=tokens)
+            made[name] = SimpleNamespace(**about, run=z, z=z(tokens))
         yield made
 
 
@@ -142,16 +147,34 @@ def test_the_folder_alone_continues_a_prompt(exports, tmp_path, name, piece):
     for n in range(4, 16):
         tokens.append(int(made.run(np.resize(tokens, (1, T + 1)))[n].argmax()))
     text = b"def " + b"".join(piece % n for n in tokens[5:]) + b"\n"
-    done = start("reference.py", "def ", "--tokens", "12", cwd=made.out, env=how, text=False)
+    argv = "def ", "--tokens", "12", "--temperature", "0"
+    done = start("reference.py", *argv, cwd=made.out, env=how, text=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, text, b"") and len({*tokens}) > 8
 
 
 def test_the_end_of_a_document_ends_a_text(exports, monkeypatch, capfd):
     coming = [*"é!".encode(), 256, 0]
     monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
-    monkeypatch.setattr(reference, "logits", lambda *_: np.eye(257)[[coming.pop(0)]])
+    monkeypatch.setattr(reference, "logits", lambda *_: 99 * np.eye(257)[[coming.pop(0)]])
     call(reference, "h")
     assert (capfd.readouterr().out, coming) == ("hé!\n", [0])
+
+
+def test_a_text_is_a_sample_at_the_temperature(exports, monkeypatch, capfd):
+    """Of A, B and C with probabilities 0.7, 0.2 and 0.1; temperature 2 takes their square roots."""
+    p = np.array([0.7, 0.2, 0.1])
+    z_V = np.full(257, -99.0)
+    z_V[[*b"ABC"]] = np.log(p)
+    monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
+    monkeypatch.setattr(reference, "logits", lambda *_: z_V[None])
+    texts = []
+    for temperature, seed in (1, 5), (1, 5), (2, 5), (2, 6):
+        call(reference, ".", "--tokens", 4000, "--temperature", temperature, "--seed", seed)
+        texts.append(capfd.readouterr().out.strip(".\n"))
+        share = np.array([texts[-1].count(letter) for letter in "ABC"]) / 4000
+        expected = p ** (1 / temperature)
+        assert np.abs(share - expected / expected.sum()).max() < 0.03  # 4 sd or more
+    assert texts[0] == texts[1] and texts[2] != texts[3]
 
 
 @pytest.mark.parametrize("name, tokenizer", [("record", "gpt2"), ("tiny", "bytes")])
@@ -196,7 +219,29 @@ def test_the_card_of_a_trained_model(tmp_path):
     facts = re.findall("^(?:versions|devices|driver|git|seed|data) .*", log, re.M)
     assert len(facts) == 6 and all(f"\n{fact}\n" in card for fact in facts)
     assert log.splitlines()[-1].partition(', "weights')[0] in card
-    assert "transformers` cannot load it" in card and (ROOT / "LICENSE").read_text() in card
+    assert "`transformers` library cannot load it" in card
+    assert (ROOT / "LICENSE").read_text() in card
+    assert "- Training text: a text without a name\n" in card and "nats per byte" in card
+    assert ModelCard(card).data.eval_results[0].dataset_name == "a text without a name"
+
+
+@pytest.mark.parametrize("name, dataset, language, prompt", [
+    ("record", "kjj0/fineweb10B-gpt2", "en", "The"), ("tiny", None, "code", "def "),
+])  # fmt: skip
+def test_the_card_names_a_known_text_and_how_to_try_the_model(
+    exports, name, dataset, language, prompt
+):
+    made = exports[name]
+    card = ModelCard((made.out / "README.md").read_text())
+    header = card.data
+    (result,) = header.eval_results
+    assert (header.license, header.library_name) == ("mit", "jnanogpt")
+    assert (header.pipeline_tag, header.metrics) == ("text-generation", ["loss"])
+    assert (header.datasets, header.language) == (dataset, language)
+    assert (result.metric_type, result.metric_value) == ("loss", 1.25)
+    assert result.metric_name.endswith("per byte" if name == "tiny" else "per token")
+    assert f'python reference.py "{prompt}"\n' in card.text
+    assert made.printed.endswith(f"next: .venv/bin/python '{made.out}/reference.py' '{prompt}'\n")
 
 
 # The last column begins with the tool that is called.

@@ -125,36 +125,66 @@ def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypat
 
 
 def dots_and_spans(ax, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """The means that a panel shows for a layer, and the ends of their lines."""
-    means = [line for line in ax.lines if line.get_marker() == "."]
-    for dots, lines in zip(means, ax.collections, strict=True):
-        if round(dots.get_xdata().mean()) == layer:
-            return dots.get_ydata(), np.array(lines.get_segments())[:, :, 1].T
-    raise AssertionError(f"{ax.get_title()} has no layer {layer}")
+    """The means that a panel shows for a layer from left to right, and the ends of their lines."""
+    points = [line.get_xydata()[0] for line in ax.lines if line.get_marker() == "."]
+    segments = [lines.get_segments()[0] for lines in ax.collections]
+    means = [y for x, y in points if round(x) == layer]
+    ends = [segment[:, 1] for segment in segments if round(segment[0, 0]) == layer]
+    assert means, f"{ax.get_title()} has no layer {layer}"
+    return np.array(means), np.array(ends).T
+
+
+def names_in_parentheses(axes) -> dict:
+    """Panels by the name in parentheses at the end of their titles."""
+    return {re.search(r".+ \((\w+)\)$", ax.get_title())[1]: ax for ax in axes}
 
 
 def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
     for w, _, gates, _ in trained[1:]:
-        panels = {ax.get_title(): ax for ax in drawn(look.draw_gates, w, gates).axes}
+        figure = drawn(look.draw_gates, w, gates)
+        panels = names_in_parentheses(figure.axes)
+        text = figure.get_supxlabel()
         for net, outputs in w.code.nets(w.c).items():
             scale = 0.1 if net.startswith("mudd") else w.arrays["gate_scale"]
             biases = scale * w.arrays[f"{net}.b2"]
             first = 0
             for output, start in outputs.items():
                 name, layer = look.gate_place(net, output, len(w.c.layers) - 1)
-                mean, ends = dots_and_spans(panels[name], layer)
                 expected = biases[first : first + len(start)]
                 first += len(start)
+                if name == "gate_skip":  # one number: a line of text in the place of a panel
+                    assert f"({name}, layer {layer}): {expected[0]:.3g}" in text
+                    assert name not in panels
+                    continue
+                mean, ends = dots_and_spans(panels[name], layer)
                 if name in VARY:
                     assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
                 else:
                     np.testing.assert_allclose([mean, *ends], [expected] * 3, rtol=1e-5, atol=1e-7)
         for n, layer in enumerate(w.c.layers):
-            mean, _ = dots_and_spans(panels["mlp_lambdas"], n)
-            np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n])
+            if not layer.mudd:
+                mean, _ = dots_and_spans(panels["mlp_lambdas"], n)
+                np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n])
             if layer.value_table is not None and not layer.mudd:
                 mean, ends = dots_and_spans(panels["value_gates"], n)
                 assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
+
+
+def test_panels_name_what_their_numbers_belong_to(trained, drawn):
+    """Every kind of gate has a title in words, and as many names as numbers."""
+    w, _, gates, _ = trained[2]
+    panels = names_in_parentheses(drawn(look.draw_gates, w, gates).axes)
+    assert {name for name, _ in gates} <= look.TITLES.keys()
+    legends = {}
+    for name, ax in panels.items():
+        if ax.get_legend():
+            legends[name] = " ".join(x.get_text() for x in ax.get_legend().get_texts())
+    assert legends == dict(
+        attn_lambdas="x attention", mlp_lambdas="x MLP", vo_lambdas="value matrix output matrix",
+        mudd_v="input layer1 x", mudd_x="input layer1 x", mudd_attn="x attention input bigram",
+        mudd_mlp="x MLP", mudd_value="first half of the heads second half",
+        mudd_head="input layer1 layer2 value0 layer0",
+    )  # fmt: skip
 
 
 def test_streams_are_all_terms_of_the_last_sums(trained):
@@ -179,22 +209,28 @@ def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
     mlp = [flat, ones] * 6
     arrays = w.arrays | dict(qk=qk, vo=vo, mlp=mlp)
     figure = drawn(look.draw_singular, w._replace(arrays=arrays))
-    curves = {ax.get_title(): [x.get_ydata() for x in ax.lines] for ax in figure.axes}
+    panels = names_in_parentheses(figure.axes)
+    curves = {name: [x.get_ydata() for x in ax.lines] for name, ax in panels.items()}
     second = {name: [round(float(y[1]), 4) for y in ys] for name, ys in curves.items()}
+    styles = {(x.get_color(), x.get_marker()) for x in panels["fc"].lines}
+    assert len(styles) == 6  # a layer can be told from the others
     assert second == dict(q=[1] * 5, k=[0] * 5, v=[0] * 5, o=[1] * 5, fc=[1] * 6, proj=[0] * 6)
 
 
 def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, capsys):
     labels = dict(
-        loss="step", reach="window", gates="gate_x0", streams="head:  input", singular="proj"
-    )
+        loss="training steps", reach="window of the layer",
+        gates="weight of the embedding x0 (gate_x0)", streams="head:  input",
+        singular="second matrix of the MLP (proj)",
+    )  # fmt: skip
     ours = trained[2][0].path
     of_weights = {name: label for name, label in labels.items() if name != "loss"}
     for path, names in (ours, of_weights), (LOG, ["loss"]):
         monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
         look.main()
         out = tmp_path / path.stem
-        assert capsys.readouterr().out == f"pictures are in {out}\n"
+        printed = [f"{out / name}.svg: {look.SHOWS[name]}\n" for name in names]
+        assert capsys.readouterr().out == "".join(printed)
         files = {f"{name}.svg" for name in names}
         assert {file.name for file in out.iterdir()} == files
         for name in names:
@@ -204,10 +240,18 @@ def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, ca
 def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
-    plot.plot_log(runs.read(LOG), tmp_path)
-    for line, kind in zip(figures[0].axes[0].lines, ("train", "val"), strict=True):
+    run = runs.read(LOG)
+    plot.plot_log(run, tmp_path)
+    plot.plot_log(run._replace(config=run.config | {"target": 0}), tmp_path)
+    (ax,), (without_target,) = (figure.axes for figure in figures)
+    batches, smoothed, validations, target = ax.lines
+    for line, kind in (batches, "train"), (validations, "val"):
         points = re.findall(rf"^step:(\d+)/\d+ {kind}_loss:(\S+)", LOG.read_text(), re.M)
         assert len(points) > 4 and np.array_equal(line.get_xydata(), np.float64(points))
+    losses = batches.get_ydata()
+    np.testing.assert_allclose(smoothed.get_ydata()[10], np.mean(losses[7:14]))
+    assert [*target.get_ydata()] == [1.38, 1.38] and len(without_target.lines) == 3
+    assert ax.get_ylabel() == "loss, nats per byte, logarithmic scale"
 
 
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):

@@ -27,7 +27,8 @@ def test_curves(tmp_path, drawn):
     arguments = f"mine={folder} --x steps time --target 3.28 --upstream --title Curves".split()
     text = drawn(*arguments)
     svg = (tmp_path / "out.svg").read_bytes()
-    for part in "mine (n = 2)", "record 21 (n = 9)", "target 3.28", "Curves", "time, seconds":
+    parts = ["mine (n = 2)", "record 21 (n = 9)", "target 3.28", "Curves", "time, seconds"]
+    for part in (*parts, "validation loss, nats per token"):
         assert part in text
     drawn(*arguments)
     assert (tmp_path / "out.svg").read_bytes() == svg
@@ -55,7 +56,26 @@ def test_differences(tmp_path, drawn):
     order = re.findall("^(better|worse|nothing|awful)$", text, re.M)
     assert order == ["better", "nothing", "worse", "awful"]
     text = text.replace("\N{MINUS SIGN}", "-")
-    for part in "+0.9008", "-0.0092", "base (n = 5)", "awful (n = 5)":
+    label = "final validation loss minus that of base, nats per token"
+    for part in "+0.9008", "-0.0092", label, "one seed", "the mean is beyond the scale":
         assert part in text
     ticks = [float(tick) for tick in re.findall(r"^0\.\d+$", text, re.M)]
     assert ticks and max(ticks) < 0.1  # the scale leaves out "awful", which is an arrow
+    # Curves of three points are left out, unless a longer one is beside them.
+    assert "base (n = 5)" not in text and "training steps" not in text
+    text = drawn(*folders, "--differences", "--upstream")
+    assert "awful (n = 5)" in text and "training steps" in text
+
+
+def test_losses_of_bytes_are_per_byte(tmp_path, drawn):
+    folder = write_ours(tmp_path / "bytes", config=dict(vocab=257))
+    assert "validation loss, nats per byte" in drawn(folder)
+
+
+def test_smoothing_is_the_mean_of_seven_batches_and_keeps_the_first():
+    steep = [8.0, 4, 2, 1, 1, 1, 1, 1, 1]
+    assert plot.smooth(steep)[:3] == [8, 14 / 3, 16 / 5]
+    jumps = [0.0, 7] * 10
+    assert plot.smooth(jumps)[3:17] == [3, 4] * 7  # 3 or 4 of the 7 numbers are sevens
+    assert plot.smooth(jumps)[-1] == 3.5  # the last one and the 3 before it
+    assert plot.smooth([]) == []

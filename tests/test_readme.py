@@ -120,11 +120,14 @@ def test_every_file_of_the_table_is_there():
 
 
 def test_the_workflow_runs_what_ci_runs():
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    job = jobs["checks"]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"] and job["timeout-minutes"] > 15
     assert job["env"]["PYTHON"] == "python${{ matrix.python }}"
     assert os.access(ROOT / ".ci/run", os.X_OK)
+    build, *_ = (step["run"] for step in jobs["image"]["steps"] if "run" in step)
+    assert build in (ROOT / "dev/Dockerfile").read_text()
 
 
 def test_the_image_copies_and_starts_what_is_there():

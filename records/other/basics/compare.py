@@ -94,21 +94,31 @@ def table() -> list[str]:
 
 
 def draw(path: str) -> None:
-    """The picture in basics/README.md."""
+    """The picture in basics/README.md and in the main README. An arrow goes from the tokens at
+    which GPT-2's short runs end to those at which `tiny` has the same loss."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 10})
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    gpt2 = [read(log)[1] for name in ("short", "long") for log in logs(name)]
+    axes.spines[["top", "right"]].set_visible(False)
+    short = [read(log)[1] for log in logs("short")]
+    long = [read(log)[1] for log in logs("long")]
     early = tiny(HERE / "tiny")
-    arms = ("C0", "GPT-2, AdamW", gpt2), ("C1", "tiny", tiny(RECORD)), ("C1", None, early)
-    for color, name, curves in arms:
+    for color, curves in ("C0", short), ("C0", long), ("C1", tiny(RECORD)), ("C1", early):
         for curve in curves:
             points = [(n, loss) for n, loss in curve.items() if n]
-            axes.plot(*zip(*points, strict=True), color=color, label=name, linewidth=1)
-            name = None
-    axes.set(xscale="log", xlabel="tokens", ylabel="validation loss, nats a byte")
-    axes.legend()
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.8)
+    level = fmean(last(short))
+    tokens = max(short[0])
+    ours = fmean(crossing(curve, level) for curve in early)
+    style = {"arrowstyle": "<-", "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (tokens, level), (ours, level), arrowprops=style)
+    middle = (tokens * ours) ** 0.5
+    text = f"{tokens / ours:.1f} times fewer tokens"
+    axes.text(middle, level - 0.2, text, ha="center", weight="bold")
+    axes.text(1.1e6, 2.75, "GPT-2 with AdamW", color="C0", weight="bold")
+    axes.text(5.5e4, 1.9, "tiny", color="C1", weight="bold")
+    axes.set(xscale="log", xlabel="tokens trained on", ylabel="validation loss, nats per byte")
     figure.savefig(path, metadata={"Date": None})
 
 

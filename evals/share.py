@@ -1,0 +1,95 @@
+"""Exports weights (evals/export.py) and uploads the export's four files to the Hugging Face Hub.
+
+    ./run.sh share WEIGHTS            exports only, and prints the command that uploads
+    ./run.sh share WEIGHTS ME/MODEL   also makes the page of the model, or a new version of it
+
+Log in once before: .venv/bin/hf auth login. Or set HF_TOKEN to a token that may write.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import export
+import weights
+from huggingface_hub import HfApi, errors
+from weights import refuse
+
+
+def explain(error: Exception, hub: str, repo: str) -> str:
+    """What the Hub, or the way to it, did not allow, and what to do, in one line."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    why = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return "you are not logged in: type .venv/bin/hf auth login, or set HF_TOKEN"
+    if status == 401:
+        return f"{hub} does not accept your token: type .venv/bin/hf auth login, or set HF_TOKEN"
+    if status == 403:
+        return f"your token may not write to {repo}: take one that may, or another name ({why})"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it"
+    if isinstance(error, errors.HTTPError) and status is None:
+        return f"cannot reach {hub}: check the network and try again ({why})"
+    return f"the upload to {repo} failed, try again ({type(error).__name__}: {why})"
+
+
+@contextlib.contextmanager
+def errors_as_lines(hub: str, repo: str) -> Iterator[None]:
+    """Exits with status 2 and a line if the block fails."""
+    try:
+        yield
+    except Exception as error:  # from the Hub or the network
+        if isinstance(error, RuntimeError) and error.__cause__:  # from the upload of one file
+            print(file=sys.stderr)  # its progress bar ends here
+            error = error.__cause__
+        refuse(explain(error, hub, repo))
+
+
+def find_place(api: HfApi, repo: str, private: bool) -> str:
+    """The full name of the model on the Hub. Exits with status 2 if a private upload would be
+    public. Raises the errors of huggingface_hub."""
+    user = api.whoami()["name"]
+    repo = repo if "/" in repo else f"{user}/{repo}"
+    try:
+        present = api.model_info(repo)
+    except errors.RepositoryNotFoundError:
+        return repo
+    if private and not present.private:
+        where = f"{api.endpoint}/{repo}/settings"
+        refuse(f"{repo} exists and is public: change that on {where}, or choose another name")
+    print(f"{repo} exists: this upload will be its newest version")
+    return repo
+
+
+def main() -> None:
+    cli = weights.parser(__doc__)
+    cli.add_argument("repo", nargs="?", metavar="ME/MODEL", help="what to call it on the Hub")
+    cli.add_argument("--private", action="store_true", help="only you see the model's page")
+    cli.add_argument("--out", type=Path, help="the export's folder; default: <run>_export")
+    args = cli.parse_intermixed_args()  # flags may come before ME/MODEL, too
+    api = HfApi()
+    repo = args.repo
+    if repo:  # before the export, because that may take minutes
+        with errors_as_lines(api.endpoint, repo):
+            repo = find_place(api, repo, args.private)
+    w = export.open_on_cpu(args.weights, args.script)
+    out = args.out or w.path.with_name(f"{w.path.stem}_export")
+    export.export(w, args.script, out)
+    if not repo:
+        print(f"to upload it: ./run.sh share {args.weights} YOUR_NAME/my-gpt")
+        return
+    with errors_as_lines(api.endpoint, repo):
+        # None leaves it to the settings of an organization.
+        page = api.create_repo(repo, private=args.private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=out,
+            allow_patterns=sorted(export.FILES),
+            commit_message=f"{w.path.stem}, validation loss {w.result['val_loss']:.4f}",
+        )
+    print(f"uploaded to {page}")
+
+
+if __name__ == "__main__":
+    main()

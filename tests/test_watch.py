@@ -1,0 +1,350 @@
+"""dev/watch.py reads logs of all versions, counts as train_gpt.py does, and follows a run."""
+
+import ast
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import runs
+import watch
+
+import train_gpt
+from tests.tools import MINI, ROOT
+from train_gpt import PRESETS
+
+EXAMPLE = ROOT / "records/other/example/2026-11-23T20-28-52_d5718671.txt"
+SHORT_STAGES = [dataclasses.replace(MINI.stages[0], steps=n) for n in (1, 1, 100, 1, 1, 1, 100)]
+CONFIGS = [*PRESETS.values(), MINI, dataclasses.replace(MINI, stages=(*SHORT_STAGES,))]
+SIZES = {"qk": 100, "vo": 200, "mlp": 300, "head": 400, "bigram": 10**6}
+HEAD = "print('source')\n" + 100 * "=" + "\ndata []\n"
+
+
+def losses(*points, kind="train", steps=20):
+    """Lines of these (step, loss, milliseconds)."""
+    end = " step_avg:1.00ms" if kind == "val" else ""
+    return "".join(
+        f"step:{n}/{steps} {kind}_loss:{x:.4f} train_time:{ms}ms{end}\n" for n, x, ms in points
+    )
+
+
+def facts(c=MINI, devices=("NVIDIA H200", "NVIDIA H200"), **more):
+    """The lines of a log before its losses."""
+    stated = {"config": {"preset": "tiny", **dataclasses.asdict(c)}, "devices": devices,
+              "parameters": SIZES, **more}  # fmt: skip
+    return "".join(f"{name} {json.dumps(value)}\n" for name, value in stated.items())
+
+
+RESULT = {
+    "reason": "end of schedule",
+    "val_loss": 2.5,
+    "steps": 20,
+    "tokens": 10240,
+    "resumed": True,
+}
+RUN = losses((0, 6, 0), kind="val") + losses((10, 4, 1000), (20, 3, 3000))
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """Writes a log into logs/ of an empty folder, where the process is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    Path("logs").mkdir()
+
+    def write(text, name="2026-01-01T00-00-00_0.txt"):
+        path = Path("logs") / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def main(capsys, *arguments, terminal=False):
+    """What the program prints, on a terminal of 60 columns or elsewhere, and its exit status, which
+    is the message if there is one."""
+    status = 0
+    with mock.patch.object(sys.stdout, "isatty", lambda: terminal):
+        try:
+            watch.main([*map(str, arguments)])
+        except SystemExit as end:
+            status = end.code
+    return capsys.readouterr().out, status
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("c", CONFIGS)
+def test_stages_and_tokens_are_those_of_the_run(c):
+    trained = sum(stage.steps > 0 for stage in c.stages)
+    lengths = [stage.steps for stage in c.stages]
+    for steps in (0, trained, trained + 1, 7, 100, 333, 5000):
+        if steps and steps < trained:
+            continue
+        new = dataclasses.replace(c, steps=steps)
+        assert watch.stage_ends(lengths, steps) == new.stage_ends.tolist()
+    c = dataclasses.replace(c, steps=100)
+    run = watch.parse(EXAMPLE, facts(c))
+    tokens = [B * T for B, T, _ in train_gpt.batch_shapes("train", c)]
+    for step in (0, 1, 34, 70, 100):
+        assert watch.work(run, step)[0] == sum(tokens[:step])
+
+
+def test_mfu_by_hand():
+    """MINI has windows short, long, short, none, short, long; in 10 of 20 steps they are 8 and 16
+    positions, in 10 they are 16 and 48. A step has 512 tokens and D is 32."""
+    run = watch.parse(EXAMPLE, facts() + RUN)
+    first = 6 * 1000 + 12 * 32 * (3 * 8 + 2 * 16)
+    second = 6 * 1000 + 12 * 32 * (3 * 16 + 2 * 48)
+    peak = 2 * 989e12
+    zero, ten, twenty = run.losses
+    assert watch.speed(run, zero, ten) == pytest.approx((5120, 5120 * first / peak))
+    assert watch.speed(run, ten, twenty) == pytest.approx((2560, 2560 * second / peak))
+    both = 5120 * (first + second) / 3 / peak
+    assert watch.speed(run, zero, twenty) == pytest.approx((10240 / 3, both))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4"])
+def test_devices_without_a_peak_have_no_mfu(kind):
+    assert "MFU n/a" in "\n".join(watch.summary(watch.parse(EXAMPLE, facts(devices=[kind]) + RUN)))
+
+
+def test_the_example_by_hand(capsys, log):
+    text, status = main(capsys, EXAMPLE)
+    lines = text.splitlines()
+    assert status == 0 and lines[1] == 40 * "█" + " step 368 of 368"
+    assert lines[2:4] == [
+        "target reached: validation loss 1.3106 after 368 steps",
+        # 368 steps of 1024 tokens; 376,832 / 65.367 s
+        "376,832 tokens in 65.4 s, 5,765 tokens/s on average, MFU n/a",
+    ]
+    assert "360: 1.0333" in lines[4] and "368: 1.3106  target 1.38" in lines[5]
+
+    # The same log while the run went on. The ten lines before step 250 begin at step 160.
+    cut = EXAMPLE.read_text().partition("step:260/")[0]
+    text, _ = main(capsys, log(cut + "step:260/368 train_lo"))
+    lines = text.splitlines()
+    assert lines[1] == 27 * "█" + 13 * "░" + " step 250 of 368"
+    # 90 steps in 44.689 - 29.551 s; all in 44.689 s; 118 steps are left
+    assert lines[2] == "6,088 tokens/s and MFU n/a now, 5,728 tokens/s on average"
+    assert lines[3].startswith("0:00:20 of training left; 0:00:0")
+
+
+def test_time_left_counts_the_tokens_of_later_stages():
+    stages = (dataclasses.replace(MINI.stages[0], tokens=512), *MINI.stages[1:])
+    stages = (stages[0], dataclasses.replace(stages[1], tokens=5120), stages[2])
+    run = watch.parse(
+        EXAMPLE, facts(dataclasses.replace(MINI, stages=stages)) + losses((0, 6, 0), (10, 4, 1000))
+    )
+    assert watch.summary(run)[3].startswith("0:00:10 of training left")
+
+
+# ---- Logs ----------------------------------------------------------------------------------------
+def test_logs_of_all_versions():
+    folders = [path.parent for path in sorted((ROOT / "records/tracks").rglob("logs.tar.xz"))]
+    assert len(folders) > 20
+    for folder in folders:
+        archived = runs.log_files(folder)[0]
+        right = runs.read(archived)
+        run = watch.parse(EXAMPLE, runs.split(archived.content)[2])
+        assert run.end.startswith(f"{right.ended}: validation loss {right.loss:.4f} after ")
+        assert watch.work(run, run.losses[-1].step)[0] == right.tokens
+        assert len(run.losses) == len(right.validations) + len(right.training)
+        assert len(watch.summary(run)) > 8
+
+
+def test_a_resumed_run_replaces_what_it_repeats():
+    more = 'resume {"step": 10}\n' + losses((10, 5, 1000), kind="val") + losses((20, 2, 2500))
+    body = facts() + RUN.replace("step:20/", losses((10, 5, 1000), kind="val") + "step:20/")
+    body += "INTERRUPTED by SIGINT after step 20; to resume: x\n\n" + more
+    run = watch.parse(EXAMPLE, body)
+    assert [(x.kind, x.step, x.loss) for x in run.losses] == [
+        ("val", 0, 6), ("train", 10, 4), ("val", 10, 5), ("train", 20, 2),
+    ]  # fmt: skip
+    assert run.end == ""
+    assert watch.parse(EXAMPLE, body + f"RESULT {json.dumps(RESULT)}\n").end.endswith(", resumed")
+
+
+@pytest.mark.parametrize("line", [
+    "INTERRUPTED by SIGTERM after step 20; to resume: python train_gpt.py --resume " + 60 * "x",
+    "NON-FINITE: the loss or a weight, by step 20; there is no checkpoint",
+])  # fmt: skip
+def test_runs_that_broke_off_say_so(capsys, log, line):
+    body = facts() + RUN + losses((20, float("nan"), 3100), kind="val")
+    text, status = main(capsys, log(HEAD + body + line))
+    assert line in text.splitlines() and "20: nan" in text and status == 0
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "is not a log: it has no line of 100 ="),
+    ("\0\xff" * 50, "is not a log: it has no line of 100 ="),
+    (HEAD.replace("data", "number of parameters:"), "is not a log of train_gpt.py"),
+    (HEAD + "config []\n", "a fact is missing or has another form: AttributeError"),
+    (HEAD + 'config {"stages": [{}]}\n', "missing or has another form: KeyError('steps')"),
+    (HEAD + "step:1/2 train_loss:x train_time:1ms\n", "could not convert"),
+])  # fmt: skip
+def test_what_is_not_a_log_gets_one_line(capsys, log, text, message):
+    _, status = main(capsys, log(text))
+    assert message in status and "\n" not in status
+
+
+def test_every_part_of_a_log_can_be_read(capsys, log):
+    """A log that ends anywhere after its source."""
+    body = facts(dataclasses.replace(MINI, mudd_head=())) + RUN + f"RESULT {json.dumps(RESULT)}\n"
+    for end in [*range(0, len(body), 97), *range(len(body) - 150, len(body))]:
+        assert main(capsys, log(HEAD + body[:end]))[1] == 0
+
+
+def test_files_that_are_not_there(capsys, log):
+    assert main(capsys, "logs/none.txt") == ("", "watch: logs/none.txt: No such file or directory")
+    assert main(capsys)[1] == "watch: there is no log in logs/; ./run.sh starts a run"
+
+
+# ---- Curve ---------------------------------------------------------------------------------------
+def points(values):
+    return [watch.Loss("train", 10 * i, value, i) for i, value in enumerate(values)]
+
+
+def test_the_curve_falls_from_its_top_to_its_bottom():
+    lines = watch.curve(points([9, 4, 3.2, 2.4, 1.6, 0.8, float("nan")]))
+    assert lines == [
+        "   9.000 █",
+        "         █",
+        "         █",
+        "         ██▄▁",
+        "   0.800 ████▅▁",
+        "         steps 0 to 50",
+    ]
+
+
+def test_a_long_curve_has_means_and_cuts_off_its_beginning():
+    lines = watch.curve(points([50, *([2, 4] * 340)]))
+    assert max(map(len, lines)) == 9 + 68
+    low, high = float(lines[4].split()[0]), float(lines[0].split()[0])
+    assert 2.5 < low <= high < 3.5 and lines[-1].endswith("steps 0 to 6800")
+    assert watch.curve(points([3])) == [] and len(watch.curve(points([3, 3]))) == 6
+
+
+def test_lines_fit_80_columns():
+    """With the longest names and numbers of the record."""
+    lines = losses(*((n, 12.5, 73 * n) for n in range(0, 1280, 10)), steps=1285)
+    lines += losses(
+        (1250, 3.28, 93000), (1270, 3.28, 94000), (1280, 3.28, 95000), kind="val", steps=1285
+    )
+    path = Path("logs", EXAMPLE.name)
+    devices = 8 * ["NVIDIA H100 80GB HBM3"]
+    for end in "", f"RESULT {json.dumps(RESULT | {'steps': 1285})}\n":
+        run = watch.parse(EXAMPLE, facts(PRESETS["record"], devices) + lines + end)
+        text = watch.summary(run._replace(path=path, age=9))
+        assert [line for line in text if len(line) > 80] == [] and len(text) > 8
+
+
+# ---- Watching ------------------------------------------------------------------------------------
+@pytest.fixture
+def script(monkeypatch):
+    """Replaces the seconds between two looks by steps of a script; after the last comes Ctrl-C."""
+
+    def replace(*steps):
+        left = list(steps)
+
+        def sleep(seconds):
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr(watch.time, "sleep", sleep)
+        return left
+
+    return replace
+
+
+def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
+    old = HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"
+    head, middle = HEAD + facts(), HEAD + facts() + RUN
+    new = "2026-01-02T00-00-00_0.txt"
+    left = script(
+        lambda: log(old),
+        lambda: log("print('the source is being", new),
+        lambda: log(head, new),
+        lambda: log(middle, new),
+        lambda: log(f"{middle}RESULT {json.dumps(RESULT)}\n", new),
+    )
+    text, status = main(capsys, terminal=True)
+    assert status == 0 and left == []
+    screens = text.split("\x1b[J")
+    assert screens[0] == "Waiting for the log of the next run in logs/; Ctrl-C ends t\n\x1b[1A"
+    for screen in screens[1:3]:
+        assert "end of schedule" in screen and "Waiting" in screen
+    assert "compiled before the first loss" in screens[3] and "Waiting" not in screens[3]
+    assert "step 20 of 20" in screens[4] and "end of schedule" not in screens[4]
+    assert "end of schedule: validation loss 2.5000 after 20 steps, resumed\n" in screens[5]
+    for before in screens[:-1]:
+        above = int(before.rpartition("\x1b[")[2].rstrip("A"))
+        shown = before.rpartition("\x1b[")[0].splitlines()
+        assert above == len(shown) and max(map(len, shown)) < 60
+
+
+def test_a_finished_log_is_shown_once(capsys, log, script):
+    script()
+    text, status = main(
+        capsys, log(HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"), terminal=True
+    )
+    assert "end of schedule" in text and status == 0
+
+
+def test_ctrl_c_ends_it_with_status_130(capsys, log, script, monkeypatch):
+    """On a terminal that says it has no columns, as those of some containers do."""
+    monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: os.terminal_size((0, 0)))
+    script()
+    text, status = main(capsys, log(HEAD + facts() + RUN), terminal=True)
+    assert " step 20 of 20\n" in text and status == 130
+
+
+def test_elsewhere_than_on_a_terminal_it_prints_one_summary(capsys, log, script):
+    log(HEAD + facts() + RUN)
+    script()
+    text, status = main(capsys)
+    assert text.count("step 20 of 20") == 1 and status == 0
+
+
+# ---- Mirrors -------------------------------------------------------------------------------------
+def test_a_mirror_gets_each_line_once(capsys, log, script, monkeypatch):
+    calls = []
+    fake = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options["project"], options["name"])),
+        log=lambda numbers, step: calls.append((step, numbers)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    path = log(HEAD + facts() + losses((0, 6, 0), kind="val"))
+    whole = HEAD + facts() + RUN
+    script(
+        lambda: log(whole.partition("step:20/")[0], path.name),
+        lambda: log(f"{whole}RESULT {json.dumps(RESULT)}\n", path.name),
+    )
+    text, status = main(capsys, path, "--trackio", "--project", "mine")
+    assert status == 0 and text.count("end of schedule") == 1
+    assert calls[0] == ("init", "mine", path.stem) and calls[-1] == "finish"
+    assert calls[1] == (0, {"val_loss": 6})
+    run = watch.read_run(path)
+    for (step, numbers), i in zip(calls[2:-1], (1, 2), strict=True):
+        assert step == run.losses[i].step and numbers["train_loss"] == run.losses[i].loss
+        speed = watch.speed(run, run.losses[0], run.losses[i])
+        assert (numbers["tokens_per_second"], numbers["mfu"]) == pytest.approx(speed)
+
+
+def test_a_missing_package_gets_a_line_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    _, status = main(capsys, EXAMPLE, "--wandb")
+    assert status == f"watch: wandb is not installed; type  {sys.executable} -m pip install wandb"
+
+
+# ---- Python --------------------------------------------------------------------------------------
+def test_it_needs_python_3_8_and_nothing_else():
+    tree = ast.parse((ROOT / "dev/watch.py").read_text(), feature_version=(3, 8))
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    assert {*names} <= sys.stdlib_module_names
