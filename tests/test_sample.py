@@ -273,10 +273,10 @@ BAD = {
     "another's": (lambda *x: edited(*x, config=None), "KeyError: 'config'"),
     "older": (lambda *x: edited(*x, result=None), "KeyError: 'result'"),
     "another width": (lambda *x: edited(*x, config=dict(D=64)), "the shape of embed is (384, 32)"),
-    "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), in"),
-    "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, in"),
+    "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), but"),
+    "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, but"),
     "another layer": (
-        lambda *x: edited(*x, config=dict(layers=[dict(window="long", z=1)])), "is not of "),
+        lambda *x: edited(*x, config=dict(layers=[dict(window="long", z=1)])), "the form that"),
     "a field more": (
         lambda *x: edited(*x, config=dict(more=1)), "only one of them has the field more"),
     "another vocabulary": (
