@@ -68,7 +68,7 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk visits these
         for name in folders:
             if os.path.islink(os.path.join(here, name)):
-                fail(f"{os.path.join(here, name)} is a link, not followed: give its target as PATH")
+                fail(f"{os.path.join(here, name)} is a link: give its target as PATH instead")
         found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
     within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
     return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
@@ -85,12 +85,12 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
         if not path.exists():
             fail(f"{path} does not exist: check the path")
         if not usable:
-            fail(f"{path} is or holds no file of {' '.join(SUFFIXES)}: convert it")
+            fail(f"{path}: found no file that ends in {' '.join(SUFFIXES)}: convert it to one")
         files += usable
         ignored += len(found) - len(usable)
     for path in files:
         if not path.is_file():
-            fail(f"{path} is no file: leave it out")
+            fail(f"{path} is not a file: leave it out")
         module(path)  # exits if its package is missing
     for path, times in collections.Counter(path.resolve() for path in files).items():
         if times > 1:
@@ -157,14 +157,15 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def jsonl(texts: Iterable[str]) -> Parts:
-    """Reads the field "text" of every line that is not blank; raises ValueError without it."""
+    """Reads the field "text" of every line that is not blank; raises ValueError if a line has no
+    such field."""
     for number, line in enumerate(lines(texts), 1):
         if line.isspace():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            raise ValueError(f"line {number} is no JSON") from None
+            raise ValueError(f"line {number} is not JSON") from None
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise ValueError(f'line {number} has no string "text"')
@@ -175,7 +176,7 @@ def jsonl(texts: Iterable[str]) -> Parts:
 
 
 def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
-    """Reads the column "text"; raises ValueError without it."""
+    """Reads the column "text"; raises ValueError if the file has no such column."""
     file = module(path).ParquetFile(raw, buffer_size=CHUNK)
     if "text" not in file.schema_arrow.names:
         raise ValueError('it has no column "text"')
@@ -260,12 +261,12 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
                 bar.update(raw.tell() - position)
                 position = raw.tell()
     except Exception as error:  # from the readers above, the file system, or four libraries
-        why = "it is no UTF-8" if isinstance(error, UnicodeError) else error
+        why = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
     if counts["cuts"] > cuts and not args.bytes:
         added = counts["cuts"] - cuts
-        bar.write(f"{path}: {added} cuts within runs of more than {PIECE} characters; the tokens "
-                  "there differ from those of the whole run")  # fmt: skip
+        bar.write(f"{path}: cut {added} times inside runs of more than {PIECE} characters; the "
+                  "tokens there differ from those of the whole run")  # fmt: skip
 
 
 def bundles(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -412,7 +413,7 @@ def parse() -> argparse.Namespace:
     size = f"tokens for validation (default: a tenth of all, but at most {VAL_TOKENS})"
     add("--val_tokens", type=int, metavar="N", help=size)
     add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
-    threads = "threads; the shards are the same for any number (default: %(default)s)"
+    threads = "number of threads, which does not change the shards (default: %(default)s)"
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help=threads)
     args = cli.parse_args()
     for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
@@ -420,7 +421,7 @@ def parse() -> argparse.Namespace:
         if value is not None and not low <= value < 2**31:
             cli.error(f"--{name} {value} is not from {low} to {2**31 - 1}")
     if "\n" in (args.separator or ""):
-        cli.error("--separator is one line")
+        cli.error("--separator has more than one line")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
 
@@ -462,12 +463,12 @@ def main() -> None:
     except OSError as error:  # from the outputs, or while find() looks for inputs
         where = error.filename or args.out
         why = error.strerror or error
-        fail(f"{where}: {why}: see to room and permissions, or choose another place")
+        fail(f"{where}: {why}: check the free space and the permissions, or choose another place")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("tokenize_text.py: stopped by Ctrl-C: run it again for the shards", file=sys.stderr)
+        print("tokenize_text.py: stopped by Ctrl-C: run it again for shards", file=sys.stderr)
         sys.exit(130)

@@ -213,15 +213,15 @@ def test_what_is_no_letter_yet_is_no_boundary():
 RUNS = ["a" * 600_000, " " * 1_100_000 + "x", "\n" * 600_000 + "x", "\u4e2d" * 600_000]
 
 
-def test_endless_runs_are_cut_and_told(tokenize, tmp_path, gpt2, capsys):
+def test_endless_runs_are_cut_and_reported(tokenize, tmp_path, gpt2, capsys):
     """tiktoken panics at a million spaces."""
     paths = [tmp_path / f"{number}.txt" for number in range(len(RUNS))]
     for path, run in zip(paths, RUNS, strict=True):
         path.write_text("x " * 100_000 + run + " y" * 200_000)
     texts = gpt2.decode(tokenize(*paths).tolist()).split("<|endoftext|>")[1:]
     assert texts == [path.read_text() for path in paths]
-    told = capsys.readouterr().out
-    assert all(f"{path}: " in told for path in paths) and "1 cuts within runs" in told
+    printed = capsys.readouterr().out
+    assert all(f"{path}: cut " in printed for path in paths) and "1 times inside runs" in printed
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -265,10 +265,10 @@ def test_order_of_a_folder(tokenize, tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, said", [
     (["nowhere.txt"], "nowhere.txt does not exist"),
-    (["empty"], "empty is or holds no file of .txt"),
+    (["empty"], "empty: found no file that ends in .txt"),
     (["link.txt", "in.txt"], "in.txt would be read 2 times"),
-    (["dangling"], "x.txt is no file"),
-    (["linked"], "linked/more is a link, not followed: give its target as PATH"),
+    (["dangling"], "x.txt is not a file"),
+    (["linked"], "linked/more is a link: give its target as PATH instead"),
 ])  # fmt: skip
 def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
@@ -303,7 +303,7 @@ def test_not_utf8(refusal, tmp_path, bad):
     """Also a character that the end of the file cuts off."""
     path = tmp_path / "in.txt.gz"
     path.write_bytes(gzip.compress("na\u00efve \u4e2d ".encode() * 100 + bad))
-    assert f"{path} cannot be read: it is no UTF-8: " in refusal(path, "--bytes")
+    assert f"{path} cannot be read: it is not UTF-8: " in refusal(path, "--bytes")
 
 
 @pytest.mark.parametrize("how", [".gz", ".zst"])
@@ -320,7 +320,7 @@ def test_broken_archives(refusal, tmp_path, how, fault):
 
 
 @pytest.mark.parametrize("line, said", [
-    (b'{"text": "a"} x', "is no JSON"), (b"[" * 200_000, "is no JSON"),
+    (b'{"text": "a"} x', "is not JSON"), (b"[" * 200_000, "is not JSON"),
     (b'"text"', 'has no string "text"'), (b'{"text": null}', 'has no string "text"'),
 ])  # fmt: skip
 def test_bad_lines_of_jsonl(refusal, tmp_path, line, said):
@@ -455,7 +455,7 @@ def test_disk_full(tmp_path):
     full = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *argv]
     done = subprocess.run(full, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}: File too large: see to")
+    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}: File too large: check")
     assert left_in(tmp_path / "out") == []
 
 
@@ -473,7 +473,7 @@ def test_it_is_stopped(tmp_path, tokenize, kill, by_bytes):
     process.send_signal(kill)
     said = process.communicate(timeout=5)
     if kill == signal.SIGINT:
-        line = "tokenize_text.py: stopped by Ctrl-C: run it again for the shards\n"
+        line = "tokenize_text.py: stopped by Ctrl-C: run it again for shards\n"
         assert (process.returncode, *said) == (130, "", line) and left_in(out) == []
     (tmp_path / "in.txt").write_text(DOCUMENTS[0])  # what was left is no hindrance
     assert len(tokenize(tmp_path / "in.txt", "--bytes")) == len(DOCUMENTS[0]) + 1
