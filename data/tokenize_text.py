@@ -1,12 +1,13 @@
 """Turns your own text into shards that train_gpt.py reads: GPT-2 tokens, or the bytes of UTF-8.
 
-    python data/tokenize_text.py PATH... --out DIR [--bytes] [--separator LINE] ...
+    ./run.sh tokenize PATH... --out DIR [--bytes] [--separator LINE] ...
 
 It reads .txt and .md (each file is a document), .jsonl (each line has a document in its field
 "text"), all three also as .gz and .zst, and .parquet (each row has one in its column "text"). Every
-document begins with an end-of-text token; "<|endoftext|>" in a text is encoded as ordinary text.
-The first tokens are the validation set, as in llm.c's FineWeb. It may end inside a document, whose
-rest then begins the training shards.
+document begins with an end-of-text token, and so does every shard, also where it continues a
+document, because train_gpt.py refuses a shard without one. "<|endoftext|>" in a text is encoded as
+ordinary text. The first tokens are the validation set, as in llm.c's FineWeb. The last line printed
+is a command that trains on the shards.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import shards
@@ -44,6 +45,30 @@ CHUNK = 2**20  # bytes to read at once
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
 VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
+
+
+class Preset(NamedTuple):
+    """What a run of one of train_gpt.py's presets reads. A test compares the numbers with it."""
+
+    steps: int
+    step_tokens: int
+    val_every: int  # steps between validations
+    val_tokens: int
+    val_T: int  # tokens in a validation sequence
+    head_chunk: int  # divides val_T and the length of the training sequences
+
+
+PRESETS = {
+    "small": Preset(1500, 65536, val_every=250, val_tokens=2**20, val_T=8192, head_chunk=8192),
+    "tiny": Preset(368, 1024, val_every=92, val_tokens=65536, val_T=1024, head_chunk=256),
+}
+SMALL_STEPS = 150  # with fewer steps, `tiny` is trained instead of `small`
+VAL_SEQUENCES = 8  # train_gpt.py's validations take so many sequences at once
+VAL_LENGTHS = (8192, 1024, 256, 128)  # of these sequences; cuDNN needs multiples of 128
+# The fewest tokens of a shard: a step of `tiny`, or eight validation sequences of 128. One more is
+# needed, because the last token that the model reads has a target, too.
+SMALLEST = 1025
+MOST_PASSES = 10  # unless --passes says more: `tiny` would memorize the text (data/README.md)
 
 # GPT-2's pattern has no match that goes on from another character to white space, or from a letter
 # to something else. A text can be cut there: the tokens on both sides stay the same.
@@ -68,7 +93,7 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk visits these
         for name in folders:
             if os.path.islink(os.path.join(here, name)):
-                fail(f"{os.path.join(here, name)} is a link, not followed: give its target as PATH")
+                fail(f"{os.path.join(here, name)} is a link: give its target as PATH instead")
         found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
     within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
     return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
@@ -85,12 +110,12 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
         if not path.exists():
             fail(f"{path} does not exist: check the path")
         if not usable:
-            fail(f"{path} is or holds no file of {' '.join(SUFFIXES)}: convert it")
+            fail(f"{path}: found no file that ends in {' '.join(SUFFIXES)}: convert it to one")
         files += usable
         ignored += len(found) - len(usable)
     for path in files:
         if not path.is_file():
-            fail(f"{path} is no file: leave it out")
+            fail(f"{path} is not a file: leave it out")
         module(path)  # exits if its package is missing
     for path, times in collections.Counter(path.resolve() for path in files).items():
         if times > 1:
@@ -157,14 +182,15 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def jsonl(texts: Iterable[str]) -> Parts:
-    """Reads the field "text" of every line that is not blank; raises ValueError without it."""
+    """Reads the field "text" of every line that is not blank; raises ValueError if a line has no
+    such field."""
     for number, line in enumerate(lines(texts), 1):
         if line.isspace():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            raise ValueError(f"line {number} is no JSON") from None
+            raise ValueError(f"line {number} is not JSON") from None
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise ValueError(f'line {number} has no string "text"')
@@ -175,7 +201,7 @@ def jsonl(texts: Iterable[str]) -> Parts:
 
 
 def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
-    """Reads the column "text"; raises ValueError without it."""
+    """Reads the column "text"; raises ValueError if the file has no such column."""
     file = module(path).ParquetFile(raw, buffer_size=CHUNK)
     if "text" not in file.schema_arrow.names:
         raise ValueError('it has no column "text"')
@@ -260,12 +286,12 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
                 bar.update(raw.tell() - position)
                 position = raw.tell()
     except Exception as error:  # from the readers above, the file system, or four libraries
-        why = "it is no UTF-8" if isinstance(error, UnicodeError) else error
+        why = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
     if counts["cuts"] > cuts and not args.bytes:
         added = counts["cuts"] - cuts
-        bar.write(f"{path}: {added} cuts within runs of more than {PIECE} characters; the tokens "
-                  "there differ from those of the whole run")  # fmt: skip
+        bar.write(f"{path}: cut {added} times inside runs of more than {PIECE} characters; the "
+                  "tokens there differ from those of the whole run")  # fmt: skip
 
 
 def bundles(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -325,26 +351,30 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-def split(arrays: Iterable[np.ndarray], sizes: Iterator[int]) -> Iterator[list[np.ndarray]]:
+def split(arrays: Iterable[np.ndarray], sizes: Iterator[int], eot: int) -> Iterator[list]:
     """Regroups the tokens: yields lists of arrays that have the next of `sizes` tokens together,
-    and at last the rest, which may be []."""
+    and at last the rest, which may be []. A list that would begin inside a document gets an EOT in
+    front, which counts."""
     taken = []
     missing = next(sizes)
     for array in arrays:
-        while len(array) >= missing:
-            yield [*taken, array[:missing]]
+        while len(array):
+            if not taken and array[0] != eot:
+                taken.append(np.array([eot], "<u2"))
+                missing -= 1
+            taken.append(array[:missing])
             array = array[missing:]
-            taken = []
-            missing = next(sizes)
-        if len(array):
-            taken.append(array)
-            missing -= len(array)
+            missing -= len(taken[-1])
+            if missing == 0:
+                yield taken
+                taken = []
+                missing = next(sizes)
     yield taken
 
 
 def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
-    """A tenth of all tokens, but at most VAL_TOKENS; and an iterator over the same arrays, because
-    some had to be read."""
+    """A tenth of all tokens, but at least SMALLEST and at most VAL_TOKENS; and an iterator over the
+    same arrays, because some had to be read."""
     ahead = collections.deque()
     tokens = 0
     for array in arrays:
@@ -353,31 +383,52 @@ def validation_size(arrays: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndar
         if tokens >= 10 * VAL_TOKENS:
             break
     first = (ahead.popleft() for _ in range(len(ahead)))  # frees every array after its use
-    return max(2, min(tokens // 10, VAL_TOKENS)), itertools.chain(first, arrays)
+    return max(SMALLEST, min(tokens // 10, VAL_TOKENS)), itertools.chain(first, arrays)
 
 
-def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> dict[str, dict]:
-    """Writes all shards, and returns their rows of MANIFEST.json, validation first."""
+def choose_passes(tokens: int, args: Any) -> int:
+    """How often to write the text of the first training shard, which has so many tokens. Without
+    --passes, as often as `tiny` needs for all its steps, but at most MOST_PASSES. All passes must
+    fit into one shard, because check.py refuses two shards with equal bytes."""
+    fit = args.shard_tokens // tokens
+    if args.passes is None:
+        wanted = PRESETS["tiny"].steps * PRESETS["tiny"].step_tokens + 1
+        return max(1, min(fit, MOST_PASSES, -(-wanted // tokens)))
+    if args.passes > max(1, fit):
+        fail(f"--passes {args.passes} over at least {tokens} training tokens do not fit into one "
+             f"shard of {args.shard_tokens}: lower it, or raise --shard_tokens")  # fmt: skip
+    return args.passes
+
+
+def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tuple[dict, int]:
+    """Writes all shards. Returns their rows of MANIFEST.json, validation first, and how often the
+    training text is in them. Exits if there is too little text."""
     rows = {}
     tokens = 0
+    passes = 1
+    eot = args.about["eot"]
     val = args.val_tokens
     if val is None:
         val, arrays = validation_size(arrays)
     sizes = itertools.chain([val], itertools.repeat(args.shard_tokens))
-    for number, taken in enumerate(split(arrays, sizes)):
+    for number, taken in enumerate(split(arrays, sizes, eot)):
         count = sum(map(len, taken))
         tokens += count
-        if count < 2:
+        fewest = {0: val, 1: SMALLEST}.get(number, 0)
+        if count < fewest:
+            needs = f"{val} of validation and {SMALLEST} of training"
+            more = "give more text" if args.bytes else "give more text, or use --bytes"
+            fail(f"{tokens} tokens are too few for {needs}: {more}")
+        if number == 1:
+            passes = choose_passes(count, args)
+            taken *= passes
+        if not taken:
             break
         name = f"text_{'train' if number else 'val'}_{number:06}.bin"
-        rows[name] = shards.write(folder / name, [shards.header(count), *taken])
-        rows[name]["documents"] = sum(int(np.count_nonzero(a == args.about["eot"])) for a in taken)
+        rows[name] = shards.write(folder / name, [shards.header(sum(map(len, taken))), *taken])
+        rows[name]["documents"] = sum(int(np.count_nonzero(a == eot)) for a in taken)
         taken.clear()  # otherwise they would stay in memory while the next shard is collected
-    if len(rows) < 2:
-        fail(f"{tokens} tokens are too few for {val} of validation and 2 of training: give more")
-    if taken:
-        print("dropped the last token, because a shard needs two")
-    return rows
+    return rows, passes
 
 
 def refuse_used(out: pathlib.Path) -> None:
@@ -399,34 +450,104 @@ def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
         raise
 
 
+# ---- The command that trains ---------------------------------------------------------------------
+def steps_in(train: list[int], preset: Preset) -> int:
+    """The steps that training shards of so many tokens hold. The last target of a step is the first
+    token of the next one, and train_gpt.py drops what a shard has beyond its last step."""
+    return sum((tokens - 1) // preset.step_tokens for tokens in train)
+
+
+def choose_preset(train: list[int], by_bytes: bool) -> str:
+    """`small` for GPT-2 tokens if training shards of so many, without repetitions, are enough for
+    it, else `tiny`."""
+    enough = steps_in(train, PRESETS["small"]) >= SMALL_STEPS
+    return "small" if enough and not by_bytes else "tiny"
+
+
+def training_flags(name: str, val: int, train: list[int], by_bytes: bool) -> dict[str, int]:
+    """The flags with which train_gpt.py trains a preset on shards of so many tokens, each at least
+    SMALLEST. A flag with the preset's own value is left out."""
+    preset = PRESETS[name]
+    steps = min(preset.steps, steps_in(train, preset))
+    fitting = [T for T in VAL_LENGTHS if T <= preset.val_T and VAL_SEQUENCES * T < val]
+    val_T = fitting[0]
+    batch = VAL_SEQUENCES * val_T
+    fitted = preset._replace(
+        steps=steps,
+        val_every=min(preset.val_every, -(-steps // 4)),
+        val_tokens=min(preset.val_tokens, (val - 1) // batch * batch),
+        val_T=val_T,
+        head_chunk=min(preset.head_chunk, val_T),
+    )
+    flags = {}
+    if name == "tiny":
+        if not by_bytes:
+            flags.update(shards.GPT2)
+        flags["target"] = 0  # the preset's own is the loss on another text, at which a run stops
+    own = preset._asdict()
+    for flag, value in fitted._asdict().items():
+        if value != own[flag]:
+            flags[flag] = value
+    return flags
+
+
+def report(rows: dict[str, dict], passes: int, args: Any) -> None:
+    """Prints the shards, what a run reads of them, and as the last line the command that trains."""
+    sizes = []
+    for name, row in rows.items():
+        tokens = (row["size"] - shards.HEADER) // 2
+        sizes.append(tokens)
+        print(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
+    val, *train = sizes
+    name = choose_preset([tokens // passes for tokens in train], args.bytes)
+    flags = training_flags(name, val, train, args.bytes)
+    most = steps_in(train, PRESETS[name])
+    steps = flags.get("steps", PRESETS[name].steps)
+    if passes > 1:
+        print(f"The training shard holds its text {passes} times; --passes N changes that.")
+    if steps < 0.9 * most:
+        print(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
+              f"with --steps {most} all of them.")  # fmt: skip
+    print("Train on it:")
+    words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
+    print(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
+
+
 # ---- Run -----------------------------------------------------------------------------------------
 def parse() -> argparse.Namespace:
     """The command line's arguments, and in `about` the vocabulary's size and its EOT."""
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    about = __doc__.splitlines()[0]
+    cli = argparse.ArgumentParser("./run.sh tokenize", description=about, allow_abbrev=False)
     add = cli.add_argument
-    formats = f"files, or folders of them: {' '.join(SUFFIXES)}"
+    formats = f"a file, or a folder with files, that ends in {' '.join(SUFFIXES)}"
     add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=formats)
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
-    add("--bytes", action="store_true", help="a token is a byte of UTF-8, and EOT is 256")
-    add("--shard_tokens", type=int, default=10**8, metavar="N", help="default: %(default)s")
-    size = f"tokens for validation (default: a tenth of all, but at most {VAL_TOKENS})"
+    by_bytes = "make one token per byte of UTF-8, with which a CPU trains tiny faster"
+    add("--bytes", action="store_true", help=by_bytes)
+    size = "tokens in a training shard; the last one may have fewer (default: %(default)s)"
+    add("--shard_tokens", type=int, default=10**8, metavar="N", help=size)
+    size = f"a tenth of all, but at least {SMALLEST} and at most {VAL_TOKENS}"
+    size = f"tokens in the validation shard (default: {size})"
     add("--val_tokens", type=int, metavar="N", help=size)
+    passes = "how often to write the training text (default: as often as the steps of tiny need, "
+    passes += f"at most {MOST_PASSES})"
+    add("--passes", type=int, metavar="N", help=passes)
     add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
-    threads = "threads; the shards are the same for any number (default: %(default)s)"
+    threads = "number of threads, which does not change the shards (default: %(default)s)"
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help=threads)
     args = cli.parse_args()
-    for name, low in dict(shard_tokens=2, val_tokens=2, workers=1).items():
+    for name, low in dict(shard_tokens=SMALLEST, val_tokens=SMALLEST, passes=1, workers=1).items():
         value = getattr(args, name)
         if value is not None and not low <= value < 2**31:
             cli.error(f"--{name} {value} is not from {low} to {2**31 - 1}")
     if "\n" in (args.separator or ""):
-        cli.error("--separator is one line")
+        cli.error("--separator has more than one line")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the shards and prints what they are."""
+    """Writes the shards, and prints what they are and how to train on them."""
     refuse_used(args.out)
     paths = find(args.paths)
     counts = collections.Counter()
@@ -441,18 +562,16 @@ def run(args: argparse.Namespace) -> None:
     encoded = contextlib.closing(in_order(args.workers, work, tasks))
     with shards.workplace(args.out) as part, bar, encoded as arrays:
         refuse_used(args.out)  # another process, for which this one waited, may have filled it
-        rows = write(part, arrays, args)
+        rows, passes = write(part, arrays, args)
         source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
+        if passes > 1:
+            source += f"; the training text is there {passes} times"
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
-    for name, row in rows.items():
-        tokens = (row["size"] - shards.HEADER) // 2
-        print(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
     skipped = f", {counts['empty']} empty ones skipped" if counts["empty"] else ""
-    print(f"{counts['documents']} documents{skipped}; train on them:")
-    flags = "--vocab {vocab} --eot {eot}".format(**args.about)
-    print(f"./run.sh tiny --data {shlex.quote(str(args.out))} {flags}")
+    print(f"{counts['documents']} documents{skipped}")
+    report(rows, passes, args)
 
 
 def main() -> None:
@@ -462,12 +581,12 @@ def main() -> None:
     except OSError as error:  # from the outputs, or while find() looks for inputs
         where = error.filename or args.out
         why = error.strerror or error
-        fail(f"{where}: {why}: see to room and permissions, or choose another place")
+        fail(f"{where}: {why}: check the free space and the permissions, or choose another place")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("tokenize_text.py: stopped by Ctrl-C: run it again for the shards", file=sys.stderr)
+        print("tokenize_text.py: stopped by Ctrl-C: run it again for shards", file=sys.stderr)
         sys.exit(130)

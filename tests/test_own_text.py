@@ -1,47 +1,66 @@
-"""From a text to a model: tokenize_text.py, check.py and train_gpt.py, one after the other."""
+"""From a text to a model that continues it, with the command that tokenize_text.py prints."""
 
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import check
+import pytest
+import sample
 import tokenize_text
 
 import train_gpt
-from train_gpt import LONG, SHORT, Layer, Stage
+from tests.test_tokenize import gpt2  # noqa: F401  a fixture: tiktoken's vocabulary
+from train_gpt import LONG, SHORT, Layer
 
-FLAGS = "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 64 --dc_window 12 --val_T 64"
-FLAGS += " --val_tokens 1024 --val_every 20 --target 0 --seed 1 --stall 0"
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
-STAGES = (Stage(20, 512, short=64, long=64, max_doc=0, lr=1.0),)
+SMALL = "--D 32 --H 2 --F 64 --bigrams 512 --seed 1 --stall 0"
 
 
-def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys):
-    """With the command that tokenize_text.py prints; and one hash of a shard everywhere."""
+def counting(size: int) -> str:
+    """A text of `size` characters with one rule, which a model finds: its numbers count."""
+    return " ".join(map(str, range(10_000, 10_000 + size // 6 + 1)))[:size]
+
+
+@pytest.mark.parametrize("size, options, printed, more, falls", [
+    (1_000_000, "--bytes", "--target 0", "--steps 20 --val_tokens 8192", 2),
+    (60_000, "--bytes", "--target 0 --val_tokens 4096 --val_T 256", "--steps 20", 2),
+    # A CPU needs seconds for a step with GPT-2's vocabulary.
+    pytest.param(60_000, "--passes 1", "--vocab 50257 --eot 50256 --target 0 --steps 17 "
+                 "--val_every 5 --val_tokens 1024 --val_T 128 --head_chunk 128", "", 0.7,
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys, size, options, printed, more, falls):
+    """Its loss falls, every tool reports the same hash of a shard, and sample.py continues it. The
+    text is one file, so the training shard begins inside a document."""
+
+    def call(main, *argv):
+        monkeypatch.setattr(sys, "argv", ["script", *argv])
+        main()
+        return capsys.readouterr().out.splitlines()
+
     monkeypatch.chdir(tmp_path)
-    for i in range(40):  # one rule, which a model finds: digits that count
-        text = " ".join(str(n) for n in range(100 * i, 100 * i + 250))
-        (tmp_path / f"{i}.txt").write_text(text)
-    argv = ["tokenize_text.py", str(tmp_path), "--out", "my data", "--bytes"]
-    monkeypatch.setattr(sys, "argv", argv)
-    tokenize_text.main()
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert command == "./run.sh tiny --data 'my data' --vocab 257 --eot 256"
-    monkeypatch.setattr(sys, "argv", ["check.py", "my data"])
-    check.main()
-    assert "check.py" not in capsys.readouterr().err
-    tiny = train_gpt.PRESETS["tiny"]
-    tiny = dataclasses.replace(tiny, layers=LAYERS, stages=STAGES, head_chunk=64)
+    Path("text.txt").write_text(counting(size))
+    *_, command = call(tokenize_text.main, "text.txt", "--out", "my data", *options.split())
+    assert command == f"./run.sh tiny --data 'my data' {printed}"
+    call(check.main, "my data")
+    tiny = dataclasses.replace(train_gpt.PRESETS["tiny"], layers=LAYERS)
     monkeypatch.setitem(train_gpt.PRESETS, "tiny", tiny)
-    flags = ["tiny", "--data", "my data", "--vocab", "257", "--eot", "256", *FLAGS.split()]
-    train_gpt.main(flags)
-    (log,) = Path("logs").glob("*.txt")
-    losses = re.findall(r"^step:\d+/20 val_loss:(\S+)", log.read_text(), re.M)
-    first, last = map(float, losses)
-    assert first > 5 and last < 3.5  # 5.9 and about 2.5
+    train_gpt.main([*shlex.split(command)[1:], *SMALL.split(), *more.split()])
+    (path,) = Path("logs").glob("*.txt")
+    log = path.read_text()
+    result = json.loads(re.search("^RESULT (.*)$", log, re.M)[1])
+    first = float(re.search("^step:0/.* val_loss:([0-9.]+)", log, re.M)[1])
+    assert result["reason"] == "end of schedule" and result["val_loss"] < first - falls
     listed = json.loads(Path("my data", "MANIFEST.json").read_text())["files"]
-    (line,) = re.findall("^data (.*)$", log.read_text(), re.M)
-    logged = {shard["file"]: shard["sha256"] for shard in json.loads(line)}
-    assert logged == {name: file["sha256"] for name, file in listed.items()}
+    logged = json.loads(re.search("^data (.*)$", log, re.M)[1])
+    assert {shard["file"]: shard["sha256"] for shard in logged} == {
+        name: file["sha256"] for name, file in listed.items()
+    }
+    monkeypatch.setattr(sample.signal, "signal", lambda *_: None)
+    capsys.readouterr()
+    text = "\n".join(call(sample.main, str(path.with_suffix(".npz")), "10 ", "--tokens", "5"))
+    assert text.startswith("10 ") and len(text) > 3

@@ -1,6 +1,7 @@
 """data/tokenize_text.py: the tokens are the right ones, and nothing half is ever there."""
 
 import collections
+import dataclasses
 import gzip
 import hashlib
 import itertools
@@ -11,6 +12,8 @@ import os
 import pathlib
 import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,16 +56,52 @@ def gpt2(tmp_path_factory):
 
 
 @pytest.fixture
-def tokenize(tmp_path, monkeypatch):
-    """Runs the script in this process; returns the tokens of all its shards, validation first."""
+def script(tmp_path, monkeypatch):
+    """Runs the script in this process."""
 
     def run(*argv):
         argv = ["tokenize_text.py", *argv, "--out", tmp_path / "out"]
         monkeypatch.setattr(sys, "argv", list(map(str, argv)))
         tokenize_text.main()
-        return np.concatenate(read_shards(tmp_path / "out"))
 
     return run
+
+
+@pytest.fixture
+def tokenize(script, tmp_path, monkeypatch):
+    """Runs the script, also on texts that are too short for training, and writes them once. Returns
+    the tokens of all documents, after it has compared them with the shards."""
+    split = tokenize_text.split
+    stream = []
+
+    def record(arrays, *more):
+        return split((stream.append(array) or array for array in arrays), *more)
+
+    monkeypatch.setattr(tokenize_text, "SMALLEST", 2)
+    monkeypatch.setattr(tokenize_text, "choose_passes", lambda tokens, args: 1)
+    monkeypatch.setattr(tokenize_text, "report", lambda *_: None)
+    monkeypatch.setattr(tokenize_text, "split", record)
+
+    def run(*argv):
+        stream.clear()
+        script(*argv)
+        tokens = np.concatenate(stream)
+        compare(read_shards(tmp_path / "out"), tokens)
+        return tokens
+
+    return run
+
+
+def compare(arrays, tokens):
+    """Shards hold the tokens. Each begins with EOT, which is added if it continues a document."""
+    place = 0
+    for shard in arrays:
+        assert shard[0] == tokens[0]
+        if tokens[place] != tokens[0]:
+            shard = shard[1:]
+        assert np.array_equal(shard, tokens[place : place + len(shard)])
+        place += len(shard)
+    assert place == len(tokens)
 
 
 @pytest.fixture
@@ -106,7 +145,7 @@ def prose(size, seed=0):
 
 
 COMMAND = [sys.executable, tokenize_text.__file__]
-STEPS = ["--bytes", "--val_tokens", "10", "--shard_tokens", "100000"]
+STEPS = ["--bytes", "--val_tokens", "1025", "--shard_tokens", "100000"]
 DOCUMENTS = [prose(100, seed) for seed in range(20)]
 
 
@@ -213,15 +252,15 @@ def test_what_is_no_letter_yet_is_no_boundary():
 RUNS = ["a" * 600_000, " " * 1_100_000 + "x", "\n" * 600_000 + "x", "\u4e2d" * 600_000]
 
 
-def test_endless_runs_are_cut_and_told(tokenize, tmp_path, gpt2, capsys):
+def test_endless_runs_are_cut_and_reported(tokenize, tmp_path, gpt2, capsys):
     """tiktoken panics at a million spaces."""
     paths = [tmp_path / f"{number}.txt" for number in range(len(RUNS))]
     for path, run in zip(paths, RUNS, strict=True):
         path.write_text("x " * 100_000 + run + " y" * 200_000)
     texts = gpt2.decode(tokenize(*paths).tolist()).split("<|endoftext|>")[1:]
     assert texts == [path.read_text() for path in paths]
-    told = capsys.readouterr().out
-    assert all(f"{path}: " in told for path in paths) and "1 cuts within runs" in told
+    printed = capsys.readouterr().out
+    assert all(f"{path}: cut " in printed for path in paths) and "1 times inside runs" in printed
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -265,10 +304,10 @@ def test_order_of_a_folder(tokenize, tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, said", [
     (["nowhere.txt"], "nowhere.txt does not exist"),
-    (["empty"], "empty is or holds no file of .txt"),
+    (["empty"], "empty: found no file that ends in .txt"),
     (["link.txt", "in.txt"], "in.txt would be read 2 times"),
-    (["dangling"], "x.txt is no file"),
-    (["linked"], "linked/more is a link, not followed: give its target as PATH"),
+    (["dangling"], "x.txt is not a file"),
+    (["linked"], "linked/more is a link: give its target as PATH instead"),
 ])  # fmt: skip
 def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
@@ -303,7 +342,7 @@ def test_not_utf8(refusal, tmp_path, bad):
     """Also a character that the end of the file cuts off."""
     path = tmp_path / "in.txt.gz"
     path.write_bytes(gzip.compress("na\u00efve \u4e2d ".encode() * 100 + bad))
-    assert f"{path} cannot be read: it is no UTF-8: " in refusal(path, "--bytes")
+    assert f"{path} cannot be read: it is not UTF-8: " in refusal(path, "--bytes")
 
 
 @pytest.mark.parametrize("how", [".gz", ".zst"])
@@ -320,7 +359,7 @@ def test_broken_archives(refusal, tmp_path, how, fault):
 
 
 @pytest.mark.parametrize("line, said", [
-    (b'{"text": "a"} x', "is no JSON"), (b"[" * 200_000, "is no JSON"),
+    (b'{"text": "a"} x', "is not JSON"), (b"[" * 200_000, "is not JSON"),
     (b'"text"', 'has no string "text"'), (b'{"text": null}', 'has no string "text"'),
 ])  # fmt: skip
 def test_bad_lines_of_jsonl(refusal, tmp_path, line, said):
@@ -351,12 +390,12 @@ def test_no_vocabulary_and_no_network(tmp_path):
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-def test_manifest_and_report(tokenize, tmp_path, capsys):
+def test_manifest_and_report(script, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(DOCUMENTS))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(prose(5000).encode()))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(prose(12_000).encode()))
     paths, out = [tmp_path / "a.jsonl", tmp_path / "b.txt.gz"], tmp_path / "out"
-    tokenize(*paths, "--shard_tokens", "900")
-    said, manifest = capsys.readouterr().out, shards.read_manifest(out)
+    script(*paths, "--shard_tokens", "1100")
+    printed, manifest = capsys.readouterr().out, shards.read_manifest(out)
     size, of = sum(path.stat().st_size for path in paths), "of 2 files, 21 documents"
     source = f"GPT-2 BPE by tiktoken {tiktoken.__version__} {of}, {size} bytes"
     assert [manifest[key] for key in ("source", "vocab", "eot")] == [source, 50257, EOT]
@@ -365,34 +404,130 @@ def test_manifest_and_report(tokenize, tmp_path, capsys):
         shard = shards.inspect(out / name, EOT)
         assert row == {key: shard[key] for key in ("size", "sha256", "documents")}
         counts = f"tokens:{shard['tokens']} documents:{shard['documents']}"
-        assert f"{name} {counts} sha256:{shard['sha256'][:16]}" in said
-    command = f"./run.sh tiny --data {out} --vocab 50257 --eot {EOT}"
-    assert said.endswith(f"21 documents; train on them:\n{command}\n")
+        assert f"{name} {counts} sha256:{shard['sha256'][:16]}" in printed
+    assert "21 documents\n" in printed and len(manifest["files"]) > 3
 
 
 @pytest.mark.parametrize("argv, size, sizes", [
-    ([], 39, [4, 36]),                                                 # a tenth
-    ([], 2999, [210, 2790]),                                           # but no more than the cap
-    (["--val_tokens", 2998], 2999, [2998, 2]),
-    ([], 3, [2, 2]),
-    (["--shard_tokens", 1000, "--val_tokens", 1000], 2999, [1000] * 3),
-    (["--shard_tokens", 1000, "--val_tokens", 999], 2999, [999, 1000, 1000]),
-    (["--shard_tokens", 1000, "--val_tokens", 998], 2999, [998, 1000, 1000, 2]),
+    ([], 39, [4, 37]),                                                 # a tenth
+    ([], 2999, [210, 2791]),                                           # but no more than the cap
+    ([], 3, [2, 3]),                                                   # and no less than SMALLEST
+    (["--val_tokens", 2998], 2999, [2998, 3]),
+    (["--shard_tokens", 1000, "--val_tokens", 1002], 2999, [1002, 1000, 1000]),
+    (["--shard_tokens", 1000, "--val_tokens", 1001], 2999, [1001, 1000, 1000, 2]),
 ])  # fmt: skip
-def test_sizes(tokenize, tmp_path, monkeypatch, capsys, argv, size, sizes):
+def test_sizes(tokenize, tmp_path, monkeypatch, argv, size, sizes):
+    """One document: every training shard begins inside it, with an EOT that counts."""
     monkeypatch.setattr(tokenize_text, "VAL_TOKENS", 210)
     (tmp_path / "in.txt").write_text(prose(size))
     found = tokenize(tmp_path / "in.txt", "--bytes", *argv)
-    assert found.tolist() == expected([prose(size)]).tolist()[: sum(sizes)]
+    assert found.tolist() == expected([prose(size)]).tolist()
     assert list(map(len, read_shards(tmp_path / "out"))) == sizes
-    assert ("dropped the last token" in capsys.readouterr().out) == (sum(sizes) == size)
 
 
-@pytest.mark.parametrize("argv, size", [([], 0), ([], 2), (["--val_tokens", 999], 999)])
-def test_too_little_text(refusal, tmp_path, argv, size):
+@pytest.mark.parametrize("argv, size, val", [
+    ([], 0, 1025), ([], 2047, 1025), (["--val_tokens", 1500], 1400, 1500),
+    (["--val_tokens", 1500], 2522, 1500),
+])  # fmt: skip
+def test_too_little_text(refusal, tmp_path, monkeypatch, argv, size, val):
+    monkeypatch.setattr(tokenize_text, "SMALLEST", 1025)
     (tmp_path / "in.txt").write_text("x" * size)
-    said = f"{size + (size > 0)} tokens are too few for {argv[1] if argv else 2} of"
-    assert said in refusal(tmp_path / "in.txt", "--bytes", *argv)
+    message = refusal(tmp_path / "in.txt", "--bytes", *argv)
+    assert f" tokens are too few for {val} of validation and 1025 of training: give" in message
+
+
+@pytest.mark.parametrize("size, argv, times", [
+    (60_000, [], 7),  # 368 steps of tiny, which read 376,833 tokens
+    (5_000, [], 10), (1_000_000, [], 1),
+    (5_000, ["--passes", "12"], 12), (1_000_000, ["--passes", "2"], 2),
+    (60_000, ["--shard_tokens", "110000"], 2),  # what one shard holds
+])  # fmt: skip
+def test_a_short_text_is_there_several_times(script, tmp_path, capsys, size, argv, times):
+    """Each time after an EOT, because the validation set ends inside the document."""
+    (tmp_path / "in.txt").write_text(prose(size))
+    script(tmp_path / "in.txt", "--bytes", *argv)
+    val, train = read_shards(tmp_path / "out")
+    rest = prose(size)[len(val) - 1 :]
+    assert train.tolist() == expected([rest] * times).tolist()
+    printed = capsys.readouterr().out
+    assert (f"holds its text {times} times; " in printed) == (times > 1)
+    steps = (len(train) - 1) // 1024
+    assert (f"one with --steps {steps} all of them" in printed) == (size == 1_000_000)
+    source = shards.read_manifest(tmp_path / "out")["source"]
+    assert source.endswith(f"the training text is there {times} times") == (times > 1)
+
+
+def test_passes_must_fit_into_one_shard(refusal, tmp_path, monkeypatch):
+    monkeypatch.undo()  # of what lets the fixture write every text once
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text(prose(60_000))
+    assert "--passes 3 over at least" in refusal("in.txt", "--bytes", "--passes", 3,
+                                                 "--shard_tokens", 110_000)  # fmt: skip
+
+
+# ---- The command that trains ---------------------------------------------------------------------
+def test_the_presets_are_those_of_train_gpt():
+    for name, preset in tokenize_text.PRESETS.items():
+        c = train_gpt.PRESETS[name]
+        assert (c.total_steps, {stage.tokens for stage in c.stages}) == (
+            preset.steps, {preset.step_tokens})  # fmt: skip
+        for field in ("val_every", "val_tokens", "val_T", "head_chunk"):
+            assert getattr(c, field) == getattr(preset, field), (name, field)
+    assert tokenize_text.VAL_SEQUENCES == train_gpt.VAL_SEQUENCES
+    assert train_gpt.PRESETS["tiny"].eot == 256
+
+
+def stream(tokens, eot, document):
+    """So many tokens in documents of `document` tokens; 0: in one."""
+    array = np.ones(tokens, "<u2")
+    array[:: document or tokens] = eot
+    return array
+
+
+SIZES = [2049, 2050, 3072, 9000, 10_300, 20_480, 20_490, 81_930, 180_000, 376_833 + 1025, 377_000,
+         655_371, 1_000_000]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv, document, sizes", [
+    (["--bytes"], 0, SIZES), (["--bytes"], 2, SIZES), ([], 0, SIZES), ([], 7, SIZES),
+    (["--passes", "1"], 0, SIZES), (["--passes", "30"], 50, SIZES),
+    (["--shard_tokens", "5000"], 0, SIZES[2:]), (["--val_tokens", "1030"], 0, SIZES[2:]),
+    ([], 1000, [10_922_000, 10_925_000, 12_000_000]), (["--val_tokens", "66000"], 0, [9_900_000]),
+    (["--bytes"], 0, [12_000_000]),
+])  # fmt: skip
+def test_every_printed_command_can_run(tmp_path, monkeypatch, capsys, argv, document, sizes):
+    """train_gpt.py takes its flags and its tokens, and there are none for one step more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tokenize_text.py", "in.txt", "--out", "out", *argv])
+    args = tokenize_text.parse()
+    for size in sizes:
+        args.out = pathlib.Path(f"out {size}")
+        args.out.mkdir()
+        tokens = stream(size, args.about["eot"], document)
+        tokenize_text.report(*tokenize_text.write(args.out, iter([tokens]), args), args)
+        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        name, own = command[1], tokenize_text.PRESETS[command[1]]
+        assert command[0] == "./run.sh"
+        assert (name == "small") == (not args.bytes and size > 10_923_000 or size == 9_900_000)
+        _, c = train_gpt.parse_config(command[1:])
+        assert (c.vocab, c.eot, c.target) == (*args.about.values(), 0)
+        found = train_gpt.find_data(c)
+        for split in found:
+            for shard in found[split]:
+                train_gpt.shard_facts(shard, train_gpt.batch_shapes(split, c), c)
+        assert all(length % 128 == 0 for length in (c.val_T, c.sequence_length(0)))  # for cuDNN
+        assert c.total_steps <= own.steps
+        validations = sum(map(c.validates_before, range(c.total_steps + 1)))
+        assert validations >= min(4, c.total_steps + 1)
+        too_many = {}
+        if c.total_steps < own.steps:
+            too_many["steps"] = c.total_steps + 1
+        if c.val_tokens < own.val_tokens:
+            too_many["val_tokens"] = c.val_tokens + 8 * c.val_T
+        for field, value in too_many.items():
+            with pytest.raises(SystemExit, match="2"):
+                train_gpt.find_data(dataclasses.replace(c, **{field: value}))
+        shutil.rmtree(args.out)
 
 
 def test_command_lines(monkeypatch, capsys):
@@ -403,7 +538,8 @@ def test_command_lines(monkeypatch, capsys):
     args = tokenize_text.parse()
     assert (args.shard_tokens, args.val_tokens, args.bytes) == (10**8, None, False)
     assert tokenize_text.VAL_TOKENS == train_gpt.PRESETS["record"].val_tokens + 2
-    for more in "--val_tokens 1", "--shard_tokens 2147483648", "--workers 0", "--separator a\nb":
+    bad = "--val_tokens 1024", "--shard_tokens 2147483648", "--workers 0", "--passes 0"
+    for more in *bad, "--separator a\nb":
         monkeypatch.setattr(sys, "argv", argv + more.split(" "))
         with pytest.raises(SystemExit, match="2"):
             tokenize_text.parse()
@@ -428,7 +564,7 @@ def test_two_at_once_make_one_set(tmp_path):
     said = [process.communicate(timeout=60)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     assert "".join(said).count("is there already") == 1 == "".join(said).count("\n")
-    assert sum(map(len, read_shards(tmp_path / "out"))) == 400_001
+    compare(read_shards(tmp_path / "out"), expected([prose(400_000)]))
 
 
 def test_validation_comes_last_and_a_failure_takes_all_back(tokenize, tmp_path, monkeypatch):
@@ -455,7 +591,7 @@ def test_disk_full(tmp_path):
     full = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *argv]
     done = subprocess.run(full, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}: File too large: see to")
+    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}: File too large: check")
     assert left_in(tmp_path / "out") == []
 
 
@@ -473,7 +609,7 @@ def test_it_is_stopped(tmp_path, tokenize, kill, by_bytes):
     process.send_signal(kill)
     said = process.communicate(timeout=5)
     if kill == signal.SIGINT:
-        line = "tokenize_text.py: stopped by Ctrl-C: run it again for the shards\n"
+        line = "tokenize_text.py: stopped by Ctrl-C: run it again for shards\n"
         assert (process.returncode, *said) == (130, "", line) and left_in(out) == []
     (tmp_path / "in.txt").write_text(DOCUMENTS[0])  # what was left is no hindrance
     assert len(tokenize(tmp_path / "in.txt", "--bytes")) == len(DOCUMENTS[0]) + 1
