@@ -61,7 +61,7 @@ PARTS = {  # in the order in which they run
     "settings": "tries other options of the compiler: are losses the same, and steps faster?",
     "devices": "the record's first losses are the same on one device and on all",
 }
-LIMIT = 600  # seconds; a part that prints nothing for longer hangs
+LIMIT = 600  # seconds; a part that sends no result for longer hangs
 CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that runs the parts
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
@@ -181,7 +181,7 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
                     report.add(*line)
         end = how_it_ended(child.wait(60))
     except TimeoutError:
-        end = f"hangs: it has printed nothing for {LIMIT} s"
+        end = f"hangs: it has not sent a result for {LIMIT} s"
     except subprocess.TimeoutExpired:
         end = "hangs when it ends"
     except KeyboardInterrupt:

@@ -160,7 +160,7 @@ def test_a_part_that_hangs_or_aborts_is_named_and_the_others_go_on(child, capfd)
     *lines, last = capfd.readouterr().out.splitlines()
     facts = json.loads(last.removeprefix("CHECK "))
     assert facts["failed"] == ["attention", "norms", "settings"]
-    assert facts["attention"]["end"] == "hangs: no line for 2 s"
+    assert facts["attention"]["end"] == "hangs: it has not sent a result for 2 s"
     assert facts["attention"]["output"][:2] == ["[half a message", "still waiting"]
     assert facts["norms"]["end"] == "killed by SIGABRT"
     assert facts["norms"]["output"] == ["Check failed: no luck, and no end of line"]
