@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import export
+import jax
 import numpy as np
 import pytest
 import reference
@@ -21,9 +22,8 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 
 import train_gpt
-from tests.test_run import write_script
-from tests.tools import MINI, SMALL, sequences, text, whole_weights, write_shard
-from train_gpt import LONG, SHORT, Layer, Stage
+from tests.tools import MINI, sequences, whole_weights
+from train_gpt import Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 TRAIN = ROOT / "train_gpt.py"
@@ -201,16 +201,13 @@ def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
 
 def test_the_card_of_a_trained_model(tmp_path):
     """The card has the error that export.py measured, and the facts of the log."""
-    write_shard(tmp_path / "x_train_000001.bin", text(2000))
-    write_shard(tmp_path / "x_val_000000.bin", text(1100, 2))
-    layers = (Layer(SHORT, bigram=True, value_table=0), Layer(LONG, key_offset=True))
-    stages = (Stage(2, 512, short=8, long=24, max_doc=0, lr=1.0),)
-    script = write_script(tmp_path / "script.py", stages, layers)
-    argv = [*SMALL, "--stall", "0", "--seed", "1", "--data", "."]
-    done = start(script, "tiny", *argv, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("logs/*.npz")
-    done = start(ROOT / "evals/export.py", path, "out", "--script", script, cwd=tmp_path)
+    c = replace(MINI, data=".")
+    path = tmp_path / "run.npz"
+    save(path, c)
+    run = train_gpt.Log(str(path.with_suffix(".txt")))
+    run.facts({"data": []} | train_gpt.run_facts("tiny", c, jax.devices()[:1], ["tiny"]))
+    run.line('RESULT {"val_loss": 1.25, "steps": 20, "tokens": 999, "weights": "run.npz"}')
+    done = start(ROOT / "evals/export.py", path, "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "next: .venv/bin/python 'out/ref" in done.stdout
     card = (tmp_path / "out/README.md").read_text()
@@ -218,7 +215,7 @@ def test_the_card_of_a_trained_model(tmp_path):
     assert float(re.search(r"within (\S+) of", card)[1]) < 1e-4
     facts = re.findall("^(?:versions|devices|driver|git|seed|data) .*", log, re.M)
     assert len(facts) == 6 and all(f"\n{fact}\n" in card for fact in facts)
-    assert log.splitlines()[-1].partition(', "weights')[0] in card
+    assert log.splitlines()[-1].partition(', "weights')[0] in card  # the last line: RESULT
     assert "`transformers` library cannot load it" in card
     assert (ROOT / "LICENSE").read_text() in card
     assert "- Training text: a text without a name\n" in card and "nats per byte" in card

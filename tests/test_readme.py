@@ -112,13 +112,6 @@ def test_every_link_and_picture_is_there(page):
             assert title in slugs, target
 
 
-def test_every_file_of_the_table_is_there():
-    cells = [line.split(" | ")[0] for line in section("Files").strip().splitlines()[2:]]
-    names = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
-    assert "train_gpt.py" in names and len(names) >= 7
-    assert [name for name in names if not (ROOT / name).exists()] == []
-
-
 def test_the_workflow_runs_what_ci_runs():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     job = jobs["checks"]
