@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [SCRIPT.py] [record | small | tiny] [--field value ...]    SCRIPT.py: a copy of train_gpt.py
-#   ./run.sh tiny --help                                        all fields
-#   ./run.sh plan                                               what ./run.sh would do here, and why
-#   ./run.sh check [--small | --field value ...]                whether the machine computes correctly
-#   ./run.sh watch [LOG]                                        progress and speed of a run, from its log
-#   ./run.sh tokenize PATH... --out DIR [--bytes]               makes training data of your own text
-#   ./run.sh sample | hellaswag | loss | export | look | share WEIGHTS ...    evals/README.md
-#   ./run.sh basics/NAME.py [argument ...]                      basics/README.md
-#   ./run.sh test [--quick | --all | pytest argument ...]
-#   ./run.sh install                                            and nothing else
+#   ./run.sh [record | small | tiny] [--field value ...]   trains train_gpt.py
+#   ./run.sh my_idea.py tiny [--field value ...]           trains a copy of it
+#   ./run.sh tiny --help                                   lists all fields
+#   ./run.sh plan                                          says what ./run.sh would do here, and why
+#   ./run.sh check [--small | --field value ...]           tests whether the machine computes right
+#   ./run.sh watch [LOG]                                   shows how a run is going, from its log
+#   ./run.sh tokenize PATH... --out DIR [--bytes]          makes training data of your own text
+#   ./run.sh sample | loss | hellaswag | look | export | share WEIGHTS ...      evals/README.md
+#   ./run.sh basics/NAME.py [argument ...]                 runs a tutorial: basics/README.md
+#   ./run.sh test [--quick | --all | pytest argument ...]  runs the tests
+#   ./run.sh install                                       installs, and nothing else
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.

@@ -131,8 +131,8 @@ TINY_LAYERS = (
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
 TINY_STAGES = (Stage(368, 1024, short=64, long=192, max_doc=0, lr=1.0),)
-# Between the two in size, for one GPU of 16 GB or a TPU. It has no target, because nobody has run
-# it on FineWeb yet.
+# In size between the record and tiny, for one GPU of 16 GB or a TPU. It has no target, because
+# nobody has run it on FineWeb yet.
 SMALL_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(SHORT, bigram=True),
@@ -1817,15 +1817,15 @@ def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> 
     before, now = facts["identity"], identity(c, data)
     names = [name for name in before | now if before.get(name) != now.get(name)]
     changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
-    why = f"--resume {c.resume}: {'; '.join(changes[:3])}"
+    why = f"--resume {c.resume}: {'; '.join(changes[:5])}"
     state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
     shapes = {key: x.shape for key, x in saved_arrays(state).items()}
     if shapes != {key: x.shape for key, x in arrays.items()}:
-        refuse(f"{why}; its arrays are not those of this model, so it cannot be resumed")
+        refuse(f"{why}; its arrays are not those of this model: repeat the flags of its run")
     if facts["step"] > c.total_steps:
         refuse(f"{why}; it is from step {facts['step']}, but the run has {c.total_steps}")
     if changes and not c.force:
-        refuse(f"{why}; --force 1 resumes anyway")
+        refuse(f"{why}; repeat the flags of its run, or add --force 1, which makes another run")
     return "; ".join(changes)
 
 
@@ -2169,7 +2169,9 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
         log.line(f"RESULT {json.dumps(result)}")
     if not c.save:
         return None
-    print(f"next: ./run.sh sample {path}")
+    script = Path(__file__)
+    copy = "" if script.name == "train_gpt.py" else f" --script {shlex.quote(str(script))}"
+    print(f"next: ./run.sh sample {path}{copy}")
     return path
 
 

@@ -212,7 +212,7 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
 
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
-    """What save() has written, or any GPT-2 of the hub in float32."""
+    """What save() has written, or a model of the hub whose arrays have OpenAI's names."""
     about = json.loads((folder / "config.json").read_text())
     sizes = {field: about[name] for field, name in NAMES.items()}
     c = Config(**sizes)

@@ -259,7 +259,7 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     c = SMALL
     added = []
     if not small:
-        added = launch.fit(flags, record_with(flags))[len(flags) :]
+        added = launch.fit(flags, record_with(flags), launch.device_memory())[len(flags) :]
         c = record_with([*flags, *added])
     devices, c = train_gpt.fit_devices("check", c)
     facts = software(c, devices) | {"fit": added}

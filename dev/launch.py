@@ -50,8 +50,8 @@ ADVICE = (
     "needs less memory; see Memory in dev/README.md for more such flags"
 )
 CUDNN_ADVICE = (
-    "the error above is cuDNN's. If it cannot build a plan, try --val_T 131072, which shortens its "
-    "longest sequences, those of validation, or --attention band, which does without cuDNN"
+    "the error above is cuDNN's. If it cannot build a plan for validation's 262,144 tokens, try "
+    "--val_T 131072; --attention band does without cuDNN"
 )
 NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED")
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         script.set_compilation_cache()  # JAX looks only once, at the first program
         if jax.process_count() > 1:
             compare_setup(script, c)
-        argv = fit(argv, c)
+        argv = fit(argv, c, device_memory())
         preset, c = script.parse_config(argv)
         _, c = script.fit_devices(preset, c)
         if jax.process_count() > 1:
@@ -96,7 +96,8 @@ def main(argv: list[str]) -> None:
             print(layer_table(c))
         is_a_copy = path.resolve() != ROOT / "train_gpt.py"
         weights = script.main(argv, command=f"./run.sh {path}" if is_a_copy else "./run.sh")
-        if weights and sys.stdout.isatty() and jax.process_count() == 1:
+        wanted = sys.stdout.isatty() and os.environ.get("JNANO_SAMPLE") != "0"
+        if weights and wanted and jax.process_count() == 1:
             show_sample(weights, path)
     except SystemExit as stop:
         if isinstance(stop.code, str):
@@ -192,25 +193,29 @@ def layer_table(c: Any) -> str:
     """The layers of a model in words, a line for each."""
     lines = []
     for number, layer in enumerate(c.layers):
-        words = [word for field, word in WORDS.items() if getattr(layer, field)]
-        if layer.value_table is not None:
+        fields = vars(layer)  # a copy of train_gpt.py may have left some out
+        words = [word for field, word in WORDS.items() if fields.get(field)]
+        if fields.get("value_table") is not None:
             words.append(f"value table {layer.value_table}")
-        if layer.attend_to is not None:
+        if fields.get("attend_to") is not None:
             words.append(f"attends to layer {layer.attend_to}")
-        if layer.skip_from is not None:
+        if fields.get("skip_from") is not None:
             words.append(f"adds layer {layer.skip_from}")
-        if layer.mudd:
+        if fields.get("mudd"):
             words.append(f"mixes {', '.join(layer.mudd)}")
-        window = f"{layer.window} window" if layer.window else "no attention"
+        window = f"{layer.window} window" if fields.get("window") else "no attention"
         lines.append(f"layer {number:2}  {window:12}  {', '.join(words)}".rstrip())
     return "\n".join(lines)
 
 
 def show_sample(weights: Path, script: Path) -> NoReturn:
-    """Replaces this process by one that generates text. So the memory of the devices is free."""
+    """Replaces this process by one that generates text, so that the devices are free for it. The
+    run was successful, so the exit status is 0 even if the sample fails or Ctrl-C ends it."""
+    print("A sample, which Ctrl-C ends (JNANO_SAMPLE=0: none):", flush=True)
     tool = ROOT / "evals/sample.py"
-    print("A sample, which Ctrl-C ends:", flush=True)
-    os.execv(sys.executable, [sys.executable, str(tool), str(weights), "--script", str(script)])
+    command = [sys.executable, str(tool), str(weights), "--script", str(script)]
+    os.closerange(3, 4096)  # a device that is still open could not be opened by the new process
+    os.execv("/bin/sh", ["sh", "-c", 'trap : INT; "$@"; exit 0', "sh", *command])
 
 
 # ---- Signals -------------------------------------------------------------------------------------
@@ -398,28 +403,29 @@ def compare_setup(script: ModuleType, c: Any) -> None:
 
 
 def compare_tokens(script: ModuleType, c: Any) -> None:
-    """Compares the shards that the run will read, and the prefixes."""
+    """Compares the shards that the run will read, the prefixes, and what fit() has made of the
+    sizes, which depends on the flags that were typed."""
     jobs = []
     for split, shards in script.find_data(c).items():
         jobs += [(shard, script.batch_shapes(split, c)) for shard in shards]
     with ThreadPoolExecutor(8) as pool:
         tokens = list(pool.map(lambda job: script.shard_facts(*job, c), jobs))
     facts = {shard["file"]: shard["sha256"] for shard in tokens}
+    facts |= {f"--{name}": getattr(c, name, None) for name in fits.RECORD}
     if c.prefixes:
         facts[c.prefixes] = hashlib.sha256(script.prefix_table(c).tobytes()).hexdigest()
     compare(facts)
 
 
 # ---- Memory --------------------------------------------------------------------------------------
-def fit(argv: list[str], c: Any) -> list[str]:
-    """The command line of a run, with the flags with which the record fits the memory of the
-    smallest device. Where a flag or a copy of train_gpt.py has set one of fits.RECORD, it stays
+def fit(argv: list[str], c: Any, memory: float) -> list[str]:
+    """The command line of a run, with the flags with which the record fits so many gigabytes of
+    the smallest device. Where a flag or a copy of train_gpt.py has set one of fits.RECORD, it stays
     what it is. Exits with status 2 if the memory is too short for any row of fits.FITS."""
     typed = {argument.partition("=")[0] for argument in argv}
-    sizes = {name: getattr(c, name) for name in fits.RECORD}
+    sizes = {name: getattr(c, name, None) for name in fits.RECORD}
     if sizes != fits.RECORD or typed & {f"--{name}" for name in sizes}:
         return argv
-    memory = device_memory()
     devices = min(len(jax.devices()), c.batch)
     flags = fits.fit(memory, devices)
     if flags is None:

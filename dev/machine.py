@@ -22,7 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fits
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # for PYTHONSAFEPATH=1
+import fits  # noqa: E402
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -95,11 +96,8 @@ DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weight
 
 # Sequences in a step; one process uses no more devices than that.
 BATCH = {"record": 8, "small": 8, "tiny": 4}
-# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing. A
-# checkpoint brings those of the run that wrote it.
-ADVANCED = (
-    "--batch --microbatch --head_chunk --val_T --bigrams --attention --resume --help -h"
-).split()
+# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing.
+ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention --help -h".split()
 # The variables in which launchers give the number of processes, as in dev/launch.py.
 PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
 VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
@@ -299,33 +297,31 @@ def number_in(name: str) -> float:
 
 # ---- Spelling ------------------------------------------------------------------------------------
 def misspelt(argv: list[str]) -> str:
-    """What is wrong with the first word or with a flag of a run, and what may be meant; "" if
-    nothing is. The verbs and basics/*.py check their own arguments."""
+    """What is wrong with the first word or with a flag of a run of train_gpt.py, and what may be
+    meant; "" if nothing is. Copies of it, verbs and basics/*.py check their own arguments."""
     rest = list(argv)
-    script = "train_gpt.py"
     if rest and rest[0].endswith(".py"):
-        script = rest.pop(0)
-        if os.path.normpath(script).startswith("basics" + os.sep):
-            return ""
+        script = os.path.normpath(rest.pop(0))
         if not os.path.isfile(script):
             return f"there is no file {script}"
+        if script != "train_gpt.py":
+            return ""
     elif rest and rest[0] in VERBS:
         return ""
-    presets, fields = names_in(script)
+    presets, fields = names_in("train_gpt.py")
     if not presets or not fields:
         return ""
     if rest and not rest[0].startswith("-") and rest[0] not in presets:
-        words = presets if script != "train_gpt.py" else [*VERBS, *presets]
-        return f"there is no {rest[0]!r}{nearest(rest[0], words)}; see ./run.sh --help"
+        return f"there is no {rest[0]!r}{nearest(rest[0], [*VERBS, *presets])}; see ./run.sh --help"
     for argument in rest:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:] not in (*fields, "help"):
-            return f"{script} has no flag {name}{nearest(name, [f'--{field}' for field in fields])}"
+            return f"there is no flag {name}{nearest(name, fields, '--')}"
     return ""
 
 
 def names_in(script: str) -> tuple[list[str], list[str]]:
-    """The presets of a training script, and the fields of its Config that are flags. Both are empty
+    """The keys of PRESETS in a script, and the fields of its Config that are flags. Both are empty
     where its text cannot be parsed, which Python explains better."""
     presets = []
     fields = []
@@ -335,26 +331,24 @@ def names_in(script: str) -> tuple[list[str], list[str]]:
     except (OSError, SyntaxError, ValueError):
         return presets, fields
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            target = node.targets[0]
-            if getattr(target, "id", "") == "PRESETS" and isinstance(node.value, ast.Dict):
-                presets += [getattr(key, "value", None) for key in node.value.keys]
-            elif isinstance(target, ast.Subscript) and getattr(target.value, "id", "") == "PRESETS":
-                presets.append(getattr(target.slice, "value", None))
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PRESETS":
+            presets = [key.value for key in node.value.keys]
         elif isinstance(node, ast.ClassDef) and node.name == "Config":
             for field in node.body:
                 kind = getattr(getattr(field, "annotation", None), "id", "")
                 if kind in ("int", "float", "str"):
                     fields.append(field.target.id)
-    return [name for name in presets if isinstance(name, str)], fields
+    return presets, fields
 
 
-def nearest(word: str, words: list[str]) -> str:
+def nearest(word: str, words: list[str], dashes: str = "") -> str:
     """A question that names the words of which this one is a part, or else the most similar one."""
-    part = word.lstrip("-")
-    found = [other for other in words if part in other] if len(part) > 1 else []
-    found = found or difflib.get_close_matches(word, words, n=1)
-    return f": did you mean {' or '.join(found[:3])}?" if found else ""
+    part = word.lstrip("-").lower()
+    by_lower = {other.lower(): other for other in words}
+    found = [other for lower, other in by_lower.items() if part in lower and len(part) > 1]
+    if not found:
+        found = [by_lower[lower] for lower in difflib.get_close_matches(part, by_lower, n=1)]
+    return f": did you mean {' or '.join(dashes + other for other in found[:3])}?" if found else ""
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -365,6 +359,11 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     flags = {argument.partition("=")[0] for argument in argv}
     if preset not in BATCH or flags.intersection(ADVANCED) or several_processes():
         return ""
+    if preset == "small" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
+        return (
+            "small takes more than a day on a CPU (estimate): type  ./run.sh tiny,  tokenize text "
+            "of your own with --bytes, or type  JAX_PLATFORMS=cpu ./run.sh small  all the same"
+        )
     if preset == "record" and decision.flags is None and not os.environ.get("JAX_PLATFORMS"):
         return (
             f"the record does not run here: {decision.why}; type  ./run.sh tiny  or name what JAX "

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     launch.set_xla_flags()
     launch.start_jax()
     train_gpt.set_compilation_cache()
-    preset, c = train_gpt.parse_config(launch.fit(argv, c))
+    preset, c = train_gpt.parse_config(launch.fit(argv, c, launch.device_memory()))
     devices, c = train_gpt.fit_devices(preset, c)
     mesh = train_gpt.make_mesh(devices)
     stage = check_gpu.longest_stage(c)

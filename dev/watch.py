@@ -51,7 +51,9 @@ PEAKS = {
 }  # fmt: skip
 BORDER = b"\n" + 100 * b"=" + b"\n"  # ends the source in a log
 LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) train_time:(\d+)ms( step_avg:\S+ms)?")
-FIRST = re.compile("(data|hosts|versions) ")  # begins what follows, in this and older versions
+FIRST = re.compile(
+    "(data|hosts|versions|resume) "
+)  # begins what follows, in this and older versions
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -99,7 +101,7 @@ def read_run(path: Path) -> Run:
         )
     try:
         return parse(path, text)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: a fact is missing or has another form: {error!r}") from error
 
 
@@ -255,7 +257,7 @@ def summary(run: Run) -> list[str]:
         )
     elif run.losses:
         now = speed_at(run, len(run.losses) - 1)
-        left = (work(run, steps)[0] - tokens) / now.tokens_per_second
+        left = (work(run, steps)[0] - tokens) / (now.tokens_per_second or math.nan)
         rate = show(now.tokens_per_second, ",.0f")
         lines.append(f"{rate} tokens/s and MFU {show(now.mfu, '.1%')} now, {on_average}")
         lines.append(f"{duration(left)} of training left; {silence}")

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-import jax.numpy as jnp
-import numpy as np
-import weights
-from weights import refuse
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while JAX is imported shows no traceback
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import weights  # noqa: E402
+from weights import refuse  # noqa: E402
 
 
 def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
@@ -127,6 +129,7 @@ def main() -> None:
         return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])
 
     run = weights.runner(w, last_logits, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the text, not the process
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends it without a traceback
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     if not args.interactive:

@@ -7,6 +7,7 @@ Log in once before: .venv/bin/hf auth login. Or set HF_TOKEN to a token that may
 """
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,8 @@ def main() -> None:
     out = args.out or w.path.with_name(f"{w.path.stem}_export")
     export.export(w, args.script, out)
     if not repo:
-        print(f"to upload it: ./run.sh share {args.weights} YOUR_NAME/my-gpt")
+        command = ["./run.sh", "share", *sys.argv[1:], "YOUR_NAME/my-gpt"]
+        print(f"to upload it: {shlex.join(command)}")
         return
     with errors_as_lines(api.endpoint, repo):
         # None leaves it to the settings of an organization.

@@ -184,6 +184,7 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     """Trains once; returns the exit status. SIGINT and SIGTERM are passed on to the training, and
     raised as KeyboardInterrupt when it has ended."""
     env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
+    env["JNANO_SAMPLE"] = "0"  # none after each run, although this may be a terminal
     env |= machine.decide(machine.find_machine()).environment  # what run.sh sets for GPUs
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env

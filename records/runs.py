@@ -19,7 +19,6 @@ import lzma
 import math
 import re
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,7 +206,7 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     stated = {key: json.loads(value) for key, _, value in lines if key in FACTS}
     stated["config"].pop("seed")  # else no two runs would have the same configuration
     facts = {key: stated[key] for key in FACTS}
-    facts["argv"] = without(["seed"], facts["argv"])  # the only flag in which runs differ
+    facts["argv"] = without_seed(facts["argv"])
     facts["ours"] = True
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
     facts["began"] = began[0] if began else None
@@ -223,13 +222,12 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     return facts
 
 
-def without(names: Iterable[str], argv: list[str]) -> list[str]:
-    """Returns the arguments without these flags, written as --name value or --name=value."""
-    flags = {f"--{name}" for name in names}
+def without_seed(argv: list[str]) -> list[str]:
+    """Returns the arguments without --seed N and --seed=N, the only ones in which runs differ."""
     rest = []
     previous = ""
     for argument in argv:
-        if previous not in flags and argument.partition("=")[0] not in flags:
+        if previous != "--seed" and argument.partition("=")[0] != "--seed":
             rest.append(argument)
         previous = argument
     return rest

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import fits
@@ -450,6 +451,7 @@ def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monke
     monkeypatch.setattr(launch, "watch_signals", lambda: None)
     monkeypatch.setattr(launch, "check_attention_once", lambda script, c: made.append("check"))
     monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
+    monkeypatch.setattr(launch, "device_memory", lambda: 80.0)
     launch.main([train_gpt.__file__, "tiny"])
     assert made == calls
 
@@ -460,13 +462,20 @@ def test_the_table_of_layers_has_a_line_for_each_and_a_word_for_every_field():
     assert len(lines) == 11
     assert lines[6] == "layer  6  no attention  adds layer 3"
     assert lines[10].startswith("layer 10  long window   key offset, head gate, dynamic composi")
+    bare = SimpleNamespace(layers=[SimpleNamespace(window=None)])  # a copy may have fewer fields
+    assert launch.layer_table(bare) == "layer  0  no attention"
     switches = {f.name for f in dataclasses.fields(train_gpt.Layer) if f.type is bool}
     assert switches == {*launch.WORDS}
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_on_a_terminal_a_run_ends_with_a_sample(is_terminal, tmp_path, monkeypatch):
-    """The process is replaced, so that the devices' memory is free."""
+@pytest.mark.parametrize("is_terminal, wish, shown", [
+    (True, None, True), (False, None, False), (True, "0", False),
+])  # fmt: skip
+def test_on_a_terminal_a_run_ends_with_a_sample(is_terminal, wish, shown, tmp_path, monkeypatch):
+    """The process is replaced, so that the devices are free."""
+    if wish:
+        monkeypatch.setenv("JNANO_SAMPLE", wish)
+    monkeypatch.setattr(launch.os, "closerange", lambda low, high: None)
     started = Mock(side_effect=SystemExit)
     script = Mock(parse_config=lambda argv: ("tiny", TINY), main=Mock(return_value=tmp_path / "w"))
     script.fit_devices = lambda preset, c: ([], c)
@@ -476,12 +485,24 @@ def test_on_a_terminal_a_run_ends_with_a_sample(is_terminal, tmp_path, monkeypat
     monkeypatch.setattr(launch.os, "execv", started)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     launch.main([train_gpt.__file__, "tiny"])
-    assert started.call_count == is_terminal
-    if is_terminal:
+    assert started.call_count == shown
+    if shown:
         command = started.call_args[0][1]
-        assert command[1:] == [
+        assert command[-4:] == [
             str(ROOT / "evals/sample.py"), str(tmp_path / "w"), "--script", train_gpt.__file__
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", ["import sys; sys.exit(2)", "import os; os.kill(0, 2)"])
+def test_the_sample_does_not_change_the_status_of_the_run(tool, tmp_path):
+    """Not if it fails, nor if Ctrl-C, which reaches all processes of a terminal, ends it."""
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals/sample.py").write_text(tool)
+    code = f"import launch, pathlib; launch.ROOT = pathlib.Path({str(tmp_path)!r}); "
+    code += "launch.show_sample(pathlib.Path('w'), pathlib.Path('s'))"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "dev")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, start_new_session=True)
+    assert done.returncode == 0
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -501,7 +522,7 @@ def fitted(line: str) -> list[str]:
     """The flags that the launcher adds to a command line."""
     argv = line.split()
     _, c = train_gpt.parse_config(argv)
-    added = launch.fit(argv, c)
+    added = launch.fit(argv, c, launch.device_memory())
     assert added[: len(argv)] == argv
     return added[len(argv) :]
 
@@ -547,7 +568,9 @@ def test_what_the_user_has_chosen_stays(line, monkeypatch):
 def test_what_a_copy_has_changed_stays(monkeypatch):
     have(monkeypatch, 20)
     changed = dataclasses.replace(RECORD, bigrams=1024)
-    assert launch.fit(["record"], changed) == ["record"]
+    assert launch.fit(["record"], changed, 20) == ["record"]
+    without_a_field = SimpleNamespace(batch=8)
+    assert launch.fit(["record"], without_a_field, 20) == ["record"]
 
 
 def test_the_run_gets_the_flags_of_the_fit(monkeypatch):

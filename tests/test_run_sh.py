@@ -101,6 +101,9 @@ def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(mac
 
 def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
     machine.python(12)
+    (machine.root / "basics").mkdir()
+    for name in "gpt2.py", "fsdp.py":
+        (machine.root / "basics" / name).touch()
     gpt2 = "basics/gpt2.py", "--prompt", "a  b"
     assert machine.run(*gpt2) == calls(*FIRST, "basics/gpt2.py --prompt a  b")
     draws = calls(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
@@ -354,7 +357,6 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
     (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
-    (["small"], ["data/cached_fineweb10B.py 1", f"{CHECK} data/fineweb10B", f"{TRAIN} small"]),
     (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
     (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
 ])  # fmt: skip
@@ -364,6 +366,14 @@ def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expec
         (machine.root / script).parent.mkdir(exist_ok=True)
         (machine.root / script).touch()
     assert machine.run(*argv)[3:] == calls(*expected)
+
+
+def test_small_reads_one_shard_and_is_refused_on_a_cpu_that_was_not_asked_for(machine):
+    machine.python(12)
+    assert "more than a day on a CPU" in machine.refusal("small")
+    shards = ["data/cached_fineweb10B.py 1", f"{CHECK} data/fineweb10B"]
+    found = machine.run("small", JAX_PLATFORMS="cpu")[3:]
+    assert found == calls(*shards, f"{TRAIN} small")
 
 
 @pytest.mark.parametrize("name, count", [("data/source_code.py", 1), ("data/check.py", 2)])

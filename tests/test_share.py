@@ -205,7 +205,8 @@ def share_it(run, hub, monkeypatch, capsys):
 def test_without_a_name_it_only_exports_and_prints_the_command(share_it, hub, run):
     status, out, err = share_it()
     assert (status, err, hub.requests) == (0, "", [])
-    assert out == f"to upload it: ./run.sh share {run} YOUR_NAME/my-gpt\n"
+    command = out.removeprefix("to upload it: ./run.sh share ").split()
+    assert command == [str(run), "--out", str(run.parent / "out"), "YOUR_NAME/my-gpt"]
 
 
 def test_a_private_model_is_private_and_can_get_a_new_version(share_it, hub):
