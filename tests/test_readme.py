@@ -4,6 +4,7 @@ that run it elsewhere."""
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -131,3 +132,31 @@ def test_the_image_copies_and_starts_what_is_there():
     # These patterns would leave out the scripts of data/, or its table of prefixes.
     ignored = (ROOT / "dev/Dockerfile.dockerignore").read_text().splitlines()
     assert not {"data/*", "data/*/", "*.bin", "**/*.bin"} & {*ignored}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_in_a_clone(tmp_path):
+    """As a newcomer types them, but with a smaller model and .venv from here."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    (clone / ".venv").symlink_to(ROOT / ".venv")
+    (clone / "my_text").mkdir()
+    (clone / "my_text/pages.txt").write_text(README * 60)
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
+    commands = [line.partition(" #")[0].strip() for line in blocks.splitlines()]
+    assert commands[0].startswith("git clone ") and len(commands) >= 6
+    small = "--D 32 --H 2 --F 64 --bigrams 512 --steps 4 --val_every 4 --val_tokens 8192"
+    for command in [*commands[1:], "./run.sh watch", "./run.sh plan", "./run.sh --help"]:
+        words = command.split()
+        trains = words[1:2] in ([], ["tiny"], ["my_idea.py"])
+        line = f"{command} {small}" if trains else command
+        done = subprocess.run(line, shell=True, cwd=clone, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
+        if trains:
+            assert "RESULT {" in done.stdout
+            sample = done.stdout.splitlines()[-1].removeprefix("next: ")
+            done = subprocess.run(f"{sample} --tokens 3", shell=True, cwd=clone)
+            assert done.returncode == 0, sample
+        if "tokenize" in words:  # its last line is the next one of the page
+            flags = done.stdout.splitlines()[-1].removeprefix("./run.sh ")
+            assert flags == "tiny --data data/mine --target 0"
