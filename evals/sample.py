@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while JAX is imported shows no traceback
+if __name__ == "__main__":  # Ctrl-C while JAX is imported shows no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
