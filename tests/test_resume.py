@@ -284,7 +284,8 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
     log = go(stopped, "--resume", "logs", *flags.split())
     shown = capsys.readouterr()
     assert (log.code, log.rest, shown.out) == (2, half.rest, "")
-    line = rf"train_gpt\.py: --resume logs: {message}.*; repeat the flags of its run, .*--force 1, .*\n"
+    advice = "; repeat the flags of its run, or add --force 1, .*\n"
+    line = rf"train_gpt\.py: --resume logs: {message}.*" + advice
     assert re.fullmatch(line, shown.err)
     log = go(stopped, "--resume", "logs", *flags.split(), "--force", 1)
     assert log.code == 0 and re.search(message, str(log.facts["resume"]["changed"]))
