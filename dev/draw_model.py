@@ -20,28 +20,41 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import FancyBboxPatch  # noqa: E402
 
 import train_gpt  # noqa: E402
+from dev import launch  # noqa: E402
 from train_gpt import LONG, Config, Layer  # noqa: E402
 
 # Text stays text, which is a fifth of the size of its outlines, and can be searched.
 STYLE = {"font.size": 9, "svg.hashsalt": "jNanoGPT", "svg.fonttype": "none"}
-# What a mark in a layer means. The keys are fields of Layer; the order is that of the notes.
+# What a mark in a layer means, by field of Layer, in the order of the notes.
 MARKS = {
-    "key_offset": ("key offset", "half of a key comes from the token before"),
-    "key_start": ("key start", "key weights start as copies of the query weights"),
-    "paired_heads": ("paired heads", "two heads see each other's keys, over half as many tokens"),
-    "value_table": ("value table", "one more embedding of each token, added to the values"),
-    "xsa": ("exclusive", "a head may remove its own token's value from its output"),
-    "head_gate": ("head gates", "each token scales the output of each head"),
-    "dc": ("dynamic composition", "adds one attention map, mixed from those of all heads"),
-    "mudd": ("MUDD", "each token mixes the STREAMS into its values and its stream"),
-    "new_gates": ("new gates", "from here on, a new small net computes the gates for each token"),
+    "key_offset": "half of a key comes from the token before",
+    "key_start": "key weights start as copies of the query weights",
+    "paired_heads": "two heads see each other's keys, over half as many tokens",
+    "value_table": "one more embedding of each token, added to the values",
+    "xsa": "a head may remove its own token's value from its output",
+    "head_gate": "each token scales the output of each head",
+    "dc": "adds one attention map, mixed from those of all heads",
+    "mudd": "each token mixes the STREAMS into its values and its stream",
+    "new_gates": "from here on, a new small net computes the gates for each token",
 }
-BLUE, PALE_BLUE, DARK, GREY = "#8fbdea", "#d9e9f8", "#1f4e79", "#f2f2f2"
-ORANGE, GREEN, RED, PURPLE = "#d9730d", "#2e8b57", "#c0392b", "#7d3c98"
-# All positions are in inches; a layer is as high as PITCH, with the gap above it.
-WIDTH, PITCH, BOX = 8.0, 0.57, 0.44
-LEFT, MIDDLE, RIGHT = 1.2, 5.45, 6.3  # attention is from LEFT to MIDDLE, the MLP to RIGHT
-X0, BIGRAM = 0.75, 0.35  # where the lines of the two embeddings are
+WORDS = launch.WORDS | {"value_table": "value table", "mudd": "MUDD"}  # of the marks
+BLUE = "#8fbdea"
+PALE_BLUE = "#d9e9f8"
+DARK = "#1f4e79"
+GREY = "#f2f2f2"
+ORANGE = "#d9730d"
+GREEN = "#2e8b57"
+RED = "#c0392b"
+PURPLE = "#7d3c98"
+# All positions are in inches.
+WIDTH = 8.0
+PITCH = 0.57  # height of a layer with the gap above it
+BOX = 0.44  # without the gap
+LEFT = 1.2  # attention is from here
+MIDDLE = 5.45  # to here, and the MLP from here
+RIGHT = 6.3  # to here
+X0 = 0.75  # where the line of x0 is
+BIGRAM = 0.35  # where the line of the bigrams is
 NOTES = 2.4  # height of the notes at the bottom
 
 
@@ -57,12 +70,12 @@ def stream_words(name: str) -> str:
 def marks(layer: Layer) -> list[str]:
     """The marks of a layer in words, in the order of MARKS."""
     found = []
-    for field, (words, _) in MARKS.items():
+    for field in MARKS:
         value = getattr(layer, field)
         if field == "value_table" and value is not None:
-            found.append(f"{words} {value}")
+            found.append(f"{WORDS[field]} {value}")
         elif value is True or field == "mudd" and value:
-            found.append(words)
+            found.append(WORDS[field])
     return found
 
 
@@ -195,7 +208,7 @@ def draw_notes(ax, c: Config) -> None:
     }  # fmt: skip
     used = [field for field in MARKS if any(getattr(layer, field) not in (None, False, ())
                                             for layer in c.layers)]  # fmt: skip
-    notes |= {MARKS[field][0]: MARKS[field][1] for field in used}
+    notes |= {WORDS[field]: MARKS[field] for field in used}
     mixed = {stream_words(name): None for layer in c.layers for name in layer.mudd}
     notes = {word: text.replace("STREAMS", " and ".join(mixed)) for word, text in notes.items()}
     pitch = (NOTES - 0.1) / len(notes)

@@ -180,9 +180,9 @@ def load_script(path: Path) -> ModuleType:
 WORDS = {  # what a field of Layer adds to the layer, for a person
     "paired_heads": "paired heads",
     "key_offset": "key offset",
-    "key_start": "keys begin as queries",
-    "xsa": "XSA",
-    "head_gate": "head gate",
+    "key_start": "key start",
+    "xsa": "exclusive",
+    "head_gate": "head gates",
     "dc": "dynamic composition",
     "bigram": "bigram",
     "new_gates": "new gates",

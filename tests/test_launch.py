@@ -461,7 +461,7 @@ def test_the_table_of_layers_has_a_line_for_each_and_a_word_for_every_field():
     lines = launch.layer_table(RECORD).splitlines()
     assert len(lines) == 11
     assert lines[6] == "layer  6  no attention  adds layer 3"
-    assert lines[10].startswith("layer 10  long window   key offset, head gate, dynamic composi")
+    assert lines[10].startswith("layer 10  long window   key offset, head gates, dynamic compos")
     bare = SimpleNamespace(layers=[SimpleNamespace(window=None)])  # a copy may have fewer fields
     assert launch.layer_table(bare) == "layer  0  no attention"
     switches = {f.name for f in dataclasses.fields(train_gpt.Layer) if f.type is bool}
@@ -581,6 +581,15 @@ def test_the_run_gets_the_flags_of_the_fit(monkeypatch):
     launch.main([train_gpt.__file__, "record", "--attention", "band"])
     added = fits.command_line(fits.fit(24, 1)).split()
     script.main.assert_called_with(["record", "--attention", "band", *added], command="./run.sh")
+
+
+def test_hosts_that_were_fitted_otherwise_are_refused(monkeypatch):
+    """The same values, typed on one host only, leave nothing to fit there."""
+    compared = {}
+    monkeypatch.setattr(launch, "compare", compared.update)
+    script = Mock(find_data=lambda c: {}, prefix_table=train_gpt.prefix_table)
+    launch.compare_tokens(script, dataclasses.replace(RECORD, batch=16, head_chunk=8192))
+    assert compared["--batch"] == 16 and {f"--{name}" for name in fits.RECORD} <= compared.keys()
 
 
 def test_too_little_memory_for_any_row_is_refused(monkeypatch, capsys):
