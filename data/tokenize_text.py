@@ -414,8 +414,9 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tupl
     for number, taken in enumerate(split(arrays, sizes, eot)):
         count = sum(map(len, taken))
         tokens += count
-        fewest = {0: val, 1: SMALLEST}.get(number, 0)
-        if count < fewest:
+        lacks_validation = number == 0 and count < val
+        lacks_training = number == 1 and count < SMALLEST
+        if lacks_validation or lacks_training:
             needs = f"{val} of validation and {SMALLEST} of training"
             more = "give more text" if args.bytes else "give more text, or use --bytes"
             fail(f"{tokens} tokens are too few for {needs}: {more}")
@@ -524,11 +525,11 @@ def parse() -> argparse.Namespace:
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
     by_bytes = "make one token per byte of UTF-8, with which a CPU trains tiny faster"
     add("--bytes", action="store_true", help=by_bytes)
-    size = "tokens in a training shard; the last one may have fewer (default: %(default)s)"
-    add("--shard_tokens", type=int, default=10**8, metavar="N", help=size)
-    size = f"a tenth of all, but at least {SMALLEST} and at most {VAL_TOKENS}"
-    size = f"tokens in the validation shard (default: {size})"
-    add("--val_tokens", type=int, metavar="N", help=size)
+    shard_size = "tokens in a training shard; the last one may have fewer (default: %(default)s)"
+    add("--shard_tokens", type=int, default=10**8, metavar="N", help=shard_size)
+    val_size = "tokens in the validation shard (default: a tenth of all, but at least "
+    val_size += f"{SMALLEST} and at most {VAL_TOKENS})"
+    add("--val_tokens", type=int, metavar="N", help=val_size)
     passes = "how often to write the training text (default: as often as the steps of tiny need, "
     passes += f"at most {MOST_PASSES})"
     add("--passes", type=int, metavar="N", help=passes)

@@ -125,9 +125,8 @@ def parse(path: Path, body: str) -> Run:
                 facts[name] = json.loads(value)
             except ValueError:
                 continue
-            if name == "resume":  # later steps are repeated, and so is the validation of this one
-                first = facts["resume"]["step"]
-                losses = [x for x in losses if x.step + (x.kind == "val") <= first]
+            if name == "resume":
+                losses = before_resume(losses, facts["resume"]["step"])
                 end = ""
     result = facts.get("RESULT")
     if result:
@@ -145,6 +144,17 @@ def parse(path: Path, body: str) -> Run:
         end=end,
         age=time.time() - path.stat().st_mtime,
     )
+
+
+def before_resume(losses: list[Loss], step: int) -> list[Loss]:
+    """The losses that are not computed once more by a run which resumes after so many steps. Such a
+    run begins with the validation after them."""
+    remaining = []
+    for loss in losses:
+        repeated = loss.step >= step if loss.kind == "val" else loss.step > step
+        if not repeated:
+            remaining.append(loss)
+    return remaining
 
 
 def read_stages(facts: dict[str, Any], steps: int) -> list[Stage]:
@@ -342,28 +352,40 @@ def newest_run() -> Run | None:
     return None
 
 
+class Screen:
+    """The end of the terminal, where new lines replace those that were shown before."""
+
+    def __init__(self):
+        self.height = 0  # lines shown
+
+    def show(self, lines: list[str]) -> None:
+        if self.height:
+            print(f"\x1b[{self.height}A\x1b[J", end="")  # up, and clear what is below
+        print("\n".join(lines), flush=True)
+        self.height = len(lines)
+
+
 def follow(path: Path | None, mirrors: list[Mirror], refresh: bool) -> None:
-    """Shows a run until it ends. Without a path, it is the first that has not ended before."""
-    waits = path is None
-    above = 0  # lines on the screen, which the next ones replace
+    """Shows a run until it ends. Without a path, it waits for a run that has not ended before."""
+    screen = Screen()
+    waiting = path is None
     while True:
         run = read_run(path) if path else newest_run()
-        lines = summary(run) if run else []
         ended = run is not None and run.end != ""
-        waits = waits and (run is None or ended)
-        if waits:
+        if run and not ended:
+            waiting = False
+        lines = summary(run) if run else []
+        if waiting:
             lines.append("Waiting for the log of the next run in logs/; Ctrl-C ends this.")
         elif run:
             for mirror in mirrors:
                 mirror.copy(run)
             if ended:
-                print((f"\x1b[{above}A\x1b[J" if above else "") + "\n".join(lines))
+                screen.show(lines)
                 return
         if refresh:
-            width = shutil.get_terminal_size().columns or 80  # 0 in some containers
-            lines = [line[: width - 1] for line in lines]  # a line that wraps would count as two
-            print((f"\x1b[{above}A\x1b[J" if above else "") + "\n".join(lines), flush=True)
-            above = len(lines)
+            columns = shutil.get_terminal_size().columns or 80  # 0 in some containers
+            screen.show([line[: columns - 1] for line in lines])  # a longer one would wrap
         time.sleep(1)
 
 

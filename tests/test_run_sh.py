@@ -368,6 +368,12 @@ def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expec
     assert machine.run(*argv)[3:] == calls(*expected)
 
 
+def test_data_without_a_folder_would_train_on_another_text(machine):
+    machine.python(12)
+    for argv in ["--data="], ["--data", ""]:
+        assert "--data has no folder behind it" in machine.refusal("tiny", *argv)
+
+
 def test_small_reads_one_shard_and_is_refused_on_a_cpu_that_was_not_asked_for(machine):
     machine.python(12)
     assert "more than a day on a CPU" in machine.refusal("small")
