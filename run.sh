@@ -229,7 +229,6 @@ data="" script="" before=""
 for argument in "$@"; do
   case $argument in --data=*) data=${argument#*=} ;; esac
   if [ "$before" = --data ]; then data=$argument; fi
-  case $before:$argument in *:--data= | --data:) fail "--data has no folder behind it" ;; esac
   before=$argument
 done
 case "$preset:$data: $* " in

@@ -320,6 +320,13 @@ def misspelt(argv: list[str]) -> str:
     return ""
 
 
+def lacks_folder(argv: list[str]) -> bool:
+    """Whether --data is empty, as with a variable that is not set. A run would train on the
+    preset's text instead."""
+    pairs = zip(argv, argv[1:])  # noqa: B905 (strict is not in Python 3.8)
+    return "--data=" in argv or ("--data", "") in pairs
+
+
 def names_in(script: str) -> tuple[list[str], list[str]]:
     """The keys of PRESETS in a script, and the fields of its Config that are flags. Both are empty
     where its text cannot be parsed, which Python explains better."""
@@ -506,6 +513,8 @@ def main(argv: list[str]) -> None:
     reason = misspelt(argv)
     if reason:
         raise SystemExit(f"run.sh: {reason}")
+    if lacks_folder(argv):
+        raise SystemExit("run.sh: --data has no folder behind it")
     machine = find_machine()
     decision = decide(machine)
     reason = refusal(argv, machine, decision)
