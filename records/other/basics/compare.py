@@ -104,20 +104,29 @@ def draw(path: str) -> None:
     short = [read(log)[1] for log in logs("short")]
     long = [read(log)[1] for log in logs("long")]
     early = tiny(HERE / "tiny")
-    for color, curves in ("C0", short), ("C0", long), ("C1", tiny(RECORD)), ("C1", early):
+    whole = tiny(RECORD)
+    for color, curves in ("C0", short), ("C9", long), ("C1", whole), ("C1", early):
         for curve in curves:
             points = [(n, loss) for n, loss in curve.items() if n]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.8)
+    # The early runs stop where the whole ones were not validated yet.
+    stop = max(early[0])
+    resume = min(n for n in whole[0] if n > stop)
+    gap = [fmean(last(early)), fmean(curve[resume] for curve in whole)]
+    axes.plot([stop, resume], gap, color="C1", linewidth=1, linestyle=":")
     level = fmean(last(short))
     tokens = max(short[0])
     ours = fmean(crossing(curve, level) for curve in early)
     style = {"arrowstyle": "<-", "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (tokens, level), (ours, level), arrowprops=style)
-    middle = (tokens * ours) ** 0.5
     text = f"{tokens / ours:.1f} times fewer tokens"
-    axes.text(middle, level - 0.2, text, ha="center", weight="bold")
-    axes.text(1.1e6, 2.75, "GPT-2 with AdamW", color="C0", weight="bold")
-    axes.text(5.5e4, 1.9, "tiny", color="C1", weight="bold")
+    axes.text(tokens, level - 0.2, text, ha="right", weight="bold")
+    for color, curves in ("C0", short), ("C9", long), ("C1", whole):
+        end = max(curves[0])
+        axes.text(1.07 * end, fmean(last(curves)) - 0.1, f"{fmean(last(curves)):.2f}", color=color)
+    axes.text(1.3e5, 3.05, "GPT-2 with AdamW", color="C0", weight="bold")
+    axes.text(9e5, 2.75, "the same, ten times longer", color="C9", weight="bold")
+    axes.text(1.3e5, 1.95, "tiny", color="C1", weight="bold")
     axes.set(xscale="log", xlabel="tokens trained on", ylabel="validation loss, nats per byte")
     figure.savefig(path, metadata={"Date": None})
 
