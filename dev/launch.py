@@ -190,8 +190,13 @@ WORDS = {  # what a field of Layer adds to the layer, for a person
 
 
 def layer_table(c: Any) -> str:
-    """The layers of a model in words, a line for each."""
-    lines = []
+    """The layers of a model in words, a line for each, below the lengths of the windows."""
+    short = ", ".join(str(stage.short) for stage in c.stages)
+    long = ", ".join(str(stage.long) for stage in c.stages)
+    lines = [
+        f"windows by stage, in positions: short {short}; long {long}",
+        "attention of each layer, which also has an MLP (words: dev/techniques.md):",
+    ]
     for number, layer in enumerate(c.layers):
         fields = vars(layer)  # a copy of train_gpt.py may have left some out
         words = [word for field, word in WORDS.items() if fields.get(field)]
@@ -203,7 +208,7 @@ def layer_table(c: Any) -> str:
             words.append(f"adds layer {layer.skip_from}")
         if fields.get("mudd"):
             words.append(f"mixes {', '.join(layer.mudd)}")
-        window = f"{layer.window} window" if fields.get("window") else "no attention"
+        window = f"{layer.window} window" if fields.get("window") else "MLP only"
         lines.append(f"layer {number:2}  {window:12}  {', '.join(words)}".rstrip())
     return "\n".join(lines)
 
@@ -237,10 +242,14 @@ def end_at_signals(reader: int) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
         if signal.getsignal(number) is signal.default_int_handler:
+            print("\nlaunch.py: interrupted before the first step", file=sys.stderr, flush=True)
             os._exit(130)
         if first_time is None:
             first_time = time.monotonic()
+            answer = "the run stops after the steps that are under way, and leaves a checkpoint"
+            print(f"\nlaunch.py: {answer}; again: at once, without", file=sys.stderr, flush=True)
         elif time.monotonic() > first_time + 0.3:
+            print("\nlaunch.py: stopped without a checkpoint", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
 

@@ -96,8 +96,9 @@ DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weight
 
 # Sequences in a step; one process uses no more devices than that.
 BATCH = {"record": 8, "small": 8, "tiny": 4}
-# Flags with which train_gpt.py may do without what it needs otherwise, or trains nothing.
-ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention --help -h".split()
+# Flags with which train_gpt.py may do without what it needs otherwise.
+ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
+HELP = ("--help", "-h")
 # The variables in which launchers give the number of processes, as in dev/launch.py.
 PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
 VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
@@ -297,22 +298,24 @@ def number_in(name: str) -> float:
 
 # ---- Spelling ------------------------------------------------------------------------------------
 def misspelt(argv: list[str]) -> str:
-    """What is wrong with the first word or with a flag of a run of train_gpt.py, and what may be
-    meant; "" if nothing is. Copies of it, verbs and basics/*.py check their own arguments."""
+    """What is wrong with the first word or with a flag of a run of train_gpt.py or of a copy, and
+    what may be meant; "" if nothing is. Verbs and basics/*.py check their own arguments."""
     rest = list(argv)
+    script = "train_gpt.py"
+    words = [*VERBS, script]
     if rest and rest[0].endswith(".py"):
         script = os.path.normpath(rest.pop(0))
+        words = []
         if not os.path.isfile(script):
             return f"there is no file {script}"
-        if script != "train_gpt.py":
-            return ""
     elif rest and rest[0] in VERBS:
         return ""
-    presets, fields = names_in("train_gpt.py")
+    presets, fields = names_in(script)
     if not presets or not fields:
         return ""
     if rest and not rest[0].startswith("-") and rest[0] not in presets:
-        return f"there is no {rest[0]!r}{nearest(rest[0], [*VERBS, *presets])}; see ./run.sh --help"
+        near = nearest(rest[0], [*words, *presets])
+        return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
     for argument in rest:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:] not in (*fields, "help"):
@@ -323,7 +326,8 @@ def misspelt(argv: list[str]) -> str:
 def lacks_folder(argv: list[str]) -> bool:
     """Whether --data is empty, as with a variable that is not set. A run would train on the
     preset's text instead."""
-    pairs = zip(argv, argv[1:])  # noqa: B905 (strict is not in Python 3.8)
+    following = [*argv[1:], ""]
+    pairs = zip(argv, following)  # noqa: B905 (strict is not in Python 3.8)
     return "--data=" in argv or ("--data", "") in pairs
 
 
@@ -361,10 +365,15 @@ def nearest(word: str, words: list[str], dashes: str = "") -> str:
 # ---- Refusals ------------------------------------------------------------------------------------
 def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
-    Copies of train_gpt.py, several processes and ADVANCED flags are never refused: they may fit."""
+    Several processes are never refused, and where there is a GPU or a TPU, neither are copies of
+    train_gpt.py and ADVANCED flags: they may fit."""
     preset = trained_preset(argv, decision.preset)
     flags = {argument.partition("=")[0] for argument in argv}
-    if preset not in BATCH or flags.intersection(ADVANCED) or several_processes():
+    if several_processes() or flags.intersection(HELP):
+        return ""
+    record_on_cpu = decision.wheels == CPU and preset == "record"
+    may_fit = preset not in BATCH or is_copy(argv) or flags.intersection(ADVANCED)
+    if may_fit and not record_on_cpu:
         return ""
     if preset == "small" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
         return (
@@ -380,16 +389,22 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
 
 
 def trained_preset(argv: list[str], default: str) -> str:
-    """The preset that train_gpt.py itself is to train, by run.sh's arguments; if they are for
-    something else, a word that is no preset."""
+    """The preset that is to be trained, by run.sh's arguments; if they are for something else, a
+    word that is no preset."""
     rest = list(argv)
+    if rest and os.path.dirname(os.path.normpath(rest[0])) == "basics":
+        return rest[0]
     if rest and rest[0].endswith(".py"):
-        script = rest.pop(0)
-        if os.path.normpath(script) != "train_gpt.py":
-            return script
+        rest.pop(0)
     if rest and not rest[0].startswith("-"):
         return rest[0]
     return default
+
+
+def is_copy(argv: list[str]) -> bool:
+    """Whether run.sh's arguments name a copy of train_gpt.py."""
+    names_script = bool(argv) and argv[0].endswith(".py")
+    return names_script and os.path.normpath(argv[0]) != "train_gpt.py"
 
 
 def several_processes() -> bool:

@@ -229,8 +229,10 @@ def describe(layer: object) -> str:
         if name == "window" or value in (False, None, ()):
             continue
         words = name.replace("_", " ")
-        if name in ("attend_to", "skip_from"):
-            lines.append(f"{words} layer {value}")
+        if name == "attend_to":
+            lines.append(f"attends to layer {value}")
+        elif name == "skip_from":
+            lines.append(f"adds layer {value}")
         elif value is True or name == "mudd":
             lines.append(words)
         else:

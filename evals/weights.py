@@ -96,8 +96,13 @@ def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
 def open_weights(path: Path, script: Path) -> Weights:
     """Reads logs/<run>.npz; exits with status 2 if it is damaged, or its model is not the
     script's."""
+    if path.is_dir():
+        refuse(f"{path} is a folder: name a file of weights in it, *.npz")
     if not path.is_file():
         refuse(f"no such file: {path}")
+    if path.suffix in (".state", ".txt"):
+        kind = "a checkpoint, which only --resume reads" if path.suffix == ".state" else "a log"
+        refuse(f"{path} is {kind}: a run writes its weights, *.npz, when it ends")
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end

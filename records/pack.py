@@ -170,9 +170,11 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
     import plot  # here, because --tables does not need matplotlib
 
     plan = judge(folder, name, baseline)
-    notes = read_notes(folder)
     track = TRACKS[plan.track]
     to = HERE / "tracks" / plan.track / f"{plan.result['date']}_{name}"
+    if to.exists():
+        sys.exit(f"pack.py: {to} is there already; choose another --name, or remove it")
+    notes = read_notes(folder)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
@@ -187,6 +189,7 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
         target = None if plan.is_study else track.target
         plot.plot(curves, place / "curves", units, target, to.name, differences=plan.is_study)
         place.rename(to)
+    print(f"packed {to}")
 
 
 def page(plan: Plan, notes: str) -> str:

@@ -71,7 +71,7 @@ def test_all_parts_pass_here_and_leave_a_line_of_json():
     assert (status, lines[-1], facts["failed"]) == (0, "all pass", []), lines
     passed = [line[5:].split(": ")[0] for line in lines if line.startswith("PASS ")]
     assert {*passed} == facts.keys() - {"failed", "argv", "seconds"}
-    assert len(passed) == 27 and facts["predicted time to 3.28"] > 0
+    assert len(passed) == 26 and facts["predicted training time"] > 0
     assert [facts["CUDA graphs off"]["difference"], len(facts["devices"])] == [0, 2]
     assert not any(line.startswith("FAIL") for line in lines)
 
@@ -593,8 +593,8 @@ def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch, fake_record):
     first = dataclasses.replace(STAGES[0], steps=300)
     c = dataclasses.replace(TWO_STAGES, stages=(first, *STAGES[1:]))
     lines = {name: facts for _, name, _, facts in check_gpu.check_record(c, make_mesh(2), 30)}
-    assert lines["predicted time to 3.28"] == pytest.approx(300 * 0.1 + 200 * 0.2)
-    names = ["stage 0", "stage 1", "stage 1, steadily", "memory", "predicted time to 3.28"]
+    assert lines["predicted training time"] == pytest.approx(300 * 0.1 + 200 * 0.2)
+    names = ["stage 0", "stage 1", "stage 1, steadily", "memory", "predicted training time"]
     assert [*lines][1:] == names
     # Per token: 6 for every weight, which are 4 D D + 2 D F in each of two layers and 384 D in the
     # head; and 12 D for every key in the windows of 8 and 16.
@@ -605,7 +605,7 @@ def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch, fake_record):
 @pytest.mark.parametrize("losses", [(5.0, 4.9), (5.0, float("nan")), (float("nan"), 4.0)])
 def test_a_stage_that_does_not_learn_fails(fake_record, losses):
     fake_record(losses)
-    expected = ["stage 0", "stage 1", "predicted time to 3.28"]
+    expected = ["stage 0", "stage 1", "predicted training time"]
     assert failed(check_gpu.check_record, TWO_STAGES, make_mesh(2), 0) == expected
 
 
@@ -639,7 +639,7 @@ def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
 
     def compile_train_step(stage, second, *_):
         assert stage == 1
-        options = train_gpt.OPTIONS["cpu"]
+        options = train_gpt.OPTIONS["gpu"]
         assert options["xla_allow_excess_precision"] is False
         named = [outcome for option, outcome in outcomes.items() if option in options]
         outcome = named[0] if named else (USUAL, 10.0)
@@ -653,7 +653,7 @@ def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
 
     monkeypatch.setattr(train_gpt, "compile_train_step", compile_train_step)
     monkeypatch.setattr(check_gpu, "train_steps", train_steps)
-    mesh = make_mesh(1)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     lines = [*check_gpu.check_settings(TWO_STAGES, mesh, check_gpu.other_settings())]
     monkeypatch.undo()
     assert train_gpt.OPTIONS == before

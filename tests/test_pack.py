@@ -88,7 +88,7 @@ def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
     message = "2026-11-21_first takes 921,600 tokens"
     assert message in refusal(write_ours(tmp_path / "same", steps=450, seed=300))
     assert message in refusal(tmp_path / "first")
-    with pytest.raises(SystemExit, match="not empty"):
+    with pytest.raises(SystemExit, match="is there already"):
         make_record(write_ours(tmp_path / "x" / "first", steps=400, seed=400))
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
@@ -149,6 +149,7 @@ def test_a_comparison(place, tmp_path, capsys):
     assert not (folder / "worse" / "train_gpt.py").exists()
     patched = run_ab.patched(sources["base"].encode(), folder / "worse" / "change.patch")
     assert patched == sources["worse"].encode()
+    assert capsys.readouterr().out == f"packed {folder}\n"
     assert verify.main([str(folder)]) == 0
     printed = capsys.readouterr().out
     assert printed.strip() in (folder / "README.md").read_text()

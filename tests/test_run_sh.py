@@ -356,7 +356,7 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
-    (["my.py", "record", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py record --data x"]),
+    (["my.py", "tiny", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py tiny --data x"]),
     (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
     (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
 ])  # fmt: skip
