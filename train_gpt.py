@@ -73,7 +73,7 @@ class Layer:
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
     xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
     head_gate: bool = False         # [head-gate] each token scales each head's output
-    dc: bool = False                # [dc] add one map, composed of all heads', over nearby keys
+    dc: bool = False                # [dc] dynamic composition: add a map, mixed from all heads'
     bigram: bool = False            # [bigram] add the token pair's embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x

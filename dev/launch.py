@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
             leave(1)
         leave(stop.code or 0)
     except KeyboardInterrupt:
-        leave(130)
+        end_interrupted()
     except jax.errors.JaxRuntimeError as error:
         if NO_MEMORY.search(str(error)):
             why = str(error).splitlines()[0]
@@ -195,7 +195,7 @@ def layer_table(c: Any) -> str:
     long = ", ".join(str(stage.long) for stage in c.stages)
     lines = [
         f"windows by stage, in positions: short {short}; long {long}",
-        "attention of each layer, which also has an MLP (words: dev/techniques.md):",
+        "attention of each layer, which also has an MLP (words: class Layer in train_gpt.py):",
     ]
     for number, layer in enumerate(c.layers):
         fields = vars(layer)  # a copy of train_gpt.py may have left some out
@@ -233,6 +233,17 @@ def watch_signals() -> None:
     threading.Thread(target=end_at_signals, args=[reader], daemon=True).start()
 
 
+INTERRUPTED = threading.Lock()
+
+
+def end_interrupted() -> NoReturn:
+    """Ends the process at Ctrl-C before the first step. If both threads notice it, the second one
+    waits for its end here."""
+    INTERRUPTED.acquire()
+    print("\nlaunch.py: interrupted before the first step", file=sys.stderr, flush=True)
+    leave(130)
+
+
 def end_at_signals(reader: int) -> None:
     """Ends the process at Ctrl-C or, once the script has installed its handlers, at the second
     signal. mpirun and timeout send a signal twice, so one within 0.3 s of the first is ignored."""
@@ -242,14 +253,14 @@ def end_at_signals(reader: int) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
         if signal.getsignal(number) is signal.default_int_handler:
-            print("\nlaunch.py: interrupted before the first step", file=sys.stderr, flush=True)
-            os._exit(130)
+            end_interrupted()
         if first_time is None:
             first_time = time.monotonic()
-            answer = "the run stops after the steps that are under way, and leaves a checkpoint"
-            print(f"\nlaunch.py: {answer}; again: at once, without", file=sys.stderr, flush=True)
+            answer = "the run will finish the steps that are under way, and save a checkpoint"
+            how = "a second signal stops it at once"
+            print(f"\nlaunch.py: {answer}; {how}", file=sys.stderr, flush=True)
         elif time.monotonic() > first_time + 0.3:
-            print("\nlaunch.py: stopped without a checkpoint", file=sys.stderr, flush=True)
+            print("\nlaunch.py: stopped without a new checkpoint", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
 

@@ -298,23 +298,23 @@ def number_in(name: str) -> float:
 
 # ---- Spelling ------------------------------------------------------------------------------------
 def misspelt(argv: list[str]) -> str:
-    """What is wrong with the first word or with a flag of a run of train_gpt.py or of a copy, and
-    what may be meant; "" if nothing is. Verbs and basics/*.py check their own arguments."""
+    """What is wrong with the first word or with a flag of a run of train_gpt.py, and what may be
+    meant; "" if nothing is. Verbs and basics/*.py check their own arguments, and so do copies of
+    train_gpt.py, which may define presets and flags in other ways."""
     rest = list(argv)
-    script = "train_gpt.py"
-    words = [*VERBS, script]
     if rest and rest[0].endswith(".py"):
         script = os.path.normpath(rest.pop(0))
-        words = []
         if not os.path.isfile(script):
             return f"there is no file {script}"
+        if script != "train_gpt.py":
+            return ""
     elif rest and rest[0] in VERBS:
         return ""
-    presets, fields = names_in(script)
+    presets, fields = names_in("train_gpt.py")
     if not presets or not fields:
         return ""
     if rest and not rest[0].startswith("-") and rest[0] not in presets:
-        near = nearest(rest[0], [*words, *presets])
+        near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets])
         return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
     for argument in rest:
         name = argument.partition("=")[0]

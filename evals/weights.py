@@ -100,9 +100,9 @@ def open_weights(path: Path, script: Path) -> Weights:
         refuse(f"{path} is a folder: name a file of weights in it, *.npz")
     if not path.is_file():
         refuse(f"no such file: {path}")
-    if path.suffix in (".state", ".txt"):
-        kind = "a checkpoint, which only --resume reads" if path.suffix == ".state" else "a log"
-        refuse(f"{path} is {kind}: a run writes its weights, *.npz, when it ends")
+    others = {".state": "a checkpoint, which only --resume reads", ".txt": "a log"}
+    if path.suffix in others:
+        refuse(f"{path} is {others[path.suffix]}: a run writes its weights, *.npz, when it ends")
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end

@@ -296,6 +296,6 @@ def test_a_signal_to_one_host_saves_the_run_of_all(ends):
     for name, how in ("SIGTERM", "ended"), ("SIGINT", "interrupted"):
         (path,) = ends[how].folder.glob("logs/*/*.state")
         assert f"INTERRUPTED by {name} after step {int(path.stem)}" in ends[how].out[0]
-        asked = "launch.py: the run stops after the steps that are under way"
+        asked = "launch.py: the run will finish the steps that are under way"
         errors = [line for err in ends[how].err for line in err.splitlines() if line]
         assert len(errors) == 1 and errors[0].startswith(asked) and ends[how].out[1] == ""

@@ -212,7 +212,7 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
 ])  # fmt: skip
 def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    (tmp_path / "copy.py").touch()
+    shutil.copy(ROOT / "train_gpt.py", tmp_path / "copy.py")
     monkeypatch.chdir(tmp_path)
     found = machine.misspelt(argv.split())
     assert message in found and bool(message) == bool(found)

@@ -370,7 +370,7 @@ def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expec
 
 def test_data_without_a_folder_would_train_on_another_text(machine):
     machine.python(12)
-    for argv in ["--data="], ["--data", ""]:
+    for argv in ["--data="], ["--data", ""], ["--data"]:
         assert "--data has no folder behind it" in machine.refusal("tiny", *argv)
 
 

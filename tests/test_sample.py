@@ -267,6 +267,7 @@ def flipped(run, tmp_path) -> Path:
 BAD = {
     "no file": (lambda *_: Path("none.npz"), "no such file: none.npz"),
     "a log": (lambda run, _: run.path.with_suffix(".txt"), "is a log: a run writes its weights"),
+    "a folder": (lambda _, tmp_path: tmp_path, "is a folder: name a file of weights in it"),
     "nothing": (lambda *x: cut(*x, 0), "is not a complete file of weights"),
     "truncated": (lambda *x: cut(*x, 50_000), "is not a complete file of weights"),
     "a flipped bit": (flipped, "head.npy has a wrong checksum"),

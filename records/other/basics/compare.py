@@ -109,11 +109,11 @@ def draw(path: str) -> None:
         for curve in curves:
             points = [(n, loss) for n, loss in curve.items() if n]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.8)
-    # The early runs stop where the whole ones were not validated yet.
-    stop = max(early[0])
-    resume = min(n for n in whole[0] if n > stop)
-    gap = [fmean(last(early)), fmean(curve[resume] for curve in whole)]
-    axes.plot([stop, resume], gap, color="C1", linewidth=1, linestyle=":")
+    # The early runs end before the first validation of the whole ones.
+    early_end = max(early[0])
+    whole_start = min(n for n in whole[0] if n > early_end)
+    gap = [fmean(last(early)), fmean(curve[whole_start] for curve in whole)]
+    axes.plot([early_end, whole_start], gap, color="C1", linewidth=1, linestyle=":")
     level = fmean(last(short))
     tokens = max(short[0])
     ours = fmean(crossing(curve, level) for curve in early)
