@@ -45,6 +45,7 @@ sys.path.append(str(ROOT / "dev"))
 import fits  # noqa: E402
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
+JOINED = threading.Event()  # whether this process is connected to the others of its run
 ADVICE = (
     "With --batch 16 --head_chunk 8192, a step has as many tokens, in sequences half as long, and "
     "needs less memory; see Memory in dev/README.md for more such flags"
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> None:
         traceback.print_exc()
         if re.search("cudnn", str(error), re.IGNORECASE):
             print(f"launch.py: {CUDNN_ADVICE}", file=sys.stderr)
-        if jax.distributed.is_initialized():
+        if JOINED.is_set():
             time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
         leave(1)
     except Exception:
@@ -161,7 +162,7 @@ def leave(status: int) -> NoReturn:
     for file in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             file.flush()
-    if jax.distributed.is_initialized() and jax.process_index() == 0:
+    if JOINED.is_set() and jax.process_index() == 0:
         time.sleep(2)
     os._exit(status)
 
@@ -350,6 +351,7 @@ def join() -> None:
         advice = "Set JNANO_COORDINATOR, as dev/hosts.md explains"
         refuse(f"{count} processes cannot connect: {error} {advice}")
     timer.cancel()
+    JOINED.set()
 
 
 def is_tpu_pod() -> bool:
