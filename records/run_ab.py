@@ -10,6 +10,7 @@ what was interrupted or not begun. At the end, verify.py judges all runs.
 """
 
 import argparse
+import contextlib
 import datetime
 import fcntl
 import hashlib
@@ -18,11 +19,13 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +38,7 @@ import machine  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
 LOGGED_VARIABLES = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
-RESERVED = {"cache", "lock", "logs", "plan.json", "plan.part"}  # names of others in a plan's folder
+RESERVED = {"lock", "logs", "plan.json", "plan.part"}  # names of others in a plan's folder
 
 
 def refuse(message: str) -> NoReturn:
@@ -131,7 +134,9 @@ def make_plan(args: argparse.Namespace) -> Path:
     for name, text in variants.items():
         (out / name / "logs").mkdir(parents=True)
         (out / name / "train_gpt.py").write_bytes(text)
-        (out / name / "data").symlink_to(ROOT / "data")  # so that logs have relative paths
+        for shared in ("data", ".cache"):  # by links, so that logs have relative paths
+            (ROOT / shared).mkdir(exist_ok=True)
+            (out / name / shared).symlink_to(ROOT / shared)
     salt = secrets.token_hex(8)
     seeds = []
     while len(seeds) < args.n:
@@ -155,7 +160,7 @@ def make_plan(args: argparse.Namespace) -> Path:
 
 def finished_seeds(variant: Path) -> set[int]:
     """Returns the seeds whose run came to its end or diverged; moves the logs of other runs to
-    DIR/<variant>/unfinished."""
+    DIR/<variant>/unfinished, and deletes their checkpoints, because no run may be resumed."""
     seeds = set()
     for path in sorted((variant / "logs").glob("*.txt")):
         try:
@@ -167,6 +172,7 @@ def finished_seeds(variant: Path) -> set[int]:
         else:
             (variant / "unfinished").mkdir(exist_ok=True)
             path.rename(variant / "unfinished" / path.name)
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
     return seeds
 
 
@@ -181,10 +187,9 @@ def interpreter() -> str:
 
 
 def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
-    """Trains once; returns the exit status. SIGINT and SIGTERM are passed on to the training, and
-    raised as KeyboardInterrupt when it has ended."""
-    env = {"JAX_COMPILATION_CACHE_DIR": "../cache"} | os.environ  # later runs start sooner
-    env["JNANO_SAMPLE"] = "0"  # none after each run, although this may be a terminal
+    """Trains once; returns the exit status. Signals are passed on to the training, and raised as
+    KeyboardInterrupt when it has ended."""
+    env = os.environ.copy()
     env |= machine.decide(machine.find_machine()).environment  # what run.sh sets for GPUs
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
@@ -194,11 +199,13 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
         command.insert(1, str(ROOT / "dev/launch.py"))
     # In a new session, a terminal's Ctrl-C does not reach the training directly, but only once, by
     # send_signal below. The training inherits the lock: if this process is killed, no other
-    # run_ab.py can start a run beside it.
-    child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], start_new_session=True)
+    # run_ab.py can start a run beside it. As its output is no terminal, it ends without a sample.
+    child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], start_new_session=True,
+                             stdout=subprocess.PIPE)  # fmt: skip
     interrupt = None
     while True:
         try:
+            show(child.stdout)
             status = child.wait()
             break
         except KeyboardInterrupt as error:
@@ -207,6 +214,15 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     if interrupt:
         raise interrupt
     return status
+
+
+def show(lines: Iterable[bytes]) -> None:
+    """Prints what a run prints, except lines that name files: their paths begin in its folder."""
+    for line in lines:
+        if b" logs/" not in line:
+            with contextlib.suppress(OSError):  # a closed terminal costs the lines, not the run
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
 
 
 def stop(number: int, _) -> NoReturn:
@@ -238,7 +254,8 @@ def run_plan(out: Path) -> None:
     for number, (seed, name) in enumerate(turns, start=1):
         if seed in finished_seeds(out / name):
             continue
-        print(f"\n[{number}/{len(turns)}] {name}, seed {seed}", flush=True)
+        place = out / name / "logs"
+        print(f"\n[{number}/{len(turns)}] {name}, seed {seed}, log in {place}", flush=True)
         status = run(python, out / name, [*plan["arguments"], "--seed", str(seed)], lock)
         if seed not in finished_seeds(out / name):
             print(f"run_ab.py: this run ended with status {status} and does not count; remove the "
@@ -260,7 +277,7 @@ def main() -> None:
     if not (out / "plan.json").is_file():
         refuse(f"no such file: {out}/plan.json; --resume needs the folder of a plan")
     print(f"the plan is in {out}/plan.json")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores SIGINT
             signal.signal(number, stop)
     try:

@@ -34,13 +34,18 @@ name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + f"{{seed:08x}}.txt"
 place = pathlib.Path("logs", name)
 text = fake_runs.ours(seed, random.Random(seed).gauss(LOSS, 0.001), argv=sys.argv[1:],
                       source=pathlib.Path(__file__).read_text())
+print("step:0/500 of", name, flush=True)
+print("log in", place)
+print("next: ./run.sh sample", place.with_suffix(".npz"))
 with open("../order", "a") as file:
     file.write(f"{{pathlib.Path.cwd().name}} {{seed}}\\n")
 place.with_suffix(".npz").write_text("weights")
 if pathlib.Path("../wait").exists():
     place.write_text(text[:-200])
+    place.with_suffix("").mkdir()
+    place.with_suffix("").joinpath("0000010.state").write_text("checkpoint")
     signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: signals.append(number))
     pathlib.Path("../waiting").write_text(f"{{os.getpid()}} ")
     while not signals:
@@ -99,6 +104,9 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     assert plan["arguments"] == ["tiny", "--target", "0"]
     assert order(out) == [[name, str(seed)] for seed in plan["seeds"] for name in plan["arms"]]
     assert not list(out.rglob("*.npz"))
+    assert text.count("step:0/500 of 20") == 8
+    assert f"old, seed {plan['seeds'][0]}, log in {out}/old/logs" in text
+    assert "log in logs/" not in text and "next:" not in text  # paths from the variant's folder
     assert "## FAIL: better" in text and "no fewer tokens than the baseline" in text
     assert text.count("FAIL") == 2  # the tokens and the title
     changes = verify.changes(verify.collect(out / "better"), verify.collect(out / "old"))
@@ -142,7 +150,7 @@ def wait_for(path: Path) -> int:
     raise TimeoutError(path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_costs_one_run(unfinished, number):
     out = unfinished
     (out / "wait").touch()
@@ -156,6 +164,7 @@ def test_a_signal_costs_one_run(unfinished, number):
     assert f"to continue: --resume {out}" in process.stderr.read()
     (out / "wait").unlink()
     status, text, _ = run("--resume", out)
+    assert not list(out.rglob("*.state"))
     assert status == 0 and "runs that were interrupted and repeated: 1;" in text
     seeds = [int(seed) for _, seed in order(out)]
     assert len(seeds) == 5 and seeds[3] == seeds[4]
@@ -225,10 +234,9 @@ def test_a_plan_is_not_changed(unfinished):
     assert "was begun on another machine" in run("--resume", unfinished)[2]
 
 
-def test_the_real_script(tmp_path, monkeypatch):
-    """train_gpt.py itself is started by the launcher, reads data by a relative path and caches
-    programs in the plan's folder. If its log changes, verify.py has to change."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+def test_the_real_script(tmp_path):
+    """train_gpt.py itself is started by the launcher, reads data by a relative path, and finds the
+    programs that ./run.sh has compiled. If its log changes, verify.py has to change."""
     script = tmp_path / "train_gpt.py"
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
     script.write_text(with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage))
@@ -243,9 +251,8 @@ def test_the_real_script(tmp_path, monkeypatch):
     assert first.ended == second.ended == "end of schedule", err
     assert status == 1 and "a record is what the file does" in text  # it has flags
     assert "| as many runs as planned | ok |" in text
-    assert first.environment["JAX_COMPILATION_CACHE_DIR"] == "../cache"
     assert first.environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    assert (tmp_path / "out" / "cache").is_dir()
+    assert (tmp_path / "out/new/.cache").resolve() == RUN_AB.parents[1] / ".cache"
     log = first.path.read_text()
     assert str(tmp_path) not in log
     result = json.loads(log.rpartition("RESULT ")[2])
@@ -264,7 +271,7 @@ def test_a_gpu_gets_the_environment_of_run_sh(monkeypatch, tmp_path):
 
     def start(command, env, **_):
         started.append(env)
-        return SimpleNamespace(wait=lambda: 0)
+        return SimpleNamespace(stdout=[], wait=lambda: 0)
 
     gpu = run_ab.machine.Device("NVIDIA GeForce RTX 4090", 24564, 8.9)
     monkeypatch.setattr(run_ab.machine, "find_machine", lambda: run_ab.machine.Machine([gpu], 580))
