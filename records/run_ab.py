@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ import machine  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
 LOGGED_VARIABLES = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
+PARSE = "import sys, train_gpt; train_gpt.parse_config(sys.argv[1:])"  # a program for python -c
 RESERVED = {"lock", "logs", "plan.json", "plan.part"}  # names of others in a plan's folder
 
 
@@ -72,10 +74,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not args.resume and (args.n is None or not 2 <= args.n <= 1000):
         refuse("-n must be at least 2, because one run does not show how much runs differ, "
                "and at most 1000")  # fmt: skip
-    for flag in ("--target", "--seed"):
-        if any(argument.split("=")[0] == flag for argument in args.flags):
+    for flag in sorted({argument.partition("=")[0] for argument in args.flags}):
+        if flag in ("--target", "--seed"):
             refuse(f"leave out {flag}, because run_ab.py sets it: all runs go to the end of the "
                    "schedule (--target 0), with the seeds of the plan")  # fmt: skip
+        if flag in ("--resume", "--help", "-h"):
+            refuse(f"leave out {flag}, because all runs train from the first step to the last one")
     return args
 
 
@@ -122,9 +126,38 @@ def patched(first: bytes, patch: Path) -> bytes:
     return text
 
 
+def check_arguments(name: str, source: bytes, arguments: list[str]) -> None:
+    """Refuses arguments with which a variant would end before it trains, by its parse_config()."""
+    if not re.search(rb"^def parse_config\(", source, re.M):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train_gpt.py").write_bytes(source)
+        command = [interpreter(), "-c", PARSE, *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        _, _, why = done.stderr.strip().rpartition("\n")
+        refuse(f"{name} cannot run with {shlex.join(arguments)}: {why}; correct this, and type "
+               "the command again")  # fmt: skip
+
+
+def check_machine(arguments: list[str]) -> None:
+    """Refuses the preset record where there is no GPU, as ./run.sh does for a copy."""
+    found = machine.find_machine()
+    decision = machine.decide(found)
+    if machine.refusal(["copy.py", *arguments], found, decision):
+        refuse(f"the preset record does not run here, because {decision.why}; to train tiny, end "
+               "the command with  -- tiny")  # fmt: skip
+
+
 def make_plan(args: argparse.Namespace) -> Path:
     """Writes DIR/plan.json, and DIR/<variant>/train_gpt.py for every variant; returns DIR."""
     variants = read_variants(args.variants)
+    arguments = [*args.flags, "--target", "0"]
+    if arguments[0].startswith("--"):
+        arguments.insert(0, "record")
+    check_machine(arguments)
+    for name, text in variants.items():
+        check_arguments(name, text, arguments)
     now = datetime.datetime.now(datetime.UTC)
     out = args.out or ROOT / "logs" / now.strftime("ab_%Y-%m-%dT%H-%M-%S")
     try:
@@ -147,7 +180,7 @@ def make_plan(args: argparse.Namespace) -> Path:
         created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         n=args.n,
         seeds=seeds,
-        arguments=[*(args.flags or ["record"]), "--target", "0"],
+        arguments=arguments,
         salt=salt,
         machine=machine_hash(salt),
         arms={name: hashlib.sha256(text).hexdigest() for name, text in variants.items()},

@@ -60,6 +60,13 @@ if pathlib.Path("../refuse").exists():
     sys.exit(2)
 place.write_text(text)
 """
+STRICT = """\
+import sys
+def parse_config(argv):
+    if argv[0] not in ("record", "tiny"):
+        print(f"there is no preset {argv[0]}", file=sys.stderr)
+        sys.exit(2)
+"""
 
 
 @pytest.fixture
@@ -208,6 +215,8 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
     ("old -n 1", "-n must be at least 2"),
     ("old -n 2 -- tiny --target 1.5", "leave out --target, because run_ab.py sets it"),
     ("old -n 2 -- tiny --seed=3", "leave out --seed, because run_ab.py sets it"),
+    ("old -n 2 -- tiny --help", "leave out --help, because all runs train"),
+    ("strict -n 2 -- tony", "strict cannot run with tony --target 0: there is no preset tony"),
     ("better.patch -n 2", "the first variant must be a train_gpt.py"),
     ("old old/train_gpt.py -n 2", "'old' is taken"),
     ("lock=old -n 2", "'lock' is taken"),
@@ -220,8 +229,23 @@ def test_what_cannot_work_is_refused(script, tmp_path, arguments, message):
     (tmp_path / "end.py").write_text("x = 1")
     (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
     (tmp_path / "nothing.patch").touch()
+    (tmp_path / "strict").mkdir()
+    (tmp_path / "strict" / "train_gpt.py").write_text(STRICT)
+    before = sorted(tmp_path.iterdir())
     status, _, err = run(*arguments.split(), cwd=tmp_path)
     assert status == 2 and message in err and "Traceback" not in err
+    assert err.count("\n") == 1 and sorted(tmp_path.iterdir()) == before
+
+
+def test_the_record_is_refused_where_there_is_no_gpu(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    nothing = run_ab.machine.Machine([], why_none="this machine has no NVIDIA GPU")
+    monkeypatch.setattr(run_ab.machine, "find_machine", lambda: nothing)
+    for flags in "", "-- record", "-- --steps 9":
+        with pytest.raises(SystemExit):
+            run_ab.make_plan(run_ab.parse(f"{script} -n 2 --out {tmp_path}/x {flags}".split()))
+        assert "because this machine has no NVIDIA GPU; to train" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_plan_is_not_changed(unfinished):
