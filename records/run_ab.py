@@ -1,12 +1,14 @@
 """Runs versions of train_gpt.py in turn, with the same seeds, as evidence: see records/README.md.
 
     python records/run_ab.py VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
-    python records/run_ab.py --resume DIR
+    python records/run_ab.py --resume DIR [VARIANT ...]
 
-A variant is a train_gpt.py, a folder with one, or a .patch for the first variant's file. NAME=PATH
-gives it a name. DIR/plan.json states the number of runs and their seeds before the first run. For
-each seed, all variants run in turn (A B A B), for the whole schedule (--target 0). --resume runs
-what was interrupted or not begun. At the end, verify.py judges all runs.
+A variant is a train_gpt.py, a folder with one, or a change of the first variant: a .patch for its
+file, or flags for its runs, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to a path.
+DIR/plan.json states the number of runs and their seeds before the first run. For each seed, all
+variants run in turn (A B A B), for the whole schedule (--target 0). --resume runs what was
+interrupted or not begun, and variants that it adds to the plan. At the end, verify.py judges all
+runs.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import runs
 import verify
@@ -60,55 +62,83 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.error = refuse
-    cli.add_argument("variants", nargs="*", metavar="VARIANT",
-                     help="[NAME=]PATH of a train_gpt.py, a folder or a patch")  # fmt: skip
+    cli.add_argument("variants", nargs="*", metavar="VARIANT", help="[NAME=]PATH, or NAME=FLAGS")
     cli.add_argument("-n", type=int, help="number of runs of every variant")
     cli.add_argument("--out", type=Path, help="a new folder; default: logs/ab_<time>")
     cli.add_argument("--resume", type=Path, metavar="DIR", help="continue the plan in DIR")
+    cli.add_argument("--keep_weights", action="store_true", help="beside the logs, for evals/")
     args = cli.parse_args(argv[:split])
     args.flags = argv[split + 1 :]
-    if args.resume and (args.variants or args.n or args.out or args.flags):
-        refuse("--resume takes its variants, number and flags from the plan; give nothing else")
+    if args.resume and (args.n or args.out or args.flags or args.keep_weights):
+        refuse("--resume takes all from the plan; give nothing else, except variants to add to it")
     if not args.resume and not args.variants:
         refuse("name at least one train_gpt.py; --help shows how")
     if not args.resume and (args.n is None or not 2 <= args.n <= 1000):
         refuse("-n must be at least 2, because one run does not show how much runs differ, "
                "and at most 1000")  # fmt: skip
-    for flag in sorted({argument.partition("=")[0] for argument in args.flags}):
+    check_flags(args.flags)
+    return args
+
+
+def check_flags(flags: list[str]) -> None:
+    """Refuses flags of train_gpt.py that the runs of a plan cannot have."""
+    for flag in sorted({argument.partition("=")[0] for argument in flags}):
         if flag in ("--target", "--seed"):
             refuse(f"leave out {flag}, because run_ab.py sets it: all runs go to the end of the "
                    "schedule (--target 0), with the seeds of the plan")  # fmt: skip
         if flag in ("--resume", "--help", "-h"):
             refuse(f"leave out {flag}, because all runs train from the first step to the last one")
-    return args
 
 
-def read_variants(specs: list[str]) -> dict[str, bytes]:
-    """Returns the source of every variant, by its name; specs are [NAME=]PATH."""
+class Variant(NamedTuple):
+    """What is compared with others."""
+
+    source: bytes  # of train_gpt.py
+    flags: list[str]  # that its runs have, and those of the others have not
+
+
+def read_variants(specs: list[str], first: bytes, taken: set[str]) -> dict[str, Variant]:
+    """Returns variants by name. specs are [NAME=]PATH or NAME=FLAGS; first is the source of the
+    plan's first variant, or empty if this is the first of the specs."""
     variants = {}
-    first = b""
     for spec in specs:
-        name, _, path = spec.rpartition("=")
-        path = Path(path)
-        source = path / "train_gpt.py" if path.is_dir() else path
-        if not source.is_file():
-            refuse(f"no such file: {source}")
-        is_patch = path.suffix == ".patch"
-        if is_patch and not first:
-            refuse(f"{path}: the first variant must be a train_gpt.py, which patches change")
-        if not name:  # a train_gpt.py is called after its folder
-            is_usual = source.name == "train_gpt.py"
-            name = source.resolve().parent.name if is_usual else source.stem
+        name, equals, value = spec.partition("=")
+        if not equals:
+            name = name_of(Path(spec))
+            value = spec
         is_name = re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name)
-        if not is_name or name in variants or name in RESERVED:
-            refuse(f"{name!r} is taken, or cannot be the name of a folder; write NAME={path}")
-        text = patched(first, path) if is_patch else source.read_bytes()
-        if not text.endswith(b"\n") or b"\n" + runs.BORDER in text:
-            refuse(f"{source} must end with a newline and have no line of 100 =, so that its end "
-                   "can be found in a log")  # fmt: skip
-        first = first or text
-        variants[name] = text
+        if not is_name or name in variants or name in RESERVED | taken:
+            refuse(f"{name!r} is taken, or cannot be the name of a folder; write NAME={value}")
+        has_flags = value.startswith("--")
+        if not first and (has_flags or value.endswith(".patch")):
+            refuse(f"{spec}: the first variant must be a train_gpt.py, which the others change")
+        if has_flags:
+            variants[name] = Variant(first, value.split())
+            check_flags(variants[name].flags)
+        else:
+            variants[name] = Variant(read_source(Path(value), first), [])
+        first = first or variants[name].source
     return variants
+
+
+def name_of(path: Path) -> str:
+    """Returns the name of a variant without NAME=. A train_gpt.py is called after its folder."""
+    path = path.resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name if path.name == "train_gpt.py" else path.stem
+
+
+def read_source(path: Path, first: bytes) -> bytes:
+    """Returns the source at a path: that of a file or folder, or first, changed by a patch."""
+    file = path / "train_gpt.py" if path.is_dir() else path
+    if not file.is_file():
+        refuse(f"no such file: {file}")
+    source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()
+    if not source.endswith(b"\n") or b"\n" + runs.BORDER in source:
+        refuse(f"{file} must end with a newline and have no line of 100 =, so that its end can be "
+               "found in a log")  # fmt: skip
+    return source
 
 
 def patched(first: bytes, patch: Path) -> bytes:
@@ -126,18 +156,20 @@ def patched(first: bytes, patch: Path) -> bytes:
     return text
 
 
-def check_arguments(name: str, source: bytes, arguments: list[str]) -> None:
-    """Refuses arguments with which a variant would end before it trains, by its parse_config()."""
-    if not re.search(rb"^def parse_config\(", source, re.M):
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train_gpt.py").write_bytes(source)
-        command = [interpreter(), "-c", PARSE, *arguments]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        _, _, why = done.stderr.strip().rpartition("\n")
-        refuse(f"{name} cannot run with {shlex.join(arguments)}: {why}; correct this, and type "
-               "the command again")  # fmt: skip
+def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
+    """Refuses arguments that a variant's parse_config() refuses: its runs would end at once."""
+    for name, variant in variants.items():
+        if not re.search(rb"^def parse_config\(", variant.source, re.M):
+            continue
+        all_arguments = [*arguments, *variant.flags]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "train_gpt.py").write_bytes(variant.source)
+            command = [interpreter(), "-c", PARSE, *all_arguments]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            _, _, why = done.stderr.strip().rpartition("\n")
+            refuse(f"{name} cannot run with {shlex.join(all_arguments)}: {why}; correct this, and "
+                   "type the command again")  # fmt: skip
 
 
 def check_machine(arguments: list[str]) -> None:
@@ -150,26 +182,19 @@ def check_machine(arguments: list[str]) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> Path:
-    """Writes DIR/plan.json, and DIR/<variant>/train_gpt.py for every variant; returns DIR."""
-    variants = read_variants(args.variants)
+    """Makes a plan with its folder, which it returns."""
+    variants = read_variants(args.variants, first=b"", taken=set())
     arguments = [*args.flags, "--target", "0"]
     if arguments[0].startswith("--"):
         arguments.insert(0, "record")
     check_machine(arguments)
-    for name, text in variants.items():
-        check_arguments(name, text, arguments)
-    now = datetime.datetime.now(datetime.UTC)
-    out = args.out or ROOT / "logs" / now.strftime("ab_%Y-%m-%dT%H-%M-%S")
+    check_arguments(variants, arguments)
+    created = now()
+    out = args.out or ROOT / "logs" / f"ab_{created.removesuffix('Z').replace(':', '-')}"
     try:
         out.mkdir(parents=True)
     except OSError as error:
         refuse(f"cannot make {out} ({error.strerror}); to continue its plan: --resume {out}")
-    for name, text in variants.items():
-        (out / name / "logs").mkdir(parents=True)
-        (out / name / "train_gpt.py").write_bytes(text)
-        for shared in ("data", ".cache"):  # by links, so that logs have relative paths
-            (ROOT / shared).mkdir(exist_ok=True)
-            (out / name / shared).symlink_to(ROOT / shared)
     salt = secrets.token_hex(8)
     seeds = []
     while len(seeds) < args.n:
@@ -177,18 +202,56 @@ def make_plan(args: argparse.Namespace) -> Path:
         if seed not in seeds:
             seeds.append(seed)
     plan = dict(
-        created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=created,
         n=args.n,
         seeds=seeds,
         arguments=arguments,
         salt=salt,
         machine=machine_hash(salt),
-        arms={name: hashlib.sha256(text).hexdigest() for name, text in variants.items()},
+        keep_weights=args.keep_weights,
+        arms={},
+        flags={},
+        added={},
     )
+    write_plan(out, plan, variants)
+    return out
+
+
+def add_variants(out: Path, plan: dict[str, Any], specs: list[str]) -> None:
+    """Adds variants to a plan, which states when. They run with its seeds."""
+    first, *_ = plan["arms"]
+    source = (out / first / "train_gpt.py").read_bytes()
+    variants = read_variants(specs, source, taken={path.name for path in out.iterdir()})
+    check_arguments(variants, plan["arguments"])
+    plan["added"] |= dict.fromkeys(variants, now())
+    write_plan(out, plan, variants)
+
+
+def write_plan(out: Path, plan: dict[str, Any], variants: dict[str, Variant]) -> None:
+    """Writes DIR/<variant>/train_gpt.py for new variants, and DIR/plan.json with them."""
+    for name, variant in variants.items():
+        (out / name / "logs").mkdir(parents=True)
+        (out / name / "train_gpt.py").write_bytes(variant.source)
+        for shared in ("data", ".cache"):  # by links, so that logs have relative paths
+            (ROOT / shared).mkdir(exist_ok=True)
+            (out / name / shared).symlink_to(ROOT / shared)
+        plan["arms"][name] = hashlib.sha256(variant.source).hexdigest()
+        if variant.flags:
+            plan["flags"][name] = variant.flags
     part = out / "plan.part"
     part.write_text(json.dumps(plan, indent=1) + "\n")
     part.replace(out / "plan.json")
-    return out
+
+
+def read_plan(out: Path) -> dict[str, Any]:
+    """Returns a plan. Older plans lack what is empty here."""
+    plan = json.loads((out / "plan.json").read_text())
+    return dict(keep_weights=False, flags={}, added={}) | plan
+
+
+def now() -> str:
+    """Returns the time, UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def finished_seeds(variant: Path) -> set[int]:
@@ -268,14 +331,14 @@ def signal_number(error: KeyboardInterrupt) -> int:
     return error.args[0]
 
 
-def run_plan(out: Path) -> None:
-    """Runs everything in the plan that has not come to its end yet."""
+def run_plan(out: Path, added: list[str]) -> None:
+    """Adds variants to a plan, and runs everything in it that has not come to its end yet."""
     lock = os.open(out / "lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         refuse(f"{out} is in use: wait for its run, or stop it")
-    plan = json.loads((out / "plan.json").read_text())
+    plan = read_plan(out)
     python = interpreter()
     if plan["machine"] != machine_hash(plan["salt"]):
         refuse(f"{out} was begun on another machine, and runs of two machines are not comparable")
@@ -283,19 +346,23 @@ def run_plan(out: Path) -> None:
         source = out / name / "train_gpt.py"
         if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != sha256:
             refuse(f"{source} has changed since the plan was made; make another plan")
+    if added:
+        add_variants(out, plan, added)
     turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
     for number, (seed, name) in enumerate(turns, start=1):
         if seed in finished_seeds(out / name):
             continue
         place = out / name / "logs"
         print(f"\n[{number}/{len(turns)}] {name}, seed {seed}, log in {place}", flush=True)
-        status = run(python, out / name, [*plan["arguments"], "--seed", str(seed)], lock)
+        arguments = [*plan["arguments"], *plan["flags"].get(name, []), "--seed", str(seed)]
+        status = run(python, out / name, arguments, lock)
         if seed not in finished_seeds(out / name):
             print(f"run_ab.py: this run ended with status {status} and does not count; remove the "
                   f"cause, then continue with --resume {out}", file=sys.stderr)  # fmt: skip
             sys.exit(1)
-        for weights in (out / name / "logs").glob("*.npz"):
-            weights.unlink()  # they are large, and not evidence
+        if not plan["keep_weights"]:
+            for weights in (out / name / "logs").glob("*.npz"):
+                weights.unlink()  # they are large, and not evidence
 
 
 def main() -> None:
@@ -314,14 +381,15 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores SIGINT
             signal.signal(number, stop)
     try:
-        run_plan(out)
+        run_plan(out, added=args.variants if args.resume else [])
     except KeyboardInterrupt as error:
         print(f"\nrun_ab.py: interrupted; to continue: --resume {out}", file=sys.stderr)
         sys.exit(128 + signal_number(error))
-    plan = json.loads((out / "plan.json").read_text())
+    plan = read_plan(out)
     variants = [str(out / name) for name in plan["arms"]]
-    # With flags no variant can be a record, so that two are compared like many.
-    could_be_record = plan["arguments"][1:] == ["--target", "0"]
+    # Where no variant can be a record, two are compared like many.
+    has_flags = plan["arguments"][1:] != ["--target", "0"] or plan["flags"]
+    could_be_record = not has_flags and not plan["added"]
     if len(variants) == 1:
         judged = variants
     elif len(variants) == 2 and could_be_record:

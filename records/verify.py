@@ -130,7 +130,7 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     path = folder.resolve()
     for file in (folder / "plan.json", path.parent / "plan.json"):
         if file.is_file():
-            plan = dict(arm=path.name) | json.loads(file.read_text())
+            plan = dict(arm=path.name, flags={}, added={}) | json.loads(file.read_text())
             if plan["arm"] in plan["arms"]:
                 return plan
     return None
@@ -323,11 +323,31 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
     if {run.source_sha256 for run in e.runs} != {plan["arms"][plan["arm"]]}:
         yield fail("another source than planned")
-    if not all(is_fitted(run.argv, plan["arguments"], fits.FITS) for run in e.runs):
+    flags = own_flags(e)
+    if flags:
+        yield note(f"run with the flags {' '.join(flags)}")
+    typed = [*plan["arguments"], *flags]
+    if not all(is_fitted(run.argv, typed, fits.FITS) for run in e.runs):
         yield fail("other flags than planned")
-    created = plan["created"].replace(":", "-")
+    created = plan["added"].get(plan["arm"], plan["created"]).replace(":", "-")
     if any(run.began is None or run.began + "Z" < created for run in e.runs):
         yield fail("a run began before the plan was made, or its log's name does not give the time")
+
+
+def own_flags(e: Evidence) -> list[str]:
+    """Returns the flags that a plan gives to the runs of this variant alone."""
+    return e.plan["flags"].get(e.plan["arm"], []) if e.plan else []
+
+
+def check_seeds(e: Evidence, track: Track | None) -> Iterator[Finding]:
+    """The seeds were fresh: a variant that was added to a plan has seeds with known losses."""
+    if track and is_added(e):
+        yield fail("it was added to a plan whose seeds had been used; make another plan with it")
+
+
+def is_added(e: Evidence) -> bool:
+    """Returns whether a variant was added to its plan later."""
+    return bool(e.plan) and e.plan["arm"] in e.plan["added"]
 
 
 MACHINE = "devices", "driver", "versions", "environment"
@@ -341,14 +361,16 @@ CHECKS = {
     "the track's text and devices": check_track,
     "no flags, no variables": check_flags,
     "as many runs as planned": check_plan,
+    "fresh seeds": check_seeds,
 }
+ONLY_FOR_RECORDS = check_flags, check_seeds  # not for comparisons
 
 
 # ---- Checks of two sets --------------------------------------------------------------------------
 def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
     """Two sets of runs differ by their sources alone."""
-    a = this.runs[0]
-    b = base.runs[0]
+    a = this.runs[0]._replace(argv=shared_argv(this))
+    b = base.runs[0]._replace(argv=shared_argv(base))
     yield from differing([a, b], [*MACHINE, "argv"])
     if {run.log_sha256 for run in this.runs} & {run.log_sha256 for run in base.runs}:
         yield fail("a log is in both sets")
@@ -357,7 +379,7 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
     both = min(len(train_a), len(train_b))  # fewer steps may need fewer training shards
     if val_a != val_b or train_a[:both] != train_b[:both]:
         yield fail("different data")
-    if a.source_sha256 == b.source_sha256:
+    if a.source_sha256 == b.source_sha256 and own_flags(this) == own_flags(base):
         yield note("both have the same source")
     runs_of_both = this.runs + base.runs
     if any(run.began is None for run in runs_of_both):
@@ -367,12 +389,24 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
         if len(days) > 1:
             yield note(f"the runs are from {len(days)} days: {', '.join(days)}")
     if a.ours and not interleaved(this, base):
-        yield note("the two are from different plans, so their runs were not interleaved")
+        yield note("their runs were not interleaved: the two are from different plans, or one was "
+                   "added to the plan later")  # fmt: skip
+
+
+def shared_argv(e: Evidence) -> list[str] | None:
+    """Returns the arguments of the first run without those that a plan gives to this variant."""
+    argv = e.runs[0].argv
+    flags = own_flags(e)
+    if flags:
+        start = len(e.plan["arguments"])
+        argv = argv[:start] + argv[start + len(flags) :]
+    return argv
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
-    """Returns whether both are variants of one plan: their plans differ in nothing but "arm"."""
-    if not this.plan or not base.plan:
+    """Returns whether both are variants of one plan from its beginning: their plans differ in
+    nothing but "arm"."""
+    if not this.plan or not base.plan or is_added(this) or is_added(base):
         return False
     return {**this.plan, "arm": None} == {**base.plan, "arm": None}
 
@@ -540,7 +574,7 @@ def study(folder: Path) -> tuple[bool, str]:
     for name, variant in variants.items():
         found = []
         for check in CHECKS.values():
-            if check is not check_flags:  # a comparison may have flags
+            if check not in ONLY_FOR_RECORDS:
                 found += check(variant, track)
         cells = ["", "", ""]
         if variant is not first:

@@ -63,9 +63,7 @@ place.write_text(text)
 STRICT = """\
 import sys
 def parse_config(argv):
-    if argv[0] not in ("record", "tiny"):
-        print(f"there is no preset {argv[0]}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(f"there is no preset {argv[0]}")
 """
 
 
@@ -74,6 +72,7 @@ def script(tmp_path) -> Path:
     path = tmp_path / "old" / "train_gpt.py"
     path.parent.mkdir()
     path.write_text(SCRIPT)
+    (tmp_path / "strict.py").write_text(STRICT)
     old = SCRIPT.splitlines(True)
     new = SCRIPT.replace("1.46", "1.44").splitlines(True)
     patch = difflib.unified_diff(old, new, "a/train_gpt.py", "b/train_gpt.py")
@@ -129,6 +128,49 @@ def test_many_variants_or_flags_end_in_a_table(script, tmp_path):
     arguments = script, better, "-n", 3, "--out", tmp_path / "two", "--", "tiny", "--steps", "500"
     status, text, _ = run(*arguments)
     assert status == 0 and "FAIL" not in text and "| better | 3 | " in text
+
+
+def test_flags_make_a_variant(script, tmp_path, capsys):
+    """It is compared with the first one, but is no record."""
+    out = tmp_path / "out"
+    arguments = script, "hot=--lr 0.03 --x=1", "-n", 3, "--out", out, "--", "tiny"
+    status, text, err = run(*arguments)
+    assert (status, err) == (0, "") and "| hot | 3 | " in text
+    assert "- hot: note: run with the flags --lr 0.03 --x=1\n" in text and "same source" not in text
+    flags = ["--lr", "0.03", "--x=1"]
+    assert json.loads((out / "plan.json").read_text())["flags"] == {"hot": flags}
+    for hot in verify.collect(out / "hot").runs:
+        assert hot.argv == ["tiny", "--target", "0", *flags]
+    assert verify.main([str(out / "old")]) == 0 and verify.main([str(out / "hot")]) == 1
+    assert "run with tiny --target 0 --lr 0.03 --x=1; a record is" in capsys.readouterr().out
+
+
+def test_a_variant_is_added(unfinished, tmp_path, capsys):
+    """It runs with the seeds of the plan, whose other runs are not repeated. It is no record."""
+    out = unfinished
+    before = json.loads((out / "plan.json").read_text())
+    status, text, err = run("--resume", out, tmp_path / "better.patch")
+    assert (status, err) == (0, "") and "| better | 3 | " in text and "-0.0200 | 0.0000" in text
+    assert "- better: note: their runs were not interleaved" in text
+    plan = json.loads((out / "plan.json").read_text())
+    assert list(plan["arms"]) == ["old", "better"] and plan["seeds"] == before["seeds"]
+    assert list(plan["added"]) == ["better"]
+    assert plan["created"] == before["created"] <= plan["added"]["better"]
+    names = [name for name, _ in order(out)]
+    assert names.count("old") == 3 + 1 and names.count("better") == 3
+    assert verify.main([str(out / "old")]) == 0 and verify.main([str(out / "better")]) == 1
+    assert "added to a plan whose seeds had been used" in capsys.readouterr().out
+    assert "'better' is taken" in run("--resume", out, tmp_path / "better.patch")[2]
+    assert "there is no preset" in run("--resume", out, f"x={tmp_path}/strict.py")[2]
+    assert json.loads((out / "plan.json").read_text()) == plan and not (out / "x").exists()
+
+
+def test_weights_are_kept_on_request(script, tmp_path):
+    out = tmp_path / "out"
+    assert run(script, "-n", 2, "--out", out, "--keep_weights", "--", "tiny")[0] == 0
+    assert len(list(out.glob("old/logs/*.npz"))) == 2
+    assert run("--resume", out, "x=--lr 3")[0] == 0
+    assert len(list(out.glob("*/logs/*.npz"))) == 4
 
 
 def test_every_plan_has_fresh_seeds_and_tells_nothing_of_its_machine(script, tmp_path):
@@ -216,10 +258,12 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
     ("old -n 2 -- tiny --target 1.5", "leave out --target, because run_ab.py sets it"),
     ("old -n 2 -- tiny --seed=3", "leave out --seed, because run_ab.py sets it"),
     ("old -n 2 -- tiny --help", "leave out --help, because all runs train"),
-    ("strict -n 2 -- tony", "strict cannot run with tony --target 0: there is no preset tony"),
+    ("strict.py -n 2 -- tony", "strict cannot run with tony --target 0: there is no preset tony"),
     ("better.patch -n 2", "the first variant must be a train_gpt.py"),
     ("old old/train_gpt.py -n 2", "'old' is taken"),
     ("lock=old -n 2", "'lock' is taken"),
+    ("hot=--lr -n 2", "hot=--lr: the first variant must be a train_gpt.py"),
+    ("old hot=--seed=3 -n 2", "leave out --seed"),
     ("end.py -n 2", "must end with a newline"),
     ("border.py -n 2", "no line of 100 ="),
     ("old nothing.patch -n 2", "does not apply to the first variant"),
@@ -229,8 +273,6 @@ def test_what_cannot_work_is_refused(script, tmp_path, arguments, message):
     (tmp_path / "end.py").write_text("x = 1")
     (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
     (tmp_path / "nothing.patch").touch()
-    (tmp_path / "strict").mkdir()
-    (tmp_path / "strict" / "train_gpt.py").write_text(STRICT)
     before = sorted(tmp_path.iterdir())
     status, _, err = run(*arguments.split(), cwd=tmp_path)
     assert status == 2 and message in err and "Traceback" not in err

@@ -251,6 +251,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
     "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": sha(SOURCE)}), "no plan"),
     "a late plan": (lambda f: write_plan(f, SEEDS, created="2026-11-21T13:00:01Z"), "run began"),
+    "added later": (
+        lambda f: write_plan(f, SEEDS, added={f.name: "2026-11-21T12:59:30Z"}), "had been used"),
+    "added too late": (
+        lambda f: write_plan(f, SEEDS, added={f.name: "2026-11-21T13:00:01Z"}), "run began"),
     "planned flags": (lambda f: write_plan(f, SEEDS, arguments=["tiny"]), "flags than planned"),
     "planned source": (lambda f: write_plan(f, SEEDS, source="#\n"), "source than planned"),
     "a renamed log": (lambda f: log(f).rename(f / "logs" / "r.txt"), "name does not give the time"),
@@ -341,6 +345,22 @@ def test_two_sets(tmp_path, capsys):
     assert "the runs are from 2 days" in judged(capsys, this, base)[1]
     add_log(base, log(this).read_text())
     assert "a log is in both sets" in fails(capsys, this, base)
+
+
+def test_flags_of_one_variant_are_no_difference(tmp_path, capsys):
+    """But those that the launcher adds to one of them are, because they are not in the plan."""
+    arms = {"old": sha(SOURCE), "new": sha(SOURCE)}
+    folders = [write_ours(tmp_path / name) for name in arms]
+    for folder in folders:
+        write_plan(folder, SEEDS, arms=arms, flags={"new": ["--lr", "3"]})
+    base, this = map(verify.collect, folders)
+    assert "other flags than planned" in fails(capsys, this.folder)
+    rewrite_all(this.folder, argv=["tiny", "--target", "0", "--lr", "3"])
+    this = verify.collect(this.folder)
+    assert list(verify.check_baseline(this, base)) == []
+    rewrite_all(this.folder, argv=["tiny", "--target", "0", "--lr", "3", "--batch", "16"])
+    this = verify.collect(this.folder)
+    assert "different argv" in str(list(verify.check_baseline(this, base)))
 
 
 def test_time_needs_p_below_a_hundredth(tmp_path, capsys):
