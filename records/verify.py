@@ -359,7 +359,7 @@ CHECKS = {
     "one machine, versions, environment": check_machine,
     "one set of flags and data": check_settings,
     "the track's text and devices": check_track,
-    "no flags, no variables": check_flags,
+    "no flags, no environment variables": check_flags,
     "as many runs as planned": check_plan,
     "fresh seeds": check_seeds,
 }
@@ -389,8 +389,8 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
         if len(days) > 1:
             yield note(f"the runs are from {len(days)} days: {', '.join(days)}")
     if a.ours and not interleaved(this, base):
-        yield note("their runs were not interleaved: the two are from different plans, or one was "
-                   "added to the plan later")  # fmt: skip
+        yield note("the two are from different plans, or one was added to the plan later, so their "
+                   "runs were not interleaved")  # fmt: skip
 
 
 def shared_argv(e: Evidence) -> list[str] | None:
@@ -481,13 +481,13 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
         "runs": f"{len(e.runs) + len(e.unreadable)}{planned}",
         "steps": ", ".join(f"{n:,}" for n in steps),
         "tokens": ", ".join(f"{n:,}" for n in e.tokens) or "not stated",
-        "final loss, mean ± sd": spread(e.losses, 5),
+        "final loss, mean ± standard deviation": spread(e.losses, 5),
         "training time, s": spread(e.seconds, 2),
-        "ms per step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if steps else "–",
+        "milliseconds per step": f"{1000 * fmean(e.seconds) / steps[0]:.2f}" if steps else "–",
     }
     if len(e.losses) < 2:
         return facts
-    name = f"p(mean < {target:g}), t-test"
+    name = f"p of a t-test: mean below {target:g}"
     if any(check_length(e, track)):
         facts[name] = "none: the length of the runs is not fixed"
         return facts
@@ -495,14 +495,14 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
     margin = target - fmean(e.losses)
     sd = stdev(e.losses)
     facts[name] = f"{p_value(test.p)} (t = {test.t:.3f})"
-    facts["margin"] = f"{margin:.5f}"
+    facts["margin: target minus mean"] = f"{margin:.5f}"
     if track:
         z = margin * math.sqrt(len(e.losses))
-        facts["z-test, sd of the track"] = (
-            f"margin · √n = {z:.4f}; p < 0.001 needs {track.z_margin:g}"
+        facts["z-test with the track's standard deviation"] = (
+            f"margin · √runs = {z:.4f}; p < 0.001 needs {track.z_margin:g}"
         )
     needed = stats.runs_needed(margin / sd) if sd else None
-    facts["runs for 80 % power"] = f"{needed}" if needed else "more than 10,000, or none suffice"
+    facts["runs that pass with a chance of 80 %"] = str(needed or "over 10,000, or none suffice")
     return facts
 
 
@@ -511,7 +511,8 @@ def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]
     pairs = changes(this, base)
     if len(pairs) > 1:
         test = stats.paired(pairs)
-        what = f"two-sided p = {p_value(test.p)}, t = {test.t:.2f}, {len(pairs)} pairs"
+        p = p_value(test.p)
+        what = f"t-test of {len(pairs)} pairs, two-sided: p = {p}, t = {test.t:.2f}"
         yield "final loss, paired by seed", spread(pairs, 5), what
     for name, kind, digits in ("final loss", "losses", 5), ("training time, s", "seconds", 3):
         a = getattr(this, kind)
@@ -520,7 +521,7 @@ def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]
             test = stats.welch(a, b)
             what = f"p = {p_value(test.p)}, t = {test.t:.2f}, df = {test.df:.1f}"
             change = f"{fmean(a) - fmean(b):+.{digits}f}"
-            yield name, change, f"Welch, one-sided (this is less): {what}"
+            yield name, change, f"Welch's t-test, one-sided (this is less): {what}"
 
 
 def report(
@@ -555,7 +556,7 @@ def report(
     if base:
         lines += table(["this − baseline", "difference", "test"], comparison(this, base))
     lines += table(["check", "found"], checks)
-    lines += table(["run", "seed", "final loss", "time, s"], runs_table)
+    lines += table(["run", "seed", "final loss", "training time, s"], runs_table)
     return holds, "\n".join(lines[:-1])
 
 
@@ -588,7 +589,14 @@ def study(folder: Path) -> tuple[bool, str]:
         rows.append([name, len(variant.ended), spread(variant.losses, 4), *cells])
         holds = holds and not any(finding.fails for finding in found)
         remarks += [f"- {name}: {finding}" for finding in found]
-    title = ["variant", "runs", "final loss", f"minus {first_name}", "sd of a pair", "paired p"]
+    title = [
+        "variant",
+        "runs",
+        "final loss, mean ± standard deviation",
+        f"mean difference from {first_name}",
+        "standard deviation of differences",
+        "p of a paired t-test",
+    ]
     lines = table(title, rows)
     lines += table(["variant", "difference, seed by seed"], seeds)
     return holds, "\n".join(lines + remarks)

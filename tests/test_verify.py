@@ -39,11 +39,13 @@ def test_pull_request_322_in_full(tmp_path, capsys):
     status, text = judged(capsys, folder)
     assert status == 0 and "FAIL" not in text and text.startswith("## PASS: this_pr\n")
     for line in (
-        "| runs | 13 |", "| steps | 1,398 |", "| final loss, mean ± sd | 3.27893 ± 0.00137 |",
-        "| training time, s | 77.34 ± 0.20 |", "| p(mean < 3.28), t-test | 0.0078 (t = -2.815) |",
-        "| margin | 0.00107 |", "| runs for 80 % power | 20 |", "| ms per step | 55.32 |",
-        "| z-test, sd of the track | margin · √n = 0.0039; p < 0.001 needs 0.004 |",
-        "| run00.txt | – | 3.27910 | 77.93 |",
+        "| runs | 13 |", "| steps | 1,398 |", "| milliseconds per step | 55.32 |",
+        "| final loss, mean ± standard deviation | 3.27893 ± 0.00137 |",
+        "| training time, s | 77.34 ± 0.20 |", "| margin: target minus mean | 0.00107 |",
+        "| p of a t-test: mean below 3.28 | 0.0078 (t = -2.815) |",
+        "| z-test with the track's standard deviation "
+        "| margin · √runs = 0.0039; p < 0.001 needs 0.004 |",
+        "| runs that pass with a chance of 80 % | 20 |", "| run00.txt | – | 3.27910 | 77.93 |",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert stats.below(verify.collect(folder).losses, 3.28).p == pytest.approx(0.007802956)
@@ -65,8 +67,8 @@ def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
     base = write_upstream(tmp_path / "master", fake_runs.XSA_MASTER, steps=1480)
     status, text = judged(capsys, this, base)
     assert status == 0 and "FAIL" not in text
-    assert "| p(mean < 3.28), t-test | 0.0056 (t = -3.101) | 0.2644 (t = -0.668) |" in text
-    welch = "Welch, one-sided (this is less): p = 1.4e-11, t = -20.36, df = 13.1"
+    assert "| p of a t-test: mean below 3.28 | 0.0056 (t = -3.101) | 0.2644 (t = -0.668) |" in text
+    welch = "Welch's t-test, one-sided (this is less): p = 1.4e-11, t = -20.36, df = 13.1"
     assert f"| training time, s | -0.684 | {welch} |" in text
     p, time = fails(capsys, base, this)
     assert "0.2644 for a mean below 3.28" in p and "not faster than the baseline" in time
@@ -88,7 +90,7 @@ def test_runs_of_ours_that_hold(tmp_path, capsys):
     status, text = judged(capsys, folder)
     assert status == 0 and "FAIL" not in text
     assert "| runs | 5 of 5 planned |" in text and "| tokens | 1,024,000 |" in text
-    assert "| final loss, mean ± sd | 1.45968 ± 0.00969 |" in text
+    assert "| final loss, mean ± standard deviation | 1.45968 ± 0.00969 |" in text
     assert text.count("| ok |") == len(verify.CHECKS) + 1
     status, text = judged(capsys, write_ours(tmp_path / "low", [1.485 + i / 10000 for i in EVERY]))
     assert status == 0 and "note: the margin is less than 0.005" in text
@@ -299,7 +301,7 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
     for path in (folder / "logs").iterdir():
         path.write_text(path.read_text().replace("end of schedule", "target reached"))
     _, text = judged(capsys, folder)
-    assert "| p(mean < 1.49), t-test | none: the length of the runs is not fixed |" in text
+    assert "| p of a t-test: mean below 1.49 | none: the length of the runs is not fixed |" in text
     assert "no p-value over runs whose length is not fixed" in text
     assert not re.search(r"p = 0|t = ", text)
 
