@@ -292,6 +292,7 @@ def main() -> None:
             sys.exit(f"plot.py: {error}")
         variants.append((name or Path(folder).resolve().name, evidence))
     plot(variants, args.out, args.x, args.target, args.title, args.upstream, args.differences)
+    print(f"drew {', '.join(name for name, _ in variants)} in {args.out}.svg")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ def drawn(tmp_path, monkeypatch):
     return draw
 
 
-def test_curves(tmp_path, drawn):
+def test_curves(tmp_path, drawn, capsys):
     folder = write_upstream(tmp_path / "runs", [(3.2791, 79536), (3.2773, 79740)])
     arguments = f"mine={folder} --x steps time --target 3.28 --upstream --title Curves".split()
     text = drawn(*arguments)
+    assert capsys.readouterr().out == f"drew mine in {tmp_path}/out.svg\n"
     svg = (tmp_path / "out.svg").read_bytes()
     parts = ["mine (n = 2)", "record 21 (n = 9)", "target 3.28", "Curves", "time, seconds"]
     for part in (*parts, "validation loss, nats per token"):

@@ -72,6 +72,15 @@ def test_histories_are_generated():
     assert set(re.findall("<!-- history (.*): begin -->", text)) == set(verify.TRACKS)
 
 
+def test_every_command_names_what_is_there():
+    """But a track without records has a placeholder, RECORD."""
+    text = (ROOT / "records" / "README.md").read_text()
+    blocks = "".join(re.findall("^```bash\n(.*?)^```", text, re.M | re.S))
+    paths = re.findall(r"\brecords/[\w./-]+", blocks)
+    missing = {path for path in paths if not (ROOT / path).exists()}
+    assert len(paths) > 8 and missing == {"records/tracks/8xh100/RECORD"}
+
+
 def test_no_path_of_a_machine_is_in_a_record():
     texts = {}
     for folder in PACKED:
