@@ -4,11 +4,10 @@
     python records/run_ab.py --resume DIR [VARIANT ...]
 
 A variant is a train_gpt.py, a folder with one, or a change of the first variant: a .patch for its
-file, or flags for its runs, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to a path.
-DIR/plan.json states the number of runs and their seeds before the first run. For each seed, all
-variants run in turn (A B A B), for the whole schedule (--target 0). --resume runs what was
-interrupted or not begun, and variants that it adds to the plan. At the end, verify.py judges all
-runs.
+file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to the others. DIR/plan.json
+states the number of runs and their seeds before the first run. For each seed, all variants run in
+turn (A B A B), for the whole schedule (--target 0). --resume runs what was interrupted or not
+begun, and adds variants to the plan. At the end, verify.py judges all runs.
 """
 
 import argparse
@@ -70,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = cli.parse_args(argv[:split])
     args.flags = argv[split + 1 :]
     if args.resume and (args.n or args.out or args.flags or args.keep_weights):
-        refuse("--resume takes all from the plan; give nothing else, except variants to add to it")
+        refuse("--resume takes the number of runs and all flags from the plan; leave them out")
     if not args.resume and not args.variants:
         refuse("name at least one train_gpt.py; --help shows how")
     if not args.resume and (args.n is None or not 2 <= args.n <= 1000):
@@ -94,12 +93,12 @@ class Variant(NamedTuple):
     """What is compared with others."""
 
     source: bytes  # of train_gpt.py
-    flags: list[str]  # that its runs have, and those of the others have not
+    flags: list[str]  # that only its runs have
 
 
 def read_variants(specs: list[str], first: bytes, taken: set[str]) -> dict[str, Variant]:
-    """Returns variants by name. specs are [NAME=]PATH or NAME=FLAGS; first is the source of the
-    plan's first variant, or empty if this is the first of the specs."""
+    """Returns variants by name. specs are [NAME=]PATH or NAME=FLAGS. first is the source of the
+    plan's first variant; it is empty if that is to be read here."""
     variants = {}
     for spec in specs:
         name, equals, value = spec.partition("=")
@@ -130,7 +129,7 @@ def name_of(path: Path) -> str:
 
 
 def read_source(path: Path, first: bytes) -> bytes:
-    """Returns the source at a path: that of a file or folder, or first, changed by a patch."""
+    """Returns the source in a file or a folder, or the first one changed by a patch."""
     file = path / "train_gpt.py" if path.is_dir() else path
     if not file.is_file():
         refuse(f"no such file: {file}")
@@ -157,7 +156,7 @@ def patched(first: bytes, patch: Path) -> bytes:
 
 
 def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
-    """Refuses arguments that a variant's parse_config() refuses: its runs would end at once."""
+    """Refuses arguments that a variant's parse_config() refuses, because no run could begin."""
     for name, variant in variants.items():
         if not re.search(rb"^def parse_config\(", variant.source, re.M):
             continue
@@ -218,7 +217,7 @@ def make_plan(args: argparse.Namespace) -> Path:
 
 
 def add_variants(out: Path, plan: dict[str, Any], specs: list[str]) -> None:
-    """Adds variants to a plan, which states when. They run with its seeds."""
+    """Adds variants to a plan, which states when. They will run with its seeds."""
     first, *_ = plan["arms"]
     source = (out / first / "train_gpt.py").read_bytes()
     variants = read_variants(specs, source, taken={path.name for path in out.iterdir()})
@@ -244,13 +243,13 @@ def write_plan(out: Path, plan: dict[str, Any], variants: dict[str, Variant]) ->
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """Returns a plan. Older plans lack what is empty here."""
+    """Returns a plan. Plans of earlier versions lack three entries."""
     plan = json.loads((out / "plan.json").read_text())
     return dict(keep_weights=False, flags={}, added={}) | plan
 
 
 def now() -> str:
-    """Returns the time, UTC."""
+    """Returns the time in UTC."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -313,10 +312,10 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
 
 
 def show(lines: Iterable[bytes]) -> None:
-    """Prints what a run prints, except lines that name files: their paths begin in its folder."""
+    """Prints the lines of a run, except those with paths, which begin in the variant's folder."""
     for line in lines:
         if b" logs/" not in line:
-            with contextlib.suppress(OSError):  # a closed terminal costs the lines, not the run
+            with contextlib.suppress(OSError):  # if nobody reads them, the run goes on
                 sys.stdout.buffer.write(line)
                 sys.stdout.flush()
 
@@ -387,9 +386,10 @@ def main() -> None:
         sys.exit(128 + signal_number(error))
     plan = read_plan(out)
     variants = [str(out / name) for name in plan["arms"]]
-    # Where no variant can be a record, two are compared like many.
-    has_flags = plan["arguments"][1:] != ["--target", "0"] or plan["flags"]
-    could_be_record = not has_flags and not plan["added"]
+    # Where the second of two cannot be a record, they are compared like many.
+    could_be_record = plan["arguments"][1:] == ["--target", "0"]
+    if plan["flags"] or plan["added"]:
+        could_be_record = False
     if len(variants) == 1:
         judged = variants
     elif len(variants) == 2 and could_be_record:

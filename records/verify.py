@@ -287,7 +287,8 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
     if not track or not run.ours:
         return
     typed = [track.preset, "--target", "0"]
-    if run.argv != typed and not (track.may_fit and is_fitted(run.argv, typed, RECORD_FITS)):
+    fitted = track.may_fit and is_fitted(run.argv, typed, RECORD_FITS)
+    if variant_flags(e) or not (run.argv == typed or fitted):
         yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
                    f"{track.preset} --target 0")  # fmt: skip
     for name, value in run.environment.items():
@@ -323,7 +324,7 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
     if {run.source_sha256 for run in e.runs} != {plan["arms"][plan["arm"]]}:
         yield fail("another source than planned")
-    flags = own_flags(e)
+    flags = variant_flags(e)
     if flags:
         yield note(f"run with the flags {' '.join(flags)}")
     typed = [*plan["arguments"], *flags]
@@ -334,7 +335,7 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail("a run began before the plan was made, or its log's name does not give the time")
 
 
-def own_flags(e: Evidence) -> list[str]:
+def variant_flags(e: Evidence) -> list[str]:
     """Returns the flags that a plan gives to the runs of this variant alone."""
     return e.plan["flags"].get(e.plan["arm"], []) if e.plan else []
 
@@ -379,7 +380,7 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
     both = min(len(train_a), len(train_b))  # fewer steps may need fewer training shards
     if val_a != val_b or train_a[:both] != train_b[:both]:
         yield fail("different data")
-    if a.source_sha256 == b.source_sha256 and own_flags(this) == own_flags(base):
+    if a.source_sha256 == b.source_sha256 and variant_flags(this) == variant_flags(base):
         yield note("both have the same source")
     runs_of_both = this.runs + base.runs
     if any(run.began is None for run in runs_of_both):
@@ -396,7 +397,7 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[Finding]:
 def shared_argv(e: Evidence) -> list[str] | None:
     """Returns the arguments of the first run without those that a plan gives to this variant."""
     argv = e.runs[0].argv
-    flags = own_flags(e)
+    flags = variant_flags(e)
     if flags:
         start = len(e.plan["arguments"])
         argv = argv[:start] + argv[start + len(flags) :]
@@ -502,7 +503,7 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
             f"margin · √runs = {z:.4f}; p < 0.001 needs {track.z_margin:g}"
         )
     needed = stats.runs_needed(margin / sd) if sd else None
-    facts["runs that pass with a chance of 80 %"] = str(needed or "over 10,000, or none suffice")
+    facts["runs needed for an 80 % chance to pass"] = str(needed or "over 10,000, or none suffice")
     return facts
 
 

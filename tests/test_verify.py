@@ -45,7 +45,7 @@ def test_pull_request_322_in_full(tmp_path, capsys):
         "| p of a t-test: mean below 3.28 | 0.0078 (t = -2.815) |",
         "| z-test with the track's standard deviation "
         "| margin · √runs = 0.0039; p < 0.001 needs 0.004 |",
-        "| runs that pass with a chance of 80 % | 20 |", "| run00.txt | – | 3.27910 | 77.93 |",
+        "| runs needed for an 80 % chance to pass | 20 |", "| run00.txt | – | 3.27910 | 77.93 |",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert stats.below(verify.collect(folder).losses, 3.28).p == pytest.approx(0.007802956)
@@ -284,6 +284,9 @@ def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added
     found = [*verify.check_flags(evidence, verify.TRACKS[track])]
     found += verify.check_plan(evidence, verify.TRACKS[track])
     assert len(found) == complaints
+    write_plan(folder, [100], arguments=argv[:3], flags={"x": added.split()})
+    found = [*verify.check_flags(verify.collect(folder), verify.TRACKS[track])]
+    assert bool(found) == bool(added)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
