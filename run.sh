@@ -179,7 +179,7 @@ case ${1:-} in
     exec .venv/bin/python -m dev.check_gpu "$@"
     ;;
   basics/*.py | ./basics/*.py)
-    case " $* " in *" --draw"*) install tests tests/requirements.txt ;; esac # for matplotlib
+    case " $* " in *" --draw"*) install evals evals/requirements.txt ;; esac # for matplotlib
     unlock
     exec .venv/bin/python "$@"
     ;;
@@ -191,12 +191,13 @@ case ${1:-} in
   sample | hellaswag | loss | export | look | share)
     tool=$1
     shift
-    case $tool in hellaswag | loss | look) install tests tests/requirements.txt ;; esac
+    case $tool in hellaswag | loss | look) install evals evals/requirements.txt ;; esac
     unlock
     exec .venv/bin/python "evals/$tool.py" "$@"
     ;;
   test)
     shift
+    install evals evals/requirements.txt # its pins are not in the stamp of tests
     install tests tests/requirements.txt
     unlock
     .venv/bin/python -m ruff check .

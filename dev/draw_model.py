@@ -2,7 +2,7 @@
 
     .venv/bin/python dev/draw_model.py [--out dev/pictures/model.svg]
 
-Needs matplotlib, which tests/requirements.txt installs. Run it again when RECORD_LAYERS changes:
+Needs matplotlib, which evals/requirements.txt installs. Run it again when RECORD_LAYERS changes:
 tests/test_draw_model.py compares the picture in the repository with the layers.
 """
 

@@ -115,7 +115,8 @@ class Machine:
         self.pci = folder / "pci"
         self.started = []
         self.bin.mkdir()
-        copied = "run.sh requirements.txt tests/requirements.txt dev/machine.py dev/fits.py"
+        copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
+        copied += "dev/machine.py dev/fits.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)

@@ -91,12 +91,12 @@ def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(mac
     sample = "sample", "logs/x y.npz", "a  b"
     assert machine.run(*sample) == calls(*FIRST, "evals/sample.py logs/x y.npz a  b")
     assert machine.run("export", "x", "--out", "y") == calls("evals/export.py x --out y")
-    tests = f"{PIP} tests/requirements.txt"
-    assert machine.run("look", "x") == calls(tests, "evals/look.py x")
+    evals = f"{PIP} evals/requirements.txt"
+    assert machine.run("look", "x") == calls(evals, "evals/look.py x")
     for tool in "hellaswag", "loss":
         assert machine.run(tool, "x") == calls(f"evals/{tool}.py x")
-        machine.root.joinpath(".venv/installed-tests").unlink()
-        assert machine.run(tool, "x") == calls(tests, f"evals/{tool}.py x")
+        machine.root.joinpath(".venv/installed-evals").unlink()
+        assert machine.run(tool, "x") == calls(evals, f"evals/{tool}.py x")
 
 
 def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
@@ -106,7 +106,7 @@ def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
         (machine.root / "basics" / name).touch()
     gpt2 = "basics/gpt2.py", "--prompt", "a  b"
     assert machine.run(*gpt2) == calls(*FIRST, "basics/gpt2.py --prompt a  b")
-    draws = calls(f"{PIP} tests/requirements.txt", "basics/fsdp.py --draw x.svg")
+    draws = calls(f"{PIP} evals/requirements.txt", "basics/fsdp.py --draw x.svg")
     assert machine.run("basics/fsdp.py", "--draw", "x.svg") == draws
 
 
@@ -391,11 +391,15 @@ def test_failure_of_a_data_script_stops_the_run(machine, name, count):
 
 def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     machine.python(12)
-    lines = f"{PIP} tests/requirements.txt", "-m ruff check .", "-m ruff format --check ."
-    *checks, suite = machine.run("test", "-k", "data")[3:]
-    assert checks == calls(*lines)
+    evals, tests = calls(f"{PIP} evals/requirements.txt", f"{PIP} tests/requirements.txt")
+    checks = calls("-m ruff check .", "-m ruff format --check .")
+    *before, suite = machine.run("test", "-k", "data")[3:]
+    assert before == [evals, tests, *checks]
     assert " -m pytest " in suite and suite.endswith(" -k data")
-    assert machine.run("test", "-k", "data") == [*checks[1:], suite]  # installed already
+    assert machine.run("test", "-k", "data") == [*checks, suite]  # installed already
+    for name, install in ("evals", evals), ("tests", tests):
+        (machine.root / name / "requirements.txt").write_text("more==1\n")
+        assert machine.run("test", "-k", "data") == [install, *checks, suite]
     assert os.access(ROOT / "run.sh", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -443,7 +447,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
     ([], "-m -m data/source_code.py", "data/check.py dev/launch.py"),
     (["check"], "-m -m", "-m"),
     (["loss", "x"], "-m -m -m", "evals/loss.py"),
-    (["test"], "-m -m -m", "-m -m -m"),
+    (["test"], "-m -m -m -m", "-m -m -m"),
 ])  # fmt: skip
 def test_only_what_writes_holds_the_lock(machine, argv, locked, unlocked):
     python = machine.python(12)
