@@ -68,7 +68,7 @@ VAL_LENGTHS = (8192, 1024, 256, 128)  # of these sequences; cuDNN needs multiple
 # The fewest tokens of a shard: a step of `tiny`, or eight validation sequences of 128. One more is
 # needed, because the last token that the model reads has a target, too.
 SMALLEST = 1025
-MOST_PASSES = 10  # unless --passes says more: `tiny` would memorize the text (data/README.md)
+MOST_PASSES = 4  # unless --passes says more: `tiny` would memorize the text (data/README.md)
 
 # GPT-2's pattern has no match that goes on from another character to white space, or from a letter
 # to something else. A text can be cut there: the tokens on both sides stay the same.
@@ -436,7 +436,7 @@ def refuse_used(out: pathlib.Path) -> None:
     """Exits if the folder has shards or a manifest."""
     used = sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")])
     if used:
-        fail(f"{used[0]} is there already: delete it, or choose another --out")
+        fail(f"{out} has {used[0].name} already: remove the folder, or choose another --out")
 
 
 def publish(part: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
@@ -506,6 +506,8 @@ def report(rows: dict[str, dict], passes: int, args: Any) -> None:
     steps = flags.get("steps", PRESETS[name].steps)
     if passes > 1:
         print(f"The training shard holds its text {passes} times; --passes N changes that.")
+        print("Where val_loss rises, the model has begun to memorize the text: pass a smaller "
+              "--steps.")  # fmt: skip
     if steps < 0.9 * most:
         print(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
               f"with --steps {most} all of them.")  # fmt: skip
