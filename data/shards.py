@@ -47,7 +47,8 @@ def gpt2() -> Any:
 
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # from the network, the cache, or a file with another hash
-        get = "TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
+        get = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
+        get += "'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
         raise Fault(
             f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
             f"network, run {get}, copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR to it"

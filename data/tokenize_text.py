@@ -84,6 +84,11 @@ def fail(message: str) -> NoReturn:
     sys.exit("tokenize_text.py: " + " ".join(message.split()))
 
 
+def counted(number: int, word: str) -> str:
+    """As "1 document" or "2 documents"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 # ---- Files ---------------------------------------------------------------------------------------
 def walk(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files of a folder, without hidden ones. Their order, by the sha256 of the path in the
@@ -121,7 +126,7 @@ def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
         if times > 1:
             fail(f"{path} would be read {times} times: name it once")
     if ignored:
-        print(f"ignored {ignored} files with other suffixes")
+        print(f"ignored {counted(ignored, 'file')} with other suffixes")
     return files
 
 
@@ -289,8 +294,8 @@ def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -
         why = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         fail(f"{path} cannot be read: {why}: correct it, or leave it out")
     if counts["cuts"] > cuts and not args.bytes:
-        added = counts["cuts"] - cuts
-        bar.write(f"{path}: cut {added} times inside runs of more than {PIECE} characters; the "
+        times = counted(counts["cuts"] - cuts, "time")
+        bar.write(f"{path}: cut {times} inside runs of more than {PIECE} characters; the "
                   "tokens there differ from those of the whole run")  # fmt: skip
 
 
@@ -566,14 +571,15 @@ def run(args: argparse.Namespace) -> None:
     with shards.workplace(args.out) as part, bar, encoded as arrays:
         refuse_used(args.out)  # another process, for which this one waited, may have filled it
         rows, passes = write(part, arrays, args)
-        source = f"{kind} of {len(paths)} files, {counts['documents']} documents, {size} bytes"
+        total = counted(counts["documents"], "document")
+        source = f"{kind} of {counted(len(paths), 'file')}, {total}, {size} bytes"
         if passes > 1:
             source += f"; the training text is there {passes} times"
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
-    skipped = f", {counts['empty']} empty ones skipped" if counts["empty"] else ""
-    print(f"{counts['documents']} documents{skipped}")
+    skipped = f", {counted(counts['empty'], 'empty one')} skipped" if counts["empty"] else ""
+    print(f"{total}{skipped}")
     report(rows, passes, args)
 
 
