@@ -1638,7 +1638,8 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
         if found < len(shapes):
             missing = f"the {split} shards hold {found} of {len(shapes)} batches"
-            refuse(f"{folder}: {missing}; get more (data/README.md), or run with fewer {flag}")
+            cure = f"run with fewer {flag}, as in the line that ./run.sh tokenize prints"
+            refuse(f"{folder}: {missing}; get more (data/README.md), or {cure}")
     return shards
 
 
