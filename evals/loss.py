@@ -59,7 +59,7 @@ def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
     return np.stack((first, last, n, mean, (variance / n) ** 0.5), axis=1)
 
 
-def draw(rows: np.ndarray, title: str, out: Path) -> None:
+def draw(rows: np.ndarray, title: str, unit: str, out: Path) -> None:
     """Draws the loss over the position, from the rows of by_position()."""
     first, last, _, mean, error = rows.T
     with plt.rc_context(STYLE):
@@ -67,7 +67,7 @@ def draw(rows: np.ndarray, title: str, out: Path) -> None:
         center = (first * last) ** 0.5  # on a logarithmic axis
         axes.errorbar(center, mean, error, marker="o", markersize=4, capsize=3)
         axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel="tokens of the document read", ylabel="nats per token")
+        axes.set(title=title, xlabel="tokens of the document read", ylabel=f"nats per {unit}")
         save(figure, out)
 
 
@@ -104,6 +104,7 @@ def main() -> None:
                        "lower --tokens or --T")  # fmt: skip
     piece = weights.tokenizer(c).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
+    unit = "byte" if lengths.max() == 1 else "token"
     tokens, losses = measure(w, shard, S, L, T, count)
     targets = tokens[:, 1:]
     loss = losses.mean(dtype="f8")
@@ -111,12 +112,13 @@ def main() -> None:
     bits = loss * targets.size / np.log(2) / size
     ends = np.count_nonzero(targets == c.eot)
     rows = by_position(tokens, losses, c.eot)
-    print(f"{loss:.4f} nats per token, {bits:.4f} bits per byte")
+    print(f"{loss:.4f} nats per {unit}, {bits:.4f} bits per byte")
     print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
-    print("position      to    tokens  nats/token +- standard error")
+    print(f"position      to    tokens {f'nats/{unit}':>11} +- standard error")
     np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
-    draw(rows, f"{args.weights.stem}: {loss:.4f} nats per token", out)
+    draw(rows, f"{args.weights.stem}: {loss:.4f} nats per {unit}", unit, out)
+    print(f"{out}.svg: the loss by position")
 
 
 if __name__ == "__main__":

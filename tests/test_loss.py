@@ -169,7 +169,10 @@ def test_from_the_shell(run):
     assert (done.returncode, done.stderr) == (0, "")
     inputs = run.tokens[:640].reshape(10, 64)
     losses = run.hand(run.w.c, 0, 64, 10, S=5)
-    numbers = [[*map(float, re.findall(r"[\d.]+", line))] for line in done.stdout.splitlines()]
+    *printed, picture = done.stdout.splitlines()
+    assert picture == f"{run.path.with_suffix('')}_loss.svg: the loss by position"
+    assert " nats per byte, " in printed[0] and " nats/byte " in printed[3]
+    numbers = [[*map(float, re.findall(r"[\d.]+", line))] for line in printed]
     np.testing.assert_allclose(numbers[0][0], losses.mean(), atol=2e-4)
     np.testing.assert_allclose(numbers[4:], positions_by_hand(inputs, losses), atol=2e-4)
     assert {path.suffix for path in run.path.parent.glob("*_loss.*")} == {".svg"}
