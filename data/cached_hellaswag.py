@@ -25,6 +25,8 @@ OUT = pathlib.Path(__file__).resolve().parent / "hellaswag"
 
 def fetch() -> pathlib.Path:
     """The path of the file, which is downloaded once; raises shards.Fault."""
+    if not (OUT / NAME).exists():
+        print(f"downloading HellaSwag to {OUT} ...", file=sys.stderr)
     try:
         path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
     except Exception as error:

@@ -106,6 +106,8 @@ def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or its .parquet")
     args = cli.parse_args()
+    if args.file and not args.file.is_file():
+        weights.refuse(f"no such file: {args.file}")
     w = weights.open_weights(args.weights, args.script)
     coder = weights.tokenizer(w.c)
     start = time.perf_counter()

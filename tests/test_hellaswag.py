@@ -156,6 +156,8 @@ def test_a_run_tells_scores(its):
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
                     "tokens are bytes, so no other figures can be compared with these"]  # fmt: skip
     empty = its.file.with_name("empty.jsonl")
+    done = start(*tool[:3], empty)
+    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: no such file: {empty}\n")
     empty.touch()
     done = start(*tool[:3], empty)
     assert (done.returncode, done.stderr) == (2, f"hellaswag.py: {empty} is empty\n")
@@ -211,19 +213,21 @@ def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
     digest = hashlib.sha256(content).hexdigest()
     file = tmp_path / of.NAME
     code = "import sys, weights, hellaswag, cached_hellaswag as it\n"
-    code += f"it.OUT, it.SHA256, sys.argv = {str(tmp_path)!r}, {digest!r}, ['hellaswag.py', "
-    code += f"{str(its.w.path)!r}]\n"
+    code += f"it.OUT, it.SHA256 = it.pathlib.Path({str(tmp_path)!r}), {digest!r}\n"
+    code += f"sys.argv = ['hellaswag.py', {str(its.w.path)!r}]\n"
+    begins = f"downloading HellaSwag to {tmp_path} ...\n"
     env = dict(HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path), PYTHONPATH=str(SCRIPT.parent))
     env |= dict(HF_TOKEN="good", NO_PROXY="*")
     done = start("-c", code + "print(it.fetch())", **env)
-    assert (done.stdout, done.stderr) == (f"{file}\n", "") and hub.asked("cdn") == [of.NAME]
+    assert (done.stdout, done.stderr) == (f"{file}\n", begins) and hub.asked("cdn") == [of.NAME]
     hub.close()
-    assert start("-c", code + "print(it.fetch())", **env).stdout == done.stdout  # no network
+    again = start("-c", code + "print(it.fetch())", **env)  # no network
+    assert (again.stdout, again.stderr) == (done.stdout, "")
     file.write_bytes(content[:-1])
     done = start("-c", code + "hellaswag.main()", **env)
     assert done.returncode == 2 and f", not {digest}: delete it" in done.stderr
     file.unlink()
     done = start("-c", code + "hellaswag.main()", **env, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and re.fullmatch("hellas.*network.*jsonl\n", done.stderr)
+    assert done.returncode == 2 and re.fullmatch(f"{begins}hellas.*network.*jsonl\n", done.stderr)
     done = start(of.__file__, **env, HF_HUB_OFFLINE="1")
-    assert done.returncode == 1 and re.fullmatch("cached_hellas.*network.*\n", done.stderr)
+    assert done.returncode == 1 and re.fullmatch("downl.*\ncached_hellas.*network.*\n", done.stderr)
