@@ -14,6 +14,7 @@ import nbformat
 import pytest
 
 import train_gpt
+from dev import check_gpu
 from tests.tools import ROOT, SMALL, text, write_shard
 
 NOTEBOOK = ROOT / "dev/colab.ipynb"
@@ -78,6 +79,8 @@ def test_what_it_types_exists():
     assert train_gpt.parse_config(shlex.split(other_flags))[0] == "tiny"
     usage = re.findall(r"^#   \./run\.sh (.*)$", (ROOT / "run.sh").read_text(), re.M)
     verbs = {word for line in usage for word in re.findall(r"[\w$]+", line)}
+    parts = re.findall(r"run\.sh check --only ([\w,]+)", NOTEBOOK.read_text())
+    assert check_gpu.parse_arguments(["--only", *parts]).parts == ["machine", "tiny"]
     typed = re.findall(r"^!\./run\.sh (\S+)", "\n".join(CODE), re.M)
     assert typed == ["check", "$FLAGS", "sample"] and {"check", "sample"} <= verbs
 
