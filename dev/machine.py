@@ -298,9 +298,9 @@ def number_in(name: str) -> float:
 
 # ---- Spelling ------------------------------------------------------------------------------------
 def misspelt(argv: list[str]) -> str:
-    """What is wrong with the first word or with a flag of a run of train_gpt.py, and what may be
-    meant; "" if nothing is. Verbs and basics/*.py check their own arguments, and so do copies of
-    train_gpt.py, which may define presets and flags in other ways."""
+    """What is wrong with a word or a flag of a run of train_gpt.py or of its check, and what may be
+    meant; "" if nothing is. Other verbs and basics/*.py check their own arguments, and so do copies
+    of train_gpt.py, which may define presets and flags in other ways."""
     rest = list(argv)
     if rest and rest[0].endswith(".py"):
         script = os.path.normpath(rest.pop(0))
@@ -308,18 +308,23 @@ def misspelt(argv: list[str]) -> str:
             return f"there is no file {script}"
         if script != "train_gpt.py":
             return ""
-    elif rest and rest[0] in VERBS:
+    elif rest and rest[0] in VERBS and rest[0] != "check":
         return ""
     presets, fields = names_in("train_gpt.py")
     if not presets or not fields:
         return ""
-    if rest and not rest[0].startswith("-") and rest[0] not in presets:
+    flags = [*fields, "help"]
+    if rest and rest[0] == "check":
+        flags += ["small", "only"]
+        if len(rest) > 1 and not rest[1].startswith("-"):
+            return f"check takes no {rest[1]!r}{nearest(rest[1], flags, '--')}"
+    elif rest and not rest[0].startswith("-") and rest[0] not in presets:
         near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets])
         return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
     for argument in rest:
         name = argument.partition("=")[0]
-        if name.startswith("--") and name[2:] not in (*fields, "help"):
-            return f"there is no flag {name}{nearest(name, fields, '--')}"
+        if name.startswith("--") and name[2:] not in flags:
+            return f"there is no flag {name}{nearest(name, flags, '--')}"
     return ""
 
 

@@ -205,6 +205,10 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("tiny --muonlr=1", "there is no flag --muonlr: did you mean --muon_lr?"),
     ("tiny --lr 1", "did you mean --lr_floor or --muon_lr or --adam_lr?"),
     ("train_gpt.py tiny --stages 1", "there is no flag --stages: did you mean --steps?"),
+    ("check --smal", "there is no flag --smal: did you mean --small?"),
+    ("check small", "check takes no 'small': did you mean --small?"),
+    ("check --batch=64 --seeds 1", "there is no flag --seeds: did you mean --seed?"),
+    ("check --only tiny --steps 9", ""), ("check --small", ""), ("check --help", ""),
     ("copy.py mine --any 64", ""),  # a copy may have other presets and fields
     ("none.py tiny", "there is no file none.py"),
     ("sample x.npz --tokens 9", ""),
