@@ -95,6 +95,13 @@ def test_the_parameters_are_the_fixtures_and_every_one_has_a_place():
         assert (got == 0).mean() == pytest.approx(unused.get(name, 0), abs=1e-4), name
 
 
+def test_a_new_parameter_is_named_with_what_to_do():
+    without = ours(parameters())
+    del without["smear_gate"]
+    with pytest.raises(AssertionError, match=r"\['smear_gate'\].* leave these tests out"):
+        stored(without)
+
+
 def test_the_record_has_the_parameters_of_the_spec():
     table = train_gpt.param_table(RECORD)
     count = {name: int(np.prod(param.model_shape)) for name, param in table.items()}
