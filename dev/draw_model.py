@@ -55,6 +55,7 @@ MIDDLE = 5.45  # to here, and the MLP from here
 RIGHT = 6.3  # to here
 X0 = 0.75  # where the line of x0 is
 BIGRAM = 0.35  # where the line of the bigrams is
+ENTRY = 0.08  # height in a layer, below its MLP, at which lines from the right enter
 NOTES = 2.4  # height of the notes at the bottom
 
 
@@ -132,8 +133,8 @@ def draw_layer(ax, i: int, c: Config) -> None:
     ax.text(LEFT + 0.1, upper, f"layer {i}", va="center", weight="bold")
     ax.text(LEFT + 0.72, upper, title, va="center")
     ax.text(LEFT + 0.1, lower, " · ".join(marks(layer)), va="center", fontsize=8.5)
-    box(ax, MIDDLE + 0.1, y + 0.06, RIGHT - 0.06, BOX - 0.12, GREY)
-    ax.text((MIDDLE + RIGHT) / 2 + 0.02, y + BOX / 2, "MLP", ha="center", va="center")
+    box(ax, MIDDLE + 0.1, y + 0.16, RIGHT - 0.06, 0.23, GREY)
+    ax.text((MIDDLE + RIGHT) / 2 + 0.02, y + 0.275, "MLP", ha="center", va="center")
     arrow(ax, (LEFT + 2, y + BOX), (LEFT + 2, y + PITCH), name=f"from layer {i}")
     if reads_x0(layer):
         arrow(ax, (X0, upper), (LEFT, upper), ORANGE, f"x0 to layer {i}")
@@ -142,14 +143,14 @@ def draw_layer(ax, i: int, c: Config) -> None:
 
 
 def draw_side(ax, source: int, readers: list[int], color: str, words: str) -> None:
-    """Draws a line on the right, from a layer's output to the layers that read it."""
+    """Draws a line on the right, from a layer's output to where others begin: left of their MLP."""
     x = RIGHT + 0.35
     start = layer_bottom(source) + BOX - 0.08
-    end = layer_bottom(readers[-1]) + BOX / 2
+    end = layer_bottom(readers[-1]) + ENTRY
     ax.plot([RIGHT, x, x], [start, start, end], color=color, lw=1.3, solid_joinstyle="round")
     for i in readers:
-        y = layer_bottom(i) + BOX / 2
-        arrow(ax, (x, y), (RIGHT, y), color, f"layer {source} to layer {i}")
+        y = layer_bottom(i) + ENTRY
+        arrow(ax, (x, y), (MIDDLE + 0.06, y), color, f"layer {source} to layer {i}")
     ax.text(x + 0.08, (start + end) / 2, words, color=color, va="center", fontsize=8.5)
 
 
