@@ -450,6 +450,7 @@ def test_a_short_text_is_there_several_times(script, tmp_path, capsys, size, arg
     rest = prose(size)[len(val) - 1 :]
     assert train.tolist() == expected([rest] * times).tolist()
     printed = capsys.readouterr().out
+    assert printed.startswith("1 document\n")
     assert (f"holds its text {times} times; " in printed) == (times > 1)
     assert ("has begun to memorize the text: pass a smaller --steps" in printed) == (times > 1)
     steps = (len(train) - 1) // 1024
