@@ -73,7 +73,7 @@ class Layer:
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
     xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
     head_gate: bool = False         # [head-gate] each token scales each head's output
-    dc: bool = False                # [dc] dynamic composition: add a map, mixed from all heads'
+    dc: bool = False                # [dc] dynamic composition: add a map that mixes all heads' maps
     bigram: bool = False            # [bigram] add the token pair's embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
@@ -368,9 +368,9 @@ def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> A
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
-    w has the weights of param_table() by name. Of the banks "qk", "vo" and "mlp", w["mlp"][i] is
-    the list of layer i's matrices. Of others with a row for each layer, w["skip_lambdas"][i] is
-    layer i's. The bigram table is not there, but "bigram_rows", (B, T, D), those that tokens read.
+    w has the weights of param_table() by name. w["mlp"][i] lists layer i's matrices; likewise qk
+    and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
+    Instead of the bigram table, w has "bigram_rows", (B, T, D): the rows that the tokens read.
 
     Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
     "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
@@ -408,8 +408,8 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
     saved = {}
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
-    # [bigram] Random signs tell apart token pairs that share a row, whose index train_step() has
-    # used already. Records 62 and 83.
+    # [bigram] Random signs tell apart token pairs that share a row. train_step() has looked up the
+    # rows, so only the signs are needed here. Records 62 and 83.
     _, seed_BT = hash_bigrams(tokens_BT, c)
     saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(seed_BT, c)
     # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
@@ -480,7 +480,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)  # (3 D, D)
-    # norm(x) @ w_qkv.T; radial_from chooses between two equal ways to compute its gradient.
+    # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
     qkv = norm_linear(x_BTD, w_qkv, c.compute, c, radial_from="x")
     q, k, v = (part.reshape(BTHK) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope_paired if layer.paired_heads else pos.rope
@@ -492,7 +492,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     window = pos.windows[layer.window]
     if layer.paired_heads:
         # [paired-heads] Heads h and h + H / 2 become one head of twice the length: at token t they
-        # are its positions 2 t and 2 t + 1. So each sees the other's keys, and a window of n
+        # are its positions 2 t and 2 t + 1. So both see the keys of both, and a window of n
         # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
@@ -565,8 +565,8 @@ def in_two_bands(x_BT: Array, W: int) -> Array:
 
 
 def band_mask(band: Array, W: int, window: int) -> Array:
-    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands, where the
-    own position of query i is j = W + i."""
+    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands. Key
+    j = W + i is at the same position as query i."""
     query, key = jnp.ogrid[:W, : 2 * W]
     distance = query + W - key
     return (0 <= distance) & (distance <= window) & ((key >= W) | (band > 0))
@@ -723,7 +723,7 @@ class Positions(NamedTuple):
 
 
 def positions(starts_BT, c: Config, stage: int) -> Positions:
-    """Angles, document codes and windows for tokens of which some start documents."""
+    """Angles, document codes and windows; starts_BT: whether a token starts a document."""
     frequency, score_scale = rope_frequencies(c, stage)
 
     def rotation(position):
@@ -734,9 +734,10 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
-    # to q.k: 0 within a document, -256 or less for an earlier one. The other channels add at most
-    # K <= 128 to either side, and scores are 0.1 q.k or more, so that an earlier document's key has
-    # less than exp(-25.6) times the weight of a like key. Exact for fewer than 4,096 documents.
+    # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
+    # -K and K, at most 128. The scale of scores is at least 0.1, so of two keys with equal other
+    # channels, that of an earlier document has less than exp(-25.6) times the weight. Exact for
+    # fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
@@ -877,7 +878,14 @@ def norm_linear_fwd(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> tup
 
 
 def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, dy) -> tuple:
-    """For dz = dy / rms(x): dh / rms(x) = dz w, dw = dz^T x, and sum(dh h) is sum(dy y) as well."""
+    """With h = norm(x) and dz = dy / rms(x):
+
+        dw = dz^T x
+        dh / rms(x) = dz w
+        dx = dh / rms(x) - x sum(dh h) / (D rms(x)^2)
+
+    sum(dh h) equals sum(dy y): radial_from says which one is computed.
+    """
     x, inverse, w_ED, y = residuals
     dz = (dy * inverse).astype(x.dtype)
     dh_over_rms = jnp.einsum("BTE,ED->BTD", dz, w_ED)
@@ -960,8 +968,8 @@ def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
 
     The last four channels of the rest become 0. cos and sin are (T, 1 or 2, K/4): with two angles,
     head h takes number h % 2. With key_offset, the rest comes from the previous position; the first
-    position keeps its own. Linear in h, which the backward pass needs, and without slices and
-    concatenations, in which the threads of a GPU would diverge.
+    position uses itself. The function is linear in h, as the backward pass needs, and has no slices
+    and concatenations, because the threads of a GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
     angles = cos.shape[1]
@@ -1043,7 +1051,7 @@ class Param(NamedTuple):
     shape: tuple[int, ...]  # of the float32 master copy, padding included
     init: Callable  # (key, shape) -> array
     lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
-    weight_decay: float  # a decaying weight loses base rate**2 * lr * weight_decay of itself
+    weight_decay: float  # a decaying weight w shrinks by base_rate**2 * lr * weight_decay * w
     # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
@@ -1303,7 +1311,7 @@ def schedule(c: Config) -> list[ScheduleRow]:
     lengths = np.array([stage.steps for stage in c.stages])
     starts = np.cumsum(lengths) - lengths
     stage_of = np.array([c.stage_at(step) for step in steps])
-    # The step of the run with all its planned steps that each step of this run stands for.
+    # planned_step[i]: where step i would be if the run had its planned length, --steps -1.
     planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
     stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
     progress = planned_step / sum(lengths)  # of the run, 0 to 1
@@ -1387,8 +1395,8 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
 
 def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     """The state at the start of a run; the same numbers on any number of devices. main() has
-    replaced a seed of -1; for tools that have not, it is 0. An old state is donated: with its
-    addresses the programs have been called before, so that on the clock none is slow at first."""
+    replaced a seed of -1; for tools that have not, it is 0. The memory of an old state is used
+    again, because a program's first call with new addresses is slow, and would be on the clock."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
     program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
