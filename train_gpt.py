@@ -1912,6 +1912,7 @@ def accelerator_wheels() -> dict[str, str]:
 
 
 # ---- Run -----------------------------------------------------------------------------------------
+STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run finishes them
 NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 
 
@@ -2009,6 +2010,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.updates_all(step)](state, tokens, row)
         pending.append((step + 1, loss))
+        if len(pending) > STEPS_AHEAD:
+            jax.block_until_ready(pending[0][1])
         show_losses()
 
     result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": resumed}

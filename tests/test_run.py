@@ -617,8 +617,9 @@ class Device:
         return result
 
 
-@pytest.mark.parametrize("queue", [3, 100])  # steps that the host runs ahead
-def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, now, queue):
+@pytest.mark.parametrize("queue", [3, 100])  # steps that the device lets the host run ahead
+def test_the_host_runs_a_few_steps_ahead_and_logs_losses(data, monkeypatch, now, queue):
+    """Where a device would queue all steps, the host waits for the oldest one."""
     device = Device(now, queue)
     c = parse(monkeypatch, ONE, *"--steps 20 --val_every 20".split())
     programs = dict.fromkeys([(0, False), (0, True)], device.train)
@@ -634,11 +635,14 @@ def test_the_host_waits_at_validations_only_and_logs_losses(data, monkeypatch, n
         _, result = train_gpt.train(device.pending(0), c, MESH, programs, shards, log, {})
     assert result["train_time_ms"] == pytest.approx(200_000)  # queued steps are on the clock
     lines = [f"step:{i}/20 train_loss:{i}.0000 train_time:{i}0000ms" for i in (10, 20)]
-    ahead = min(20, 10 + queue)
+    ahead = min(queue, train_gpt.STEPS_AHEAD)
+    step = ["train"] if queue == ahead else ["train", "wait"]
+    until_tenth = ["train"] * ahead + step * 10
+    rest = step * (10 - ahead)
     assert device.notes == [
         *("wait", "wait", "val", "val"),
         "step:0/20 val_loss:1.0000 train_time:0ms step_avg:0.00ms",
-        *[*["train"] * ahead, lines[0], *["train"] * (20 - ahead), lines[1], "wait", "val", "val"],
+        *[*until_tenth, lines[0], *rest, lines[1], "wait", "val", "val"],
         "step:20/20 val_loss:1.0000 train_time:200000ms step_avg:10000.00ms",
     ]
 
