@@ -1709,20 +1709,29 @@ def warn(message: str) -> None:
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """train_gpt.py [record | small | tiny] [--field value ...]: numbers and strings are flags."""
     if "-h" in argv or "--help" in argv:
-        print(parse_config.__doc__, inspect.getsource(Config), sep="\n\n")
+        fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
+        print(parse_config.__doc__, fields, sep="\n\n")
+        for name, preset in PRESETS.items():
+            values = {field.name: getattr(preset, field.name) for field in flag_fields()}
+            changed = [f"--{k} {v!r}" for k, v in values.items() if v != getattr(Config, k)]
+            print(f"\n{name}: {' '.join(changed) or 'the defaults above'}")
         sys.exit()
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.error = refuse
     parser.add_argument("preset", nargs="?", choices=PRESETS, default="record")
-    for field in dataclasses.fields(Config):
-        if field.type in (int, float, str):
-            parser.add_argument(f"--{field.name}", type=field.type)
+    for field in flag_fields():
+        parser.add_argument(f"--{field.name}", type=field.type)
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
     try:
         return preset, dataclasses.replace(PRESETS[preset], **flags)
     except ValueError as error:
         refuse(str(error))
+
+
+def flag_fields() -> list[dataclasses.Field]:
+    """The fields of Config that are also flags."""
+    return [field for field in dataclasses.fields(Config) if field.type in (int, float, str)]
 
 
 def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
@@ -2161,6 +2170,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     c = dataclasses.replace(fitted, seed=c.seed)
     log = Log("" if changed else facts.get("log", ""))
     if arrays:
+        print(f"resuming {facts['log']} after step {facts['step']}")
         log.facts({"resume": {"step": facts["step"], "changed": changed}})
     log.facts({"data": data} | run_facts(preset, c, devices, argv))
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")

@@ -137,9 +137,11 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
     assert not stopped.value.code and usage == tweaked.parse_config.__doc__
-    shown = shown.strip()
+    shown, record, small, tiny = shown.strip().rsplit("\n\n", 3)
     assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
-    assert shown in tweaked.SOURCE and FIELDS in shown
+    assert shown in tweaked.SOURCE and FIELDS.rstrip() in shown and "def " not in shown
+    assert record == "record: the defaults above" and small.startswith("small: --")
+    assert "--D 128 " in tiny and "--muon_lr" not in tiny
 
 
 # ---- Tweaks --------------------------------------------------------------------------------------
