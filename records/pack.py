@@ -89,14 +89,13 @@ def write_archive(path: Path, logs: dict[str, bytes]) -> None:
 def require_better(
     this: Evidence, base: Evidence | None, metric: str, name: str, last: dict
 ) -> None:
-    """Exits unless the runs beat the last record, which has this name and this result.json. Of
-    times, verify.report compares those of the baseline; here it must be the last record."""
+    """Exits unless the runs beat the last record, which has this name and this result.json.
+    verify.report compares times with those of the baseline; here it must be the last record."""
     if metric == "tokens" and this.tokens[0] >= last["tokens"]:
         sys.exit(f"pack.py: not a record, because {name} takes {last['tokens']:,} tokens")
-    if metric == "time":
-        is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
-        if not is_last_record or not verify.interleaved(this, base):
-            sys.exit(f"pack.py: a record needs --baseline, with {name} in the same plan")
+    is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
+    if not is_last_record or not verify.interleaved(this, base):
+        sys.exit(f"pack.py: a record needs --baseline, with {name} in the same plan")
 
 
 def describe(e: Evidence, target: float) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class Run(NamedTuple):
     config: dict[str, Any] | None = None  # without the seed
     data: list[dict[str, Any]] | None = None
     resumed: bool = False  # from a checkpoint
+    parameters: int | None = None  # of the model, with padding of the vocabulary
 
     @property
     def name(self) -> str:
@@ -203,11 +204,13 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions;
     raises KeyError where one is missing. name is that of the file, which begins with the time."""
     lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
-    stated = {key: json.loads(value) for key, _, value in lines if key in FACTS}
+    wanted = *FACTS, "parameters"
+    stated = {key: json.loads(value) for key, _, value in lines if key in wanted}
     stated["config"].pop("seed")  # else no two runs would have the same configuration
     facts = {key: stated[key] for key in FACTS}
     facts["argv"] = without_seed(facts["argv"])
     facts["ours"] = True
+    facts["parameters"] = sum(stated["parameters"].values())
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
     facts["began"] = began[0] if began else None
     facts["resumed"] = bool(re.search('^(resume {|RESULT .*"resumed": true)', text, re.M))

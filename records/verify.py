@@ -52,6 +52,8 @@ class Track(NamedTuple):
     val_tokens: int
     shards: str  # the first 16 digits of the sha256 of every shard of data/, validation last
     may_fit: bool = False  # dev/launch.py may add flags where memory is short
+    val_T: int | None = None  # tokens in a validation sequence; None: any
+    max_parameters: int | None = None
 
 
 FINEWEB = dict(
@@ -60,7 +62,7 @@ FINEWEB = dict(
            "d80e5b209983e636 fa9f94dce61686b5 5b95c8e0966f0861",
 )  # fmt: skip
 TINY = dict(preset="tiny", metric="tokens", margin=0.005, devices="cpu", count=None,
-            val_tokens=65536)  # fmt: skip
+            val_tokens=65536, val_T=1024, max_parameters=5_000_000)  # fmt: skip
 TRACKS = {
     "8xh100": Track(**FINEWEB, devices="NVIDIA H100 80GB HBM3", count=8),
     "1xgpu": Track(**FINEWEB, devices="NVIDIA .*", count=1, may_fit=True),
@@ -264,6 +266,11 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[Finding]:
     n = run.config.get("val_tokens")
     if n != track.val_tokens:
         yield fail(f"validated on {n} tokens, not {track.val_tokens:,}")
+    val_T = run.config.get("val_T")
+    if track.val_T and val_T != track.val_T:
+        yield fail(f"validated on sequences of {val_T} tokens, not {track.val_T:,}")
+    if track.max_parameters and run.parameters > track.max_parameters:
+        yield fail(f"{run.parameters:,} parameters, and the track allows {track.max_parameters:,}")
     train, val = shards(run)
     track_shards = track.shards.split()
     if val != track_shards[-1]:
@@ -449,6 +456,10 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     least = min(base.tokens, default=0)
     if most >= least:
         yield fail(f"no fewer tokens than the baseline: {most:,} against {least:,}")
+    seconds = fmean(this.seconds)
+    allowed = fmean(base.seconds)
+    if seconds > allowed and interleaved(this, base):
+        yield fail(f"a run takes longer than the baseline's: {seconds:.1f} s against {allowed:.1f}")
 
 
 # ---- Report --------------------------------------------------------------------------------------

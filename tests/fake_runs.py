@@ -51,8 +51,9 @@ def data(shards: str) -> list[dict]:
 def ours(seed: int, loss: float, ms=90000.4, steps=500, tokens=0, source=SOURCE, **facts) -> str:
     """Returns a log of train_gpt.py; facts replace those that it would state. tokens=0: as many as
     its steps have."""
-    config = dict(preset="tiny", layers=LAYERS, stages=STAGES, batch=8, steps=0, val_tokens=65536,
-                  val_every=250, target=0.0, seed=seed) | facts.pop("config", {})  # fmt: skip
+    config = dict(preset="tiny", layers=LAYERS, stages=STAGES, batch=8, steps=0, val_T=1024,
+                  val_tokens=65536, val_every=250, target=0.0, seed=seed)  # fmt: skip
+    config |= facts.pop("config", {})
     stated = dict(
         data=data(TRACKS["tiny"].shards), hosts=1,
         versions={"jax": "0.12.0.1", "python": "3.12.1 (main)"}, devices=["cpu"], driver="",
@@ -113,6 +114,14 @@ def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **fac
         (folder / "logs" / name).write_text(ours(seed + i, loss, ms + i, **facts))
     write_plan(folder, [seed + i for i in range(len(losses))], source)
     return folder
+
+
+def plan_together(*folders: Path) -> None:
+    """Writes one plan into folders of write_ours, whose runs have the same seeds."""
+    arms = {folder.name: sha((folder / "train_gpt.py").read_text()) for folder in folders}
+    for folder in folders:
+        plan = json.loads((folder / "plan.json").read_text())
+        (folder / "plan.json").write_text(json.dumps(plan | {"arms": arms}))
 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:

@@ -10,7 +10,7 @@ import pytest
 import run_ab
 import runs
 import verify
-from fake_runs import LOSSES, SOURCE, data, ours, sha, write_ours, write_plan
+from fake_runs import LOSSES, SOURCE, data, ours, plan_together, sha, write_ours, write_plan
 
 MORE = SOURCE + "# one line more\n"
 
@@ -55,7 +55,10 @@ def test_a_record_and_the_next(place, tmp_path):
     assert "Less is more" in text and "## PASS: first" in text and "(curves.svg)" in text
 
     new = write_ours(tmp_path / "second", steps=450, source=MORE, seed=300, hour=15)
-    make_record(new, "--baseline", write_ours(tmp_path / "old", seed=300, hour=16))
+    old = write_ours(tmp_path / "old", seed=300, hour=16)
+    assert "a record needs --baseline" in refusal(new, "--baseline", old)  # of another plan
+    plan_together(old, new)
+    make_record(new, "--baseline", old)
     parent = record / "train_gpt.py"
     record = place / "tracks/tiny" / "2026-11-21_second"
     assert json.loads((record / "result.json").read_text())["parent"] == "2026-11-21_first"
@@ -88,8 +91,10 @@ def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
     message = "2026-11-21_first takes 921,600 tokens"
     assert message in refusal(write_ours(tmp_path / "same", steps=450, seed=300))
     assert message in refusal(tmp_path / "first")
-    with pytest.raises(SystemExit, match="is there already"):
-        make_record(write_ours(tmp_path / "x" / "first", steps=400, seed=400))
+    new = write_ours(tmp_path / "x" / "first", steps=400, seed=400)
+    old = write_ours(tmp_path / "old", seed=400)
+    plan_together(old, new)
+    assert "is there already" in refusal(new, "--baseline", old)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 

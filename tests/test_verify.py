@@ -14,7 +14,17 @@ import runs
 import source_code
 import stats
 import verify
-from fake_runs import LOSSES, SOURCE, data, ours, sha, write_ours, write_plan, write_upstream
+from fake_runs import (
+    LOSSES,
+    SOURCE,
+    data,
+    ours,
+    plan_together,
+    sha,
+    write_ours,
+    write_plan,
+    write_upstream,
+)
 
 import train_gpt
 
@@ -111,6 +121,16 @@ def test_a_baseline_with_more_tokens(tmp_path, capsys):
     found = "no fewer tokens than the baseline: 1,024,000 against"
     assert fails(capsys, base, this) == [f"{found} 921,600"]
     assert fails(capsys, base, same) == [f"{found} 1,024,000"]
+
+
+def test_on_a_track_of_tokens_a_run_takes_no_longer_than_the_baselines(tmp_path, capsys):
+    base = write_ours(tmp_path / "old")
+    for name, ms in ("slower", 99_000), ("faster", 80_000):
+        this = write_ours(tmp_path / name, steps=450, ms=ms)
+        assert fails(capsys, this, base) == []  # of another plan: the times are not comparable
+        plan_together(base, this)
+        slower = ["a run takes longer than the baseline's: 99.0 s against 90.0"]
+        assert fails(capsys, this, base) == (slower if name == "slower" else [])
 
 
 def test_upstreams_logs_are_read(tmp_path):
@@ -245,6 +265,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
     "other validation": (lambda f: rewrite_all(f, data=OTHER), "validated on another text"),
     "another order": (lambda f: rewrite_all(f, data=SWAPPED), "another stream of tokens"),
+    "shorter validation": (
+        lambda f: rewrite_all(f, config=dict(val_T=256)), "sequences of 256 tokens, not 1,024"),
+    "a larger model": (
+        lambda f: rewrite_all(f, parameters={"a": 5_000_000, "b": 1}), "5,000,001 parameters"),
     "less validation": (lambda f: rewrite_all(f, config=dict(val_tokens=8)), "validated on 8"),
     "one left out": (lambda f: log(f).unlink(), "planned 5 runs with 5 seeds, found 4"),
     "one more": (lambda f: add_log(f, ours(99, 1.46)), "planned 5 runs with 5 seeds, found 6"),
