@@ -81,8 +81,10 @@ def script(tmp_path) -> Path:
 
 
 def start(*arguments, **options) -> subprocess.Popen:
-    """Starts run_ab.py. It would ignore SIGINT if this process did, as a shell's jobs may."""
+    """Starts run_ab.py. It would ignore SIGINT and SIGHUP if this process did, as a job of a shell
+    or of nohup may."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     command = [sys.executable, RUN_AB, *map(str, arguments)]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return subprocess.Popen(command, **pipes, **options)
