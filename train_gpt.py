@@ -1805,6 +1805,8 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
 def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Facts and arrays of a checkpoint, or of a folder's newest intact one. The facts are step,
     seconds, log, identity, command and machine: see main() and train()."""
+    if source.suffix == ".npz" or not source.exists():
+        refuse(f"--resume {source} is not a .state file, and not a folder with some")
     paths = [source]
     if not source.is_file():
         paths = sorted(source.rglob("*.state"), key=os.path.getmtime)

@@ -589,3 +589,14 @@ def test_kills_leave_whole_checkpoints(start, folder):
     assert code == 0 and "warning: logs" not in err and int(out) > 3, (
         err
     )  # more than 3 kills were within a save
+
+
+@pytest.mark.parametrize("name", ["nope", "weights.npz"])
+def test_what_is_no_checkpoint_is_named_at_once(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    Path("weights.npz").touch()
+    with pytest.raises(SystemExit) as end:
+        train_gpt.load_checkpoint(Path(name))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--resume {name} is not a .state file" in line
