@@ -137,7 +137,9 @@ def assert_alike(run, other) -> None:
         assert run.losses[step] == pytest.approx(other.losses[step], abs=5e-4), step
     assert run.weights.keys() == other.weights.keys()
     for name, weight in run.weights.items():
-        np.testing.assert_allclose(weight, other.weights[name], rtol=5e-4, atol=5e-4, err_msg=name)
+        # Not element by element: Adam may turn the rounding of one tiny gradient into a step.
+        gap = np.linalg.norm(weight - other.weights[name])
+        assert gap <= 1e-3 * np.linalg.norm(other.weights[name]) + 1e-3, name
 
 
 # ---- As one host ---------------------------------------------------------------------------------
