@@ -1311,7 +1311,7 @@ def schedule(c: Config) -> list[ScheduleRow]:
     lengths = np.array([stage.steps for stage in c.stages])
     starts = np.cumsum(lengths) - lengths
     stage_of = np.array([c.stage_at(step) for step in steps])
-    # planned_step[i]: where step i would be if the run had its planned length, --steps -1.
+    # planned_step[i]: where step i would be in a run with all steps of the stages (--steps 0).
     planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
     stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
     progress = planned_step / sum(lengths)  # of the run, 0 to 1
