@@ -10,10 +10,12 @@ The model; every stream is (B, T, D):
         x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
         x = a x + b mlp(x)                             attention and mlp normalize what they read
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
+    x  = x + gain * head's row of the token that may be copied  only with copy  [copy]
     logits = softcap(norm(x) @ head.T)
 a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
 A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
-matrices that each device owns. Every second step, Adam also updates everything else.
+matrices that each device owns. Every second step, and in tiny every step, Adam also updates
+everything else.
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
@@ -130,7 +132,10 @@ TINY_LAYERS = (
     Layer(SHORT, attend_to=2, bigram=True, value_table=1),
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
-TINY_STAGES = (Stage(368, 1024, short=64, long=192, max_doc=0, lr=1.0),)
+TINY_STAGES = (
+    Stage(180, 512, short=64, long=192, max_doc=0, lr=1.0),
+    Stage(0, 512, short=64, long=384, max_doc=0, lr=1.0),
+)
 # In size between the record and tiny, for one GPU of 16 GB or a TPU. It has no target, because
 # nobody has run it on FineWeb yet.
 SMALL_LAYERS = (
@@ -171,14 +176,18 @@ class Config:
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
+    adam_every: int = 2         # steps from one update of everything else to the next: 1 or 2
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
+    ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
+    copy: int = 0               # longest match of [copy], which needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
+    deal: int = 0               # 1: they are from as many places of the text, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
@@ -237,7 +246,7 @@ class Config:
     def updates_all(self, step: int) -> bool:
         """[two-cadences] Whether a step also updates the parameters with every=2 in param_table():
         all but the matrices. Record 39."""
-        return step % 2 == 1
+        return (step + 1) % self.adam_every == 0
 
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
@@ -252,11 +261,11 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, and microbatches of as many tokens as in
-        training, but of at least one sequence."""
+        """The configuration of validation: no FP8, sequences in their order, and microbatches of as
+        many tokens as in training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once, deal=0)
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
@@ -312,6 +321,7 @@ def check_config(c: Config) -> None:
     fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
+    require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
@@ -340,10 +350,11 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
     ),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
-        bigrams=16384, eot=256, batch=4, microbatch=4, head_chunk=256, dc_window=56, prefixes="",
-        adam_lr=0.012, cooldown_start=147 / 368, cooldown_end=1.0, untie=245 / 368,
-        momentum_warmup=300 / 368, momentum_cooldown=50 / 368, data="data/source_code",
-        val_every=92, val_T=1024, val_tokens=65536, target=1.38,
+        bigrams=24576, ngrams=(2, 3, 4, 5), copy=16, eot=256, batch=2, deal=1, microbatch=4,
+        head_chunk=256, dc_window=56, prefixes="", head_forward="bfloat16",
+        head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.25,
+        cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
+        data="data/source_code", val_every=45, val_T=1024, val_tokens=65536, target=1.38,
     ),
 }  # fmt: skip
 
@@ -370,7 +381,8 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
 
     w has the weights of param_table() by name. w["mlp"][i] lists layer i's matrices; likewise qk
     and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
-    Instead of the bigram table, w has "bigram_rows", (B, T, D): the rows that the tokens read.
+    Instead of the bigram table, w has "bigram_rows", a list with the rows that the tokens read,
+    (B, T, D), for every length of c.ngrams.
 
     Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
     "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
@@ -399,19 +411,23 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
         mix = run_net("mudd_head", x, w, c)
         streams = [saved[name] for name, _ in c.mudd_head]
         x = weighted_sum((1.0, x), *per_token_terms(mix["x"], streams))
+    if c.copy:
+        x = weighted_sum((1.0, x), copied_term(tokens_BT, w, c))
     return x
 
 
 def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
-    """Each token's embedding "x0", its bigram's "bigram", and its row of every value table,
-    "value0", "value1", ...; (B, T, D) each."""
+    """Each token's embedding "x0", that of the n-grams which it ends, "bigram", and its row of
+    every value table, "value0", "value1", ...; (B, T, D) each."""
     saved = {}
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
-    # [bigram] Random signs tell apart token pairs that share a row. train_step() has looked up the
-    # rows, so only the signs are needed here. Records 62 and 83.
-    _, seed_BT = hash_bigrams(tokens_BT, c)
-    saved["bigram"] = w["bigram_rows"].astype(c.compute) * random_signs(seed_BT, c)
+    # [bigram] Random signs tell apart n-grams that share a row. train_step() has looked up the
+    # rows, so only the signs are needed here. Records 62, 83 and 92.
+    signed = []
+    for rows_BTD, (_, seed_BT) in zip(w["bigram_rows"], hash_ngrams(tokens_BT, c), strict=True):
+        signed.append(rows_BTD.astype(c.compute) * random_signs(seed_BT, c))
+    saved["bigram"] = functools.reduce(jnp.add, signed)
     # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
     embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
     previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -690,17 +706,71 @@ def take_rows(table_VD, index_BT) -> Array:
     return table_VD.at[index_BT].get(mode="promise_in_bounds")
 
 
-def hash_bigrams(tokens_BT, c: Config) -> tuple[Array, Array]:
-    """Hashes each token with the one before it: an index into the bigram table, and a seed for
-    random signs, (B, T) each. The first token of a sequence has the last index and seed 0."""
-    last_row = c.bigrams - 1
-    token, previous = tokens_BT[:, 1:], tokens_BT[:, :-1]
-    # Like upstream, the second token hashes last_row instead of the first token. Products of int32
-    # may wrap around.
-    index = ((36313 * token) ^ (27191 * previous.at[:, 0].set(last_row))) % last_row
-    pad_front = ((0, 0), (1, 0))
-    index_BT = jnp.pad(index, pad_front, constant_values=last_row)
-    return index_BT, jnp.pad((token ^ previous) % 8192, pad_front)
+# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
+# the row, then for the signs. Those of 2 and 3 are record 92's.
+NGRAM_FACTORS = {
+    2: ((36313, 27191), (48271, 30011)),
+    3: ((17351, 60961, 45259), (58699, 39779, 26801)),
+    4: ((52361, 31847, 64901, 22541), (33769, 61403, 24877, 50101)),
+    5: ((41077, 57413, 19609, 35251, 62989), (55057, 28019, 63841, 37123, 44651)),
+}
+
+
+def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
+    """Hashes each token with the ones before it. For every length n in c.ngrams: indices into the
+    bigram table, of which every length has an equal part, and seeds for random signs, (B, T) each.
+    The first n - 1 tokens of a sequence have the last index of the part and seed 0."""
+    part = c.bigrams // len(c.ngrams)
+    last_row = part - 1
+    T = tokens_BT.shape[1]
+    hashes = []
+    for number, n in enumerate(c.ngrams):
+        row_factors, sign_factors = NGRAM_FACTORS[n]
+        first = min(n - 1, T)  # the first token with n - 1 others before it
+        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
+        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
+        for factor, token in zip(row_factors[1:], ngram[1:], strict=True):
+            if n == 2:  # as in upstream, the second token hashes last_row instead of the first one
+                token = token.at[:, 0].set(last_row)
+            row = row ^ (factor * token)
+        pad_front = ((0, 0), (first, 0))
+        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
+        if number:
+            index_BT = number * part + index_BT
+        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
+            ngram = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, ngram) % 8192
+        hashes.append((index_BT, jnp.pad(seed, pad_front)))
+    return hashes
+
+
+def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
+    """[copy] The term of a weighted_sum that makes a token more likely if it followed the longest
+    earlier match: the same tokens, up to c.copy of them, that end here ended there in this
+    document. It is the head's row of the token that followed, normalized, times a learned gain of
+    the match's length. Of equally long matches, the latest counts. Pull request 378 of
+    modded-nanogpt.
+
+    In "t h e c a t a n d t h", the last h matches the first one, by 2 tokens; e followed.
+    """
+    T = tokens_BT.shape[1]
+    t = jnp.arange(T)
+    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
+    token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
+    equal_BTT = (token_BT[:, :, None] == token_BT[:, None, :]) & (t[:, None] > t)
+    # A match of n tokens ends at (t, j) if tokens t and j are equal, and a match of n - 1 ends at
+    # (t - 1, j - 1).
+    match_BTT = equal_BTT
+    length_BTT = equal_BTT.astype(jnp.int32)
+    for _ in range(c.copy - 1):
+        match_BTT = equal_BTT & jnp.pad(match_BTT[:, :-1, :-1], ((0, 0), (1, 0), (1, 0)))
+        length_BTT += match_BTT
+    best_BT = (length_BTT * T + t).max(axis=-1)  # the longest, and of these the latest
+    length_BT = best_BT // T
+    next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
+    follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
+    rows_BTD = norm(take_rows(w["head"], follows_BT).astype(c.compute))
+    return w["copy_gains"][length_BT][..., None], rows_BTD
 
 
 def random_signs(seed_BT, c: Config) -> Array:
@@ -1098,6 +1168,7 @@ def param_table(c: Config) -> dict[str, Param]:
         "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
         "smear_gate":   replicated((12,), 0.0, 0.01),
         "smear_lambda": replicated((1,), 0.0, 5),
+        **({"copy_gains": replicated((c.copy + 1,), 0.0, 5)} if c.copy else {}),
         "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
     }
     # fmt: on
@@ -1218,11 +1289,12 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     return weights
 
 
-def exchange_rows(index_MBT, grad_MBTD, owned: Array) -> Array:
-    """[sparse-grads] The gradient of the bigram rows that this device owns. Devices send only the
-    rows that their tokens read: a gradient of all rows would be mostly zeros. Record 71."""
-    index_MBT = lax.all_gather(index_MBT, mesh_axes(), tiled=True, to="invarying")
-    grad_MBTD = lax.all_gather(grad_MBTD, mesh_axes(), tiled=True, to="invarying")
+def exchange_rows(index: list[Array], grads: list[Array], owned: Array) -> Array:
+    """[sparse-grads] The gradient of the bigram rows that this device owns, from lists with an
+    array for every length of n-grams, (M, B, T) and (M, B, T, D). Devices send only the rows that
+    their tokens read: a gradient of all rows would be mostly zeros. Record 71."""
+    index_MBT = lax.all_gather(jnp.concatenate(index), mesh_axes(), tiled=True, to="invarying")
+    grad_MBTD = lax.all_gather(jnp.concatenate(grads), mesh_axes(), tiled=True, to="invarying")
     first = lax.axis_index("fsdp") * len(owned)
     mine_MBT = (index_MBT - first).astype(jnp.uint32)  # other devices' are out of range
     return jnp.zeros_like(owned).at[mine_MBT].add(grad_MBTD.astype(jnp.float32), mode="drop")
@@ -1431,20 +1503,20 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
 
     def microbatch(total, tokens_BS):
-        index_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
-        w = weights | {"bigram_rows": take_rows(bigram_table, index_BT)}
+        index = [index_BT for index_BT, _ in hash_ngrams(tokens_BS[:, :-1], c)]
+        w = weights | {"bigram_rows": [take_rows(bigram_table, index_BT) for index_BT in index]}
         loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage)
         bigram_grads = grads.pop("bigram_rows")
-        return jax.tree.map(jnp.add, total, (loss, grads)), (index_BT, bigram_grads)
+        return jax.tree.map(jnp.add, total, (loss, grads)), (index, bigram_grads)
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (index_MBT, bigram_grads) = lax.scan(microbatch, zero, tokens_MBS)
+    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, tokens_MBS)
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
-    grads["bigram"] = exchange_rows(index_MBT, bigram_grads, state.params["bigram"])
+    grads["bigram"] = exchange_rows(index, bigram_grads, state.params["bigram"])
     state = update_parameters(state, grads, row, c, update_all)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
@@ -1492,8 +1564,8 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> Arr
     weights = whole_weights(params, c)
 
     def microbatch(tokens_BS):
-        index_BT, _ = hash_bigrams(tokens_BS[:, :-1], c)
-        w = weights | {"bigram_rows": take_rows(weights["bigram"], index_BT)}
+        rows = [take_rows(weights["bigram"], i) for i, _ in hash_ngrams(tokens_BS[:, :-1], c)]
+        w = weights | {"bigram_rows": rows}
         return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
 
     loss = lax.map(microbatch, tokens_MBS).sum()
@@ -1619,14 +1691,14 @@ def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterato
 def find_documents(shard: np.ndarray, c: Config) -> Iterator[tuple[int, int]]:
     """(start, end) of every document of a shard. It reads a million tokens at a time, because the
     first batch is found on the clock."""
-    start = None
-    for first in range(0, len(shard), 1_000_000):
-        for offset in np.flatnonzero(shard[first : first + 1_000_000] == c.eot).tolist():
-            if start is not None:
-                yield start, first + offset
-            start = first + offset
-    if start is not None:
-        yield start, len(shard)
+
+    def starts_and_end():
+        for first in range(0, len(shard), 1_000_000):
+            offsets = np.flatnonzero(shard[first : first + 1_000_000] == c.eot)
+            yield from (first + offsets).tolist()
+        yield len(shard)
+
+    return itertools.pairwise(starts_and_end())
 
 
 def find_data(c: Config) -> dict[str, list[np.memmap]]:
@@ -1671,12 +1743,26 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
 
 
+def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
+    """[deal] The same sequences in other batches: the text of a stage is cut into as many equal
+    parts as a batch has sequences, and sequence k of every batch comes from part k. So a batch of a
+    few thousand tokens is not of one document. Not in upstream."""
+    for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
+        stage_batches = [batch for _, batch in stage]
+        sequences = [sequence for batch in stage_batches for sequence in batch]
+        for step in range(len(stage_batches)):
+            yield sequences[step :: len(stage_batches)]
+
+
 def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
     """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
     sequences of this part (from 0) of every batch."""
     done = 0
     for shard in shards:
-        for batch in pack_documents(shard, shapes[done:], c):
+        batches = pack_documents(shard, shapes[done:], c)
+        if c.deal:
+            batches = deal(batches, shapes[done:])
+        for batch in batches:
             mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
             sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
             yield np.stack(sequences).astype(np.int32)
@@ -2062,6 +2148,7 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 
 def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
     """Mean loss over the validation tokens, nats a token."""
+    c = c.for_validation()
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)

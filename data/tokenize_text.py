@@ -60,13 +60,13 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "small": Preset(1500, 65536, val_every=250, val_tokens=2**20, val_T=8192, head_chunk=8192),
-    "tiny": Preset(368, 1024, val_every=92, val_tokens=65536, val_T=1024, head_chunk=256),
+    "tiny": Preset(180, 512, val_every=45, val_tokens=65536, val_T=1024, head_chunk=256),
 }
 SMALL_STEPS = 150  # with fewer steps, `tiny` is trained instead of `small`
 VAL_SEQUENCES = 8  # train_gpt.py's validations take so many sequences at once
 VAL_LENGTHS = (8192, 1024, 256, 128)  # of these sequences; cuDNN needs multiples of 128
-# The fewest tokens of a shard: a step of `tiny`, or eight validation sequences of 128. One more is
-# needed, because the last token that the model reads has a target, too.
+# The fewest tokens of a shard: eight validation sequences of 128, or two steps of `tiny`. One more
+# is needed, because the last token that the model reads has a target, too.
 SMALLEST = 1025
 MOST_PASSES = 4  # unless --passes says more: `tiny` would memorize the text (data/README.md)
 

@@ -63,6 +63,8 @@ def forward(tokens_T, c, weights):
     if c.mudd_head:  # the head also reads earlier streams
         mix_TN = run_net("mudd_head", x, c, weights, 0.1)["x"]
         x = x + mix(mix_TN, [saved[name] for name, _ in c.mudd_head])
+    if c.copy:
+        x = x + copied(weights["head"], weights["copy_gains"], tokens_T, c)
     return x
 
 
@@ -90,20 +92,65 @@ def embed_tokens(tokens_T, c, weights):
     smear_T = weights["smear_lambda"] * sigmoid(embed[:, :12] @ weights["smear_gate"])
     embed_before = np.concatenate((0 * embed[:1], embed[:-1]))
     saved["x0"] = norm(embed + smear_T[:, None] * embed_before)
-    # A hash of the pair in int32, which may wrap around, is its row in the table. A hash in uint32
-    # is the sign of every channel. As upstream, the second token hashes last_row for the first one.
-    last_row = c.bigrams - 1
-    token = tokens_T[1:]
-    previous = tokens_T[:-1].copy()
-    seed_T = np.append(0, (token ^ previous) % 8192)
-    previous[:1] = last_row
-    row_T = np.append(last_row, (36313 * token ^ 27191 * previous) % last_row)
-    bits_TD = (seed_T[:, None] * c.D + np.arange(c.D)).astype(np.uint32)
-    bits_TD = bits_TD * np.uint32(0x9E3779B1)
-    bits_TD = (bits_TD ^ (bits_TD >> 15)) * np.uint32(0x85EBCA77)
-    sign_TD = 1 - 2 * (bits_TD >> 31).astype(np.float32)
-    saved["bigram"] = weights["bigram"][row_T] * sign_TD
+    saved["bigram"] = np.zeros_like(embed)
+    part = c.bigrams // len(c.ngrams)  # rows of the table for every length of n-grams
+    for number, n in enumerate(c.ngrams):
+        for t in range(len(tokens_T)):
+            row, sign_D = hash_ngram(tokens_T, t, n, part, c)
+            saved["bigram"][t] += weights["bigram"][number * part + row] * sign_D
     return saved
+
+
+# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
+# the row, then for the signs.
+NGRAM_FACTORS = {
+    2: ([36313, 27191], [48271, 30011]),
+    3: ([17351, 60961, 45259], [58699, 39779, 26801]),
+    4: ([52361, 31847, 64901, 22541], [33769, 61403, 24877, 50101]),
+    5: ([41077, 57413, 19609, 35251, 62989], [55057, 28019, 63841, 37123, 44651]),
+}
+
+
+def hash_ngram(tokens_T, t, n, rows, c):
+    """The row, below `rows`, and the signs, (D,), of the n tokens that end with token t. The first
+    n - 1 tokens of a sequence have the last row. Products of int32 may wrap around."""
+    if t < n - 1:
+        return rows - 1, signs(0, c)
+    ngram = tokens_T[t - n + 1 : t + 1][::-1].copy()
+    row_factors, sign_factors = NGRAM_FACTORS[n]
+    if len(c.ngrams) == 1:  # record 89, with bigrams alone, has no factors for its signs
+        sign_factors = [1, 1]
+    seed = np.bitwise_xor.reduce(np.int32(sign_factors) * ngram) % 8192
+    if n == 2 and t == 1:  # as upstream, the second token hashes the last row for the first token
+        ngram[1] = rows - 1
+    return np.bitwise_xor.reduce(np.int32(row_factors) * ngram) % (rows - 1), signs(seed, c)
+
+
+def signs(seed, c):
+    """-1 and 1, (D,), the same for a seed in every run: the highest bit of a hash."""
+    bits_D = (seed * c.D + np.arange(c.D)).astype(np.uint32) * np.uint32(0x9E3779B1)
+    bits_D = (bits_D ^ (bits_D >> 15)) * np.uint32(0x85EBCA77)
+    return 1 - 2 * (bits_D >> 31).astype(np.float32)
+
+
+def copied(table, gains, tokens_T, c):
+    """(T, D): for each token, the row of the token that may be copied, normalized and times the
+    gain of the match's length. The match is the longest, and of these the latest, earlier place in
+    the document where up to c.copy equal tokens end; without one, the token itself is read."""
+    added = np.zeros((len(tokens_T), c.D), np.float32)
+    for t, token in enumerate(tokens_T):
+        length = 0
+        for j in range(t):
+            n = 0
+            while n < min(c.copy, j + 1) and tokens_T[j - n] == tokens_T[t - n]:
+                if c.eot in tokens_T[j - n + 1 : t + 1]:  # another document
+                    break
+                n += 1
+            if n and n >= length:
+                length = n
+                token = tokens_T[j + 1]
+        added[t] = gains[length] * norm(table[token])
+    return added
 
 
 def matrices(name, i, c, weights):

@@ -23,9 +23,9 @@ sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
-    "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_bigrams "
+    "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_ngrams "
     "take_rows norm softcap attend attention block mlp run_net weighted_sum fit_kernels "
-    "set_compilation_cache"
+    "copied_term set_compilation_cache"
 )
 
 
@@ -177,8 +177,9 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
 
     def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
         tokens, *more = arguments
-        row, _ = w.code.hash_bigrams(tokens[:, :-1], c)
-        weights = whole | {"bigram_rows": w.code.take_rows(whole["bigram"], row)}
+        hashes = w.code.hash_ngrams(tokens[:, :-1], c)
+        rows = [w.code.take_rows(whole["bigram"], row) for row, _ in hashes]
+        weights = whole | {"bigram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
         return read(x, whole["head"], tokens, *more)
 

@@ -286,6 +286,17 @@ def test_head_and_embedding_are_one_until_the_untie(devices):
 USED_ROWS = dict(attn_lambdas=[0], mlp_lambdas=[0], value_gates=[0], skip_lambdas=[1])
 
 
+def match_lengths() -> list[int]:
+    """Lengths of the matches of [copy] in the tokens of a run."""
+    w = {"head": jnp.eye(MINI.vocab), "copy_gains": jnp.arange(MINI.copy + 1)}
+    lengths = set()
+    for step in range(MINI.total_steps):
+        tokens = jnp.asarray(batch(step).reshape(-1, T + 1))
+        gains, _ = train_gpt.copied_term(tokens[:, :-1], w, MINI)
+        lengths |= set(np.asarray(gains).flat)
+    return sorted(lengths)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_all_of_the_model_changes_and_none_of_its_padding(devices):
     """In padding, NorMuon divides 0 by 0, which must not become NaN."""
@@ -304,6 +315,8 @@ def test_all_of_the_model_changes_and_none_of_its_padding(devices):
             assert changed[: param.model_shape[0]].any(axis=(1, 2)).all(), name
         elif name in LOOKUPS:
             assert changed.any(), name
+        elif name == "copy_gains":  # those of the matches that occur
+            assert changed[match_lengths()].all()
         else:
             used = USED_ROWS.get(name, [*range(len(changed))])
             assert changed[used].mean() > 0.9, name
@@ -344,7 +357,7 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
         count = TABLE[name].shape[0]
         groups += [sizes[name] // count] * count
     lookups = [sizes[name] for name in LOOKUPS]
-    sent = [MINI.batch * T * MINI.D, *groups]
+    sent = [len(MINI.ngrams) * MINI.batch * T * MINI.D, *groups]
     if update_all:
         sent += lookups
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)

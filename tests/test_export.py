@@ -109,7 +109,8 @@ def test_the_reference_is_the_model(exports, name):
 # Faults to plant in reference.py; more are in dev/faults/evals.toml.
 MUTATIONS = """
 np.float32(c.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
-(36313 * token ^ 27191 * previous) -> (36313 * previous ^ 27191 * token)
+tokens_T[t - n + 1 : t + 1][::-1] -> tokens_T[t - n + 1 : t + 1]
+n >= length -> n > length
 back <= window -> back < window
 np.arange(H) % pair -> np.arange(H) // (H // pair)
 x if layer.attend_to is None else -> x if True else
@@ -142,12 +143,14 @@ def test_the_folder_alone_continues_a_prompt(exports, tmp_path, name, piece):
         (tmp_path / f"{other}.py").write_text("raise ImportError")
     (tmp_path / "tiktoken.py").write_text(TIKTOKEN)
     made = exports[name]
-    tokens = [MODELS[name].eot, *b"def "]
+    prompt = "x + y"
+    tokens = [MODELS[name].eot, *prompt.encode()]
     how = dict(PYTHONPATH=str(tmp_path))
-    for n in range(4, 16):
+    for n in range(len(prompt), 16):
         tokens.append(int(made.run(np.resize(tokens, (1, T + 1)))[n].argmax()))
-    text = b"def " + b"".join(piece % n for n in tokens[5:]) + b"\n"
-    argv = "def ", "--tokens", "12", "--temperature", "0"
+    continuation = tokens[1 + len(prompt) :]
+    text = prompt.encode() + b"".join(piece % n for n in continuation) + b"\n"
+    argv = prompt, "--tokens", str(len(continuation)), "--temperature", "0"
     done = start("reference.py", *argv, cwd=made.out, env=how, text=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, text, b"") and len({*tokens}) > 8
 

@@ -372,7 +372,8 @@ def test_norm_and_hash():
     x = GOLDEN["comp/rms/x"]
     y = GOLDEN["comp/rms/y"]
     np.testing.assert_allclose(train_gpt.norm(jnp.asarray(x)), y, rtol=1e-6)
-    rows, numbers = train_gpt.hash_bigrams(jnp.asarray(GOLDEN["comp/bigram/tokens"])[None], RECORD)
+    tokens = jnp.asarray(GOLDEN["comp/bigram/tokens"])[None]
+    ((rows, numbers),) = train_gpt.hash_ngrams(tokens, RECORD)
     np.testing.assert_array_equal(rows[0], GOLDEN["comp/bigram/hash"])
     np.testing.assert_array_equal(numbers[0], GOLDEN["comp/bigram/sign_row"])
 

@@ -87,7 +87,7 @@ def refusal(capsys):
     ("tiny --val_tokens 0", "--val_tokens 0 is not a multiple of 8 x 1024"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8 x 1024"),
     ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 8 x 768"),
-    ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 64\] tokens, but 16 does"),
+    ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 128\] tokens, but 16"),
     ("tiny --batch 3", "stage 0: --batch 3 does not divide 256 tokens"),
     ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
 ])  # fmt: skip
@@ -141,7 +141,7 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
     assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
     assert shown in tweaked.SOURCE and FIELDS.rstrip() in shown and "def " not in shown
     assert record == "record: the defaults above" and small.startswith("small: --")
-    assert "--D 128 " in tiny and "--muon_lr" not in tiny
+    assert "--D 128 " in tiny and "--lr_floor" not in tiny
 
 
 # ---- Tweaks --------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ TWEAKS = dict(  # the second layer, changes of Config, the message
     ),
     tokens=(
         FIRST,
-        dict(stages=(dataclasses.replace(STAGE, tokens=258),)),
-        "stage 0: --batch 4 does not divide 258 tokens",
+        dict(stages=(dataclasses.replace(STAGE, tokens=257),)),
+        "stage 0: --batch 2 does not divide 257 tokens",
     ),
     steps=(FIRST, dict(stages=(STAGE, STAGE), steps=1), "--steps 1 is less than 2 stages"),
 )
@@ -269,9 +269,9 @@ def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys
 
 
 def test_no_more_devices_than_sequences(monkeypatch):
-    """Eight GPUs run `tiny`, whose batch is 4, on four."""
+    """Eight GPUs run `tiny`, whose batch is 2, on two."""
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * 8)
-    assert len(train_gpt.fit_devices("tiny", train_gpt.PRESETS["tiny"])[0]) == 4
+    assert len(train_gpt.fit_devices("tiny", train_gpt.PRESETS["tiny"])[0]) == 2
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"

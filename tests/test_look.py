@@ -191,12 +191,13 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
     found = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
     assert " / ".join(found) == (
         "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
-        "/ layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: layer2 input layer1 "
-        "layer2 / layer 3, stream: x attention input bigram / layer 3, stream: x mlp / head: "
-        "layer3 input layer1 layer2 value0 layer0")  # fmt: skip
+        "/ head: layer5 copied / layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: "
+        "layer2 input layer1 layer2 / layer 3, stream: x attention input bigram / layer 3, stream: "
+        "x mlp / head: layer3 input layer1 layer2 value0 layer0 / head: x copied")  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
+        *_, (_, _, x), _ = sums  # the one before the last
         np.testing.assert_allclose(x, [1, *[0] * (len(x) - 1)], atol=1e-5)
 
 

@@ -179,6 +179,7 @@ def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
         embed=384 * 32, head=384 * 32, bigram=512 * 32, value0=257 * 32, qk=4 * 32 * 32,
         vo=4 * 32 * 32, mlp=4 * 64 * 32, vo_lambdas=4, attn_lambdas=4, mlp_lambdas=4,
         skip_lambdas=2, value_gates=2 * 2 * 12, smear_gate=12, smear_lambda=1, gate_scale=1,
+        copy_gains=5,
     )  # fmt: skip
     parameters |= {"gates_input.w1": 8 * 32, "gates_input.w2": 3 * 8, "gates_input.b2": 3}
     assert real.facts.items() >= dict(

@@ -75,7 +75,7 @@ def test_every_function_and_class_has_a_docstring():
 def test_the_model_reads_from_the_top_down():
     defined = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef)]
     order = ["loss_fn", "forward", "embed_tokens", "block", "mudd_block", "attention", "attend",
-             "dc_attention", "mlp", "run_net", "weighted_sum", "norm", "hash_bigrams",
+             "dc_attention", "mlp", "run_net", "weighted_sum", "norm", "hash_ngrams", "copied_term",
              "positions", "rope_frequencies", "head_loss"]  # fmt: skip
     assert [name for name in defined if name in order] == order
 
@@ -85,7 +85,7 @@ def test_no_field_is_a_switch():
     """A technique is chosen in a layer or a stage, or by editing the file. Switches would leave
     branches that no run takes."""
     for field in FIELDS:
-        if field.name not in ("layers", "stages", "mudd_head"):
+        if field.name not in ("layers", "stages", "mudd_head", "ngrams"):
             assert field.type in (int, float, str), field.name
         assert isinstance(field.default, getattr(field.type, "__origin__", field.type)), field.name
 

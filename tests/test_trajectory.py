@@ -18,7 +18,7 @@ import train_gpt
 from tests.tools import FLOAT32, make_mesh, make_random_state
 from train_gpt import LONG, SHORT, Layer
 
-LOSSES = [5.8896, 5.4159, 4.4252, 4.519, 3.8879]
+LOSSES = [5.9086, 4.9175, 3.3971, 3.3418, 3.3313]
 LAYERS = (
     Layer(SHORT, xsa=True, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
@@ -41,14 +41,12 @@ def test_five_steps_of_tiny(tmp_path):
     )  # fmt: skip
     mesh = make_mesh(1)
     shards = train_gpt.find_data(c)
-    programs = {}
-    for second in (False, True):
-        programs[second] = train_gpt.compile_train_step(0, second, c, mesh)
+    program = train_gpt.compile_train_step(0, True, c, mesh)  # every step of tiny updates all
     state = make_random_state(c, mesh)
     losses = []
     batches = train_gpt.train_batches(c, mesh, shards, start=0)
-    for step, (tokens, row) in enumerate(itertools.islice(batches, len(LOSSES))):
-        state, loss = programs[step % 2 == 1](state, tokens, row)
+    for tokens, row in itertools.islice(batches, len(LOSSES)):
+        state, loss = program(state, tokens, row)
         losses.append(round(float(loss), 4))
     print(f"LOSSES = {losses}")  # shown when the test fails: to copy after a change of the training
     np.testing.assert_allclose(losses, LOSSES, atol=1e-3)

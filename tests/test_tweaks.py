@@ -223,10 +223,10 @@ def check_stages(module: ModuleType, c) -> None:
     """Two stages train; the last stage sets the windows of the last validation alone."""
     assert [c.stage_at(step) for step in range(3)] == [0, 1, 2]
     tiny = module.PRESETS["tiny"]
-    assert tiny.total_steps == 368 and tiny.stage_ends.tolist() == [300, 368, 368]
+    assert tiny.total_steps == 180 and tiny.stage_ends.tolist() == [140, 180, 180]
     starts = jnp.zeros((1, 8), bool)
     windows = [module.positions(starts, c, stage).windows[module.LONG] for stage in range(3)]
-    assert windows == [192, 288, 384]
+    assert windows == [192, 255, 384]
     frequencies = [module.rope_frequencies(tiny, stage)[0] for stage in range(3)]
     assert np.any(frequencies[1] != frequencies[0])
     assert np.array_equal(frequencies[2], frequencies[1])
@@ -238,7 +238,7 @@ def check_stages(module: ModuleType, c) -> None:
     ("    Layer(None, skip_from=1),", "    Layer(None, skip_form=1),", "skip_form"),
     ("mudd_head=(), D=128", 'mudd_head=(("layer6", 0.0),), D=128', "mudd_head reads 'layer6'"),
     ("value_table=2),\n)", 'value_table=2, mudd=("layer5",)),\n)', "layer 5: mudd reads 'layer5'"),
-    ("max_doc=0, lr=1.0),)", "max_doc=0, lr=1.0, prefix=0.25),)", "--prefixes names no table"),
+    ("    Stage(180, 512, short", "    Stage(180, 512, prefix=0.25, short", "--prefixes names no"),
     ("mudd_head=(), D=128", "mudd_head=(), width=128", "width"),
 ])  # fmt: skip
 def test_a_wrong_layer_stage_or_preset_fails_when_the_file_is_imported(old, new, message, load):

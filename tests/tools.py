@@ -41,7 +41,9 @@ MINI = dataclasses.replace(
     layers=MINI_LAYERS,
     stages=MINI_STAGES,
     mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
-    D=32, H=2, F=64, R=8, bigrams=512, batch=8, microbatch=8, adam_lr=0.008, head_chunk=32,
+    D=32, H=2, F=64, R=8, bigrams=512, ngrams=(2, 3), copy=4, batch=8, deal=0, microbatch=8,
+    adam_lr=0.008, adam_every=2, head_chunk=32,
+    head_forward="float8_e4m3fn", head_backward="float8_e5m2",
     dc_window=12, attention="band", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
     cooldown_end=18 / 20, momentum_warmup=5 / 20, momentum_cooldown=4 / 20, untie=13 / 20,
 )  # fmt: skip
@@ -49,7 +51,8 @@ MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 SMALL = (  # flags of train_gpt.py for a run that takes seconds
     "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
-    "--val_tokens 1024 --batch 8 --target 0"
+    "--val_tokens 1024 --batch 8 --deal 0 --adam_every 2 --copy 4 "
+    "--head_forward float8_e4m3fn --head_backward float8_e5m2 --target 0"
 ).split()
 
 
@@ -115,8 +118,8 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def bigram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
     """Weights as forward() takes them: with the rows of the bigram table that tokens (B, T) use."""
-    rows, _ = train_gpt.hash_bigrams(tokens, c)
-    return w | {"bigram_rows": train_gpt.take_rows(w["bigram"], rows)}
+    hashes = train_gpt.hash_ngrams(tokens, c)
+    return w | {"bigram_rows": [train_gpt.take_rows(w["bigram"], rows) for rows, _ in hashes]}
 
 
 def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) -> jax.Array:
