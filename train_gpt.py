@@ -10,12 +10,12 @@ The model; every stream is (B, T, D):
         x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
         x = a x + b mlp(x)                             attention and mlp normalize what they read
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
-    x  = x + gain * head's row of the token that may be copied  only with copy  [copy]
+    x  = x + gain * head's row of what followed the longest match  only with copy  [copy]
     logits = softcap(norm(x) @ head.T)
 a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
 A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
-matrices that each device owns. Every second step, and in tiny every step, Adam also updates
-everything else.
+matrices that each device owns. Adam updates everything else, in every second step, or in tiny in
+every step.
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
@@ -76,7 +76,7 @@ class Layer:
     xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
     head_gate: bool = False         # [head-gate] each token scales each head's output
     dc: bool = False                # [dc] dynamic composition: add a map that mixes all heads' maps
-    bigram: bool = False            # [bigram] add the token pair's embedding after attention
+    bigram: bool = False            # [bigram] add the n-grams' embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
     mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
@@ -176,7 +176,7 @@ class Config:
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
-    adam_every: int = 2         # steps from one update of everything else to the next: 1 or 2
+    adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
@@ -184,10 +184,10 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    copy: int = 0               # longest match of [copy], which needs T x T arrays; 0: none
+    copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
-    deal: int = 0               # 1: they are from as many places of the text, see deal()
+    deal: int = 0               # 1: each of them from another part of the text, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
@@ -244,8 +244,8 @@ class Config:
         return self.stages[stage].tokens // self.batch
 
     def updates_all(self, step: int) -> bool:
-        """[two-cadences] Whether a step also updates the parameters with every=2 in param_table():
-        all but the matrices. Record 39."""
+        """[two-cadences] Whether a step also updates the parameters with every=2 in param_table(),
+        which are all but the matrices. Record 39."""
         return (step + 1) % self.adam_every == 0
 
     def validates_before(self, step: int) -> bool:
@@ -322,6 +322,9 @@ def check_config(c: Config) -> None:
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
     require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
+    require(c.copy >= 0, f"--copy {c.copy} is negative")
+    part, rest = divmod(c.bigrams, len(c.ngrams))
+    require(part > 1 and not rest, f"--bigrams {c.bigrams}: no equal parts for ngrams {c.ngrams}")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
@@ -707,7 +710,7 @@ def take_rows(table_VD, index_BT) -> Array:
 
 
 # By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
-# the row, then for the signs. Those of 2 and 3 are record 92's.
+# the row, then for the signs. Those of 2 and 3 are record 92's, the others are ours.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -717,9 +720,10 @@ NGRAM_FACTORS = {
 
 
 def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
-    """Hashes each token with the ones before it. For every length n in c.ngrams: indices into the
-    bigram table, of which every length has an equal part, and seeds for random signs, (B, T) each.
-    The first n - 1 tokens of a sequence have the last index of the part and seed 0."""
+    """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
+    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
+    table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
+    upstream's, n-grams do not end at documents."""
     part = c.bigrams // len(c.ngrams)
     last_row = part - 1
     T = tokens_BT.shape[1]
@@ -745,13 +749,13 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
 
 
 def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
-    """[copy] The term of a weighted_sum that makes a token more likely if it followed the longest
-    earlier match: the same tokens, up to c.copy of them, that end here ended there in this
-    document. It is the head's row of the token that followed, normalized, times a learned gain of
-    the match's length. Of equally long matches, the latest counts. Pull request 378 of
-    modded-nanogpt.
+    """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
+    that text repeats itself. For each token, the longest match is the earlier place in its document
+    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is that
+    of the head for the token that followed there, normalized. The gain is learned, one for each
+    length of a match. Pull request 378 of modded-nanogpt.
 
-    In "t h e c a t a n d t h", the last h matches the first one, by 2 tokens; e followed.
+    In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
     """
     T = tokens_BT.shape[1]
     t = jnp.arange(T)
@@ -1126,7 +1130,7 @@ class Param(NamedTuple):
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
     sharding: P = REPLICATED
-    every: int = 2  # updated every step (1), or every second step from the sum of two gradients
+    every: int = 2  # 1: updated in every step; 2: when Config.updates_all() says so
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a lookup: rows without padding
@@ -1291,8 +1295,9 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
 
 def exchange_rows(index: list[Array], grads: list[Array], owned: Array) -> Array:
     """[sparse-grads] The gradient of the bigram rows that this device owns, from lists with an
-    array for every length of n-grams, (M, B, T) and (M, B, T, D). Devices send only the rows that
-    their tokens read: a gradient of all rows would be mostly zeros. Record 71."""
+    array for every length of n-grams, (M, B, T) and (M, B, T, D), which are joined along M. Devices
+    send only the rows that their tokens read: a gradient of all rows would be mostly zeros. Record
+    71."""
     index_MBT = lax.all_gather(jnp.concatenate(index), mesh_axes(), tiled=True, to="invarying")
     grad_MBTD = lax.all_gather(jnp.concatenate(grads), mesh_axes(), tiled=True, to="invarying")
     first = lax.axis_index("fsdp") * len(owned)
@@ -1410,7 +1415,7 @@ class State(NamedTuple):
 
     params: dict[str, Array]  # float32 master copies
     opt_state: dict[str, Any]  # of each parameter's optimizer
-    waiting_grads: dict[str, Array]  # of parameters with every=2, after a step without their update
+    waiting_grads: dict[str, Array]  # of parameters whose update comes only in the next step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
 
 
@@ -1432,7 +1437,8 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
-    waiting = {name: jnp.zeros_like(p) for name, p in params.items() if table[name].every == 2}
+    waits = [name for name in params if table[name].every == c.adam_every == 2]
+    waiting = {name: jnp.zeros_like(params[name]) for name in waits}
     tables = [name for name in params if table[name].sharding == LOOKUP]
     return State(params, opt_state, waiting, {n: jnp.array(params[n], c.compute) for n in tables})
 
@@ -1744,9 +1750,9 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
 
 
 def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
-    """[deal] The same sequences in other batches: the text of a stage is cut into as many equal
-    parts as a batch has sequences, and sequence k of every batch comes from part k. So a batch of a
-    few thousand tokens is not of one document. Not in upstream."""
+    """[deal] The same sequences in other batches: the text of successive batches of one shape is
+    cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
+    part k. So the sequences of a small batch are not of one document. Not in upstream."""
     for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
         stage_batches = [batch for _, batch in stage]
         sequences = [sequence for batch in stage_batches for sequence in batch]

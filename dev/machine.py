@@ -95,7 +95,7 @@ COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
 
 # Sequences in a step; one process uses no more devices than that.
-BATCH = {"record": 8, "small": 8, "tiny": 4}
+BATCH = {"record": 8, "small": 8, "tiny": 2}
 # Flags with which train_gpt.py may do without what it needs otherwise.
 ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
 HELP = ("--help", "-h")

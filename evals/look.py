@@ -46,7 +46,7 @@ TITLES = {
     "gate_scale": "factor of all gates from nets",
     "value_gates": "heads: weight of the value table",
     "gate_x0": "weight of the embedding x0",
-    "gate_bigram": "weight of the token pair's embedding",
+    "gate_bigram": "weight of the n-grams' embedding",
     "gate_skip": "skip: gate of the earlier layer",
     "gate_xsa": "heads: removal of their own value",
     "gate_head": "heads: gate of the output",

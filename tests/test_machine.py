@@ -304,8 +304,8 @@ def test_flags_and_batches_are_those_of_the_trainer():
     (1, "record", None, None), (2, "record", None, None), (3, "record", None, "0,1"),
     (4, "record", None, None), (5, "", None, "0,1,2,3"), (6, "record", None, "0,1,2,3"),
     (7, "record", None, "0,1,2,3"), (8, "record", None, None), (9, "record", None, None),
-    (16, "record", None, None), (8, "record", "7,5, 3", "7,5"), (3, "tiny", None, "0,1"),
-    (5, "tiny", None, None), (3, "record --batch 2", None, None), (3, "install", None, None),
+    (16, "record", None, None), (8, "record", "7,5, 3", "7,5"), (3, "small", None, "0,1"),
+    (3, "tiny", None, None), (3, "record --batch 2", None, None), (3, "install", None, None),
 ])  # fmt: skip
 def test_gpus_that_do_not_divide_a_step_are_refused(
     fake, monkeypatch, number, argv, visible, chosen

@@ -173,6 +173,9 @@ def test_dealt_sequences_of_a_batch_come_from_equal_parts_of_a_stage():
     assert starts[0] == [*in_turn, *of_second_shard]
     in_parts = [[0, 30], [10, 40], [20, 50], [60, 75], [65, 80], [70, 85]]
     assert starts[1] == [*in_parts, *of_second_shard]
+    for part in 0, 1:  # a host reads its own sequences
+        batches = train_gpt.read_batches(shards, shapes, c, part, 2)
+        assert [batch[:, 0].tolist() for batch in batches] == [[row[part]] for row in starts[1]]
 
 
 def test_the_first_batch_reads_only_the_first_million_tokens():

@@ -41,8 +41,10 @@ def test_five_steps_of_tiny(tmp_path):
     )  # fmt: skip
     mesh = make_mesh(1)
     shards = train_gpt.find_data(c)
-    program = train_gpt.compile_train_step(0, True, c, mesh)  # every step of tiny updates all
+    assert all(map(c.updates_all, range(c.total_steps)))
+    program = train_gpt.compile_train_step(0, True, c, mesh)
     state = make_random_state(c, mesh)
+    assert not state.waiting_grads  # none has to wait for the next step
     losses = []
     batches = train_gpt.train_batches(c, mesh, shards, start=0)
     for tokens, row in itertools.islice(batches, len(LOSSES)):

@@ -98,10 +98,13 @@ def make_mesh(devices: int) -> Mesh:
 
 
 def sequences(c, T: int, seed: int = 0, documents: int = 4, count: int = 8) -> np.ndarray:
-    """(count, T + 1) random tokens in which documents start at random places."""
+    """(count, T + 1) random tokens in which documents start at random places. Six tokens are there
+    twice, for [copy]."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, c.vocab - 1, (count, T + 1)).astype(np.int32)
     tokens[tokens == c.eot] = 0
+    if T >= 12:
+        tokens[:, 6:12] = tokens[:, :6]
     for row in tokens:
         row[rng.choice(T, documents, replace=False)] = c.eot
     return tokens
