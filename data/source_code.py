@@ -31,8 +31,8 @@ SHARDS = {  # name: sha256
 }
 EOT = 256
 FOLDER = pathlib.Path(__file__).resolve().parent / "source_code"
-MAX_BYTES = 2048  # of a document: otherwise one list of names would fill 17 steps of tiny
-FIRST_SHARD_TOKENS = 600_000  # the rest is in the second shard, so that tiny reads from two
+MAX_BYTES = 2048  # of a document: otherwise one list of names would have 34,000
+FIRST_SHARD_TOKENS = 600_000  # the rest is in the second shard, which longer runs of tiny read
 
 # A file may be used for validation if few of its lines are in other files, too. This excludes twins
 # such as inference/_client.py and inference/_generated/_async_client.py, and families such as

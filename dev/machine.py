@@ -92,7 +92,7 @@ TRAINING = {
     "TPU v6e": (20, 30),
 }
 COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
-DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.014)}  # GB of tokens, of weights: dev/README.md
+DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.018)}  # GB of tokens, of weights: dev/README.md
 
 # Sequences in a step; one process uses no more devices than that.
 BATCH = {"record": 8, "small": 8, "tiny": 2}

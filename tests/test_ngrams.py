@@ -1,4 +1,4 @@
-"""n-grams have the rows and the seeds of signs of record 92, and copies are what a slow search finds.
+"""n-grams have rows and seeds of signs of record 92, and copies are what a slow search finds.
 
 r92_ngrams.npz has numbers of the original record's own functions, in float32: tokens (T,); for
 bigrams and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the

@@ -23,7 +23,10 @@ PAGES = (
     "dev/hosts.md dev/machines.md data/README.md evals/README.md basics/README.md "
     "records/other/basics/README.md"
 ).split()
-ABLATIONS = "records/tracks/tiny-2k/2026-11-22_ablations"
+RECORD = "records/tracks/tiny-2k/2026-11-25_n_grams_and_copies"
+ABLATIONS = [
+    f"records/tracks/tiny-2k/2026-11-25_{name}" for name in ("ablations", "more_ablations")
+]
 
 
 def section(title: str, page: str = README) -> str:
@@ -32,26 +35,28 @@ def section(title: str, page: str = README) -> str:
 
 
 def test_the_figure_of_tiny_is_that_of_its_logs():
-    losses = verify.collect(ROOT / "records/tracks/tiny-2k/rerun").losses
+    losses = verify.collect(ROOT / RECORD).losses
     text = f"{fmean(losses):.4f} ± {stdev(losses):.4f} nats per byte"
-    assert (
-        f"{text} after 376,832 tokens ([n = {len(losses)}](records/tracks/tiny-2k/rerun/))"
-        in " ".join(README.split())
+    assert f"{text} after 92,160 tokens ([n = {len(losses)}]({RECORD}/))" in " ".join(
+        README.split()
     )
 
 
 def test_the_end_of_a_run_is_that_of_its_log():
     (path,) = re.findall(r"ends like this \(\[log\]\((\S+)\)\)", README)
     log = (ROOT / path).read_text()
-    lines = re.findall(r"^step:\d+/368 val_loss:.*$", section("What you see"), re.M)
+    lines = re.findall(r"^step:\d+/180 val_loss:.*$", section("What you see"), re.M)
     assert len(lines) == 2 and [line for line in lines if f"\n{line}\n" not in log] == []
 
 
 def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
-    first = verify.collect(ROOT / ABLATIONS / "baseline")
-    folders = {path.parent for path in (ROOT / ABLATIONS).glob("*/change.patch")}
-    changes = {f.name: verify.changes(verify.collect(f), first) for f in folders}
-    link = rf"\.\./{ABLATIONS}/(\w+)/change\.patch"
+    changes = {}
+    for comparison in ABLATIONS:
+        first = verify.collect(ROOT / comparison / "baseline")
+        for path in (ROOT / comparison).glob("*/change.patch"):
+            arm = str(path.relative_to(ROOT).parent)
+            changes[arm] = verify.changes(verify.collect(path.parent), first)
+    link = r"\.\./(records/\S+)/change\.patch"
     found = re.findall(rf"\[(\S+)±(\S+)\]\({link}\), ([^\s;]+)", TECHNIQUES)
     assert TECHNIQUES.count("±") == len(found)
     assert sorted(found) == sorted(

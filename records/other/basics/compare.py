@@ -17,7 +17,9 @@ RECORDS = HERE.parents[1]
 sys.path.append(str(RECORDS))
 import runs  # noqa: E402
 
-RECORD = RECORDS / "tracks/tiny-2k/2026-11-22_keys_begin_as_queries"
+RECORD = RECORDS / "tracks/tiny-2k/2026-11-25_n_grams_and_copies"
+LENGTHS = ("brief", "short", "long")  # runs of gpt2.py: 92,160, 376,832 and 3,768,320 tokens
+COLORS = {"brief": "C3", "short": "C0", "long": "C9"}
 Curve = dict[int, float]  # tokens -> validation loss
 
 
@@ -30,9 +32,13 @@ def read(log: runs.ArchivedLog) -> tuple[dict, Curve]:
 
 
 def tiny(folder: Path) -> list[Curve]:
-    """Logs of train_gpt.py, a curve each; a step of tiny's has 1,024 tokens."""
-    logs = [runs.read(log) for log in runs.log_files(folder)]
-    return [{1024 * v.step: v.loss for v in log.validations} for log in logs]
+    """Logs of train_gpt.py, a curve each."""
+    curves = []
+    for path in runs.log_files(folder):
+        log = runs.read(path)
+        tokens = log.tokens // log.validations[-1].step  # of a step
+        curves.append({tokens * v.step: v.loss for v in log.validations})
+    return curves
 
 
 def crossing(curve: Curve, loss: float) -> float | None:
@@ -49,10 +55,11 @@ def logs(name: str) -> list[runs.ArchivedLog]:
     return [log for log in runs.log_files(HERE) if log.name.startswith(f"{name}_")]
 
 
-def searched() -> dict[float, list[float]]:
-    """Of each rate the last losses of the search."""
+def searched(name: str) -> dict[float, list[float]]:
+    """The last losses of a search by rate: "rate" after 376,832 tokens, "brief_rate" after
+    92,160."""
     losses = {}
-    for flags, curve in map(read, logs("rate")):
+    for flags, curve in map(read, logs(name)):
         losses.setdefault(flags["lr"], []).append(list(curve.values())[-1])
     return dict(sorted(losses.items()))
 
@@ -69,28 +76,37 @@ def spread(values: list[float], form: str = ".4f") -> str:
 
 def table() -> list[str]:
     """The rows of basics/README.md, and those of the search."""
-    short = [read(log)[1] for log in logs("short")]
-    long = [read(log)[1] for log in logs("long")]
-    ours, early = tiny(RECORD), tiny(HERE / "tiny")
-    level, later, end = (fmean(last(curves)) for curves in (short, long, ours))
-    tokens, more = (max(curve) for curve in (short[0], long[0]))
-    assert not any(crossing(curve, end) for curve in long)
-    to_level = [crossing(curve, level) for curve in early]
-    to_later = [crossing(curve, later) for curve in ours]
+    gpt2 = {name: [read(log)[1] for log in logs(f"{name}_seed")] for name in LENGTHS}
+    ours = tiny(RECORD)
+    early = tiny(HERE / "tiny")
+    end = fmean(last(ours))
+    losses = []
+    tokens = []
+    for name in LENGTHS:
+        curves = gpt2[name]
+        length = max(curves[0])
+        level = fmean(last(curves))
+        of_tiny = spread(last(ours)) if length == max(ours[0]) else ""
+        losses.append(f"| loss after {length:,} tokens | {spread(last(curves))} | {of_tiny} |")
+        needed = spread([crossing(curve, level) for curve in early], ",.0f")
+        tokens.append(f"| tokens to {level:.4f} | {length:,} | {needed} |")
+        assert not any(crossing(curve, end) for curve in curves)
+    rates = []
+    brief, short = searched("brief_rate"), searched("rate")
+    for rate in short:
+        cells = [", ".join(f"{loss:.4f}" for loss in of.get(rate, [])) for of in (brief, short)]
+        rates.append(f"| {rate:g} | {cells[0]} | {cells[1]} |")
     return [
         "| | GPT-2, AdamW | `tiny` |",
         "|---|---|---|",
-        f"| loss after {tokens:,} tokens | {spread(last(short))} | {spread(last(ours))} |",
-        f"| loss after {more:,} tokens | {spread(last(long))} | |",
-        f"| tokens to {level:.4f} | {tokens:,} | {spread(to_level, ',.0f')} |",
-        f"| tokens to {later:.4f} | {more:,} | {spread(to_later, ',.0f')} |",
-        f"| tokens to {end:.4f} | more than {more:,} | {tokens:,} |",
+        *losses,
+        *tokens,
+        f"| tokens to {end:.4f} | more than {length:,} | {max(ours[0]):,} |",
         "",
-        "| rate | last losses, by seed |",
-        "|---|---|",
-        *(f"| {rate:g} | {', '.join(map('{:.4f}'.format, losses))} |"
-          for rate, losses in searched().items()),
-    ]  # fmt: skip
+        "| rate | after 92,160 tokens | after 376,832 |",
+        "|---|---|---|",
+        *rates,
+    ]
 
 
 def draw(path: str) -> None:
@@ -101,32 +117,27 @@ def draw(path: str) -> None:
     plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 10})
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
-    short = [read(log)[1] for log in logs("short")]
-    long = [read(log)[1] for log in logs("long")]
+    gpt2 = {name: [read(log)[1] for log in logs(f"{name}_seed")] for name in LENGTHS}
     early = tiny(HERE / "tiny")
     whole = tiny(RECORD)
-    for color, curves in ("C0", short), ("C9", long), ("C1", whole), ("C1", early):
+    groups = [(COLORS[name], gpt2[name]) for name in LENGTHS] + [("C1", whole), ("C1", early)]
+    for color, curves in groups:
         for curve in curves:
             points = [(n, loss) for n, loss in curve.items() if n]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.8)
-    # The early runs end before the first validation of the whole ones.
-    early_end = max(early[0])
-    whole_start = min(n for n in whole[0] if n > early_end)
-    gap = [fmean(last(early)), fmean(curve[whole_start] for curve in whole)]
-    axes.plot([early_end, whole_start], gap, color="C1", linewidth=1, linestyle=":")
-    level = fmean(last(short))
-    tokens = max(short[0])
-    ours = fmean(crossing(curve, level) for curve in early)
-    style = {"arrowstyle": "<-", "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", (tokens, level), (ours, level), arrowprops=style)
-    text = f"{tokens / ours:.1f} times fewer tokens"
-    axes.text(tokens, level - 0.2, text, ha="right", weight="bold")
-    for color, curves in ("C0", short), ("C9", long), ("C1", whole):
-        end = max(curves[0])
-        axes.text(1.07 * end, fmean(last(curves)) - 0.1, f"{fmean(last(curves)):.2f}", color=color)
-    axes.text(1.3e5, 3.05, "GPT-2 with AdamW", color="C0", weight="bold")
-    axes.text(9e5, 2.75, "the same, ten times longer", color="C9", weight="bold")
-    axes.text(1.3e5, 1.95, "tiny", color="C1", weight="bold")
+    for name in LENGTHS:
+        level = fmean(last(gpt2[name]))
+        tokens = max(gpt2[name][0])
+        ours = fmean(crossing(curve, level) for curve in early)
+        style = {"arrowstyle": "<-", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (tokens, level), (ours, level), arrowprops=style)
+        text = f"{level:.2f}: {tokens / ours:.0f} times fewer"
+        above = 0.05 if name != "short" else -0.2  # the other two arrows have their text above
+        axes.text(1.3 * ours, level + above, text, size=9, weight="bold", color=COLORS[name])
+    end = fmean(last(whole))
+    axes.text(1.07 * max(whole[0]), end - 0.1, f"{end:.2f}", color="C1")
+    axes.text(1.0e4, 1.6, "tiny", color="C1", weight="bold")
+    axes.text(1.2e5, 3.2, "GPT-2 with AdamW, three lengths", color="C0", weight="bold")
     axes.set(xscale="log", xlabel="tokens trained on", ylabel="validation loss, nats per byte")
     figure.savefig(path, metadata={"Date": None})
 
