@@ -82,8 +82,8 @@ def run_net(name, x, c, weights, scale):
 
 
 def embed_tokens(tokens_T, c, weights):
-    """Streams of (T, D) by name: x0, the token's embedding; bigram, the embedding of the n-grams that
-    the token forms with the previous one; the token's row of every value table."""
+    """Streams of (T, D) by name: x0, the token's embedding; bigram, the embedding of the n-grams
+    that end with the token; the token's row of every value table."""
     saved = {}
     for name in weights:
         if name[:5] == "value" and name[5:].isdigit():

@@ -17,7 +17,7 @@ import train_gpt
 from tests.tools import MINI, ROOT
 from train_gpt import PRESETS
 
-EXAMPLE = ROOT / "records/other/example/2026-11-23T20-28-52_d5718671.txt"
+EXAMPLE = ROOT / "records/other/example/2026-11-25T15-13-11_917ae0e6.txt"
 SHORT_STAGES = [dataclasses.replace(MINI.stages[0], steps=n) for n in (1, 1, 100, 1, 1, 1, 100)]
 CONFIGS = [*PRESETS.values(), MINI, dataclasses.replace(MINI, stages=(*SHORT_STAGES,))]
 SIZES = {"qk": 100, "vo": 200, "mlp": 300, "head": 400, "bigram": 10**6}
@@ -115,22 +115,23 @@ def test_devices_without_a_peak_have_no_mfu(kind):
 def test_the_example_by_hand(capsys, log):
     text, status = main(capsys, EXAMPLE)
     lines = text.splitlines()
-    assert status == 0 and lines[1] == 40 * "█" + " step 368 of 368"
+    assert status == 0 and lines[1] == 40 * "█" + " step 180 of 180"
     assert lines[2:4] == [
-        "target reached: validation loss 1.3106 after 368 steps",
-        # 368 steps of 1024 tokens; 376,832 / 65.367 s
-        "376,832 tokens in 65.4 s, 5,765 tokens/s on average, MFU n/a",
+        "target reached: validation loss 1.3650 after 180 steps",
+        # 180 steps of 512 tokens; 92,160 / 17.185 s
+        "92,160 tokens in 17.2 s, 5,363 tokens/s on average, MFU n/a",
     ]
-    assert "360: 1.0333" in lines[4] and "368: 1.3106  target 1.38" in lines[5]
+    assert "180: 1.5173" in lines[4] and "180: 1.3650  target 1.38" in lines[5]
 
-    # The same log while the run went on. The ten lines before step 250 begin at step 160.
-    cut = EXAMPLE.read_text().partition("step:260/")[0]
-    text, _ = main(capsys, log(cut + "step:260/368 train_lo"))
+    # The same log while the run went on. Ten lines, two of them of step 90,
+    # begin at step 40.
+    cut = EXAMPLE.read_text().partition("step:130/")[0]
+    text, _ = main(capsys, log(cut + "step:130/180 train_lo"))
     lines = text.splitlines()
-    assert lines[1] == 27 * "█" + 13 * "░" + " step 250 of 368"
-    # 90 steps in 44.689 - 29.551 s; all in 44.689 s; 118 steps are left
-    assert lines[2] == "6,088 tokens/s and MFU n/a now, 5,728 tokens/s on average"
-    assert lines[3].startswith("0:00:20 of training left; 0:00:0")
+    assert lines[1] == 27 * "█" + 13 * "░" + " step 120 of 180"
+    # 80 steps in 12.075 - 3.903 s; all in 12.075 s; 60 steps are left
+    assert lines[2] == "5,012 tokens/s and MFU n/a now, 5,088 tokens/s on average"
+    assert lines[3].startswith("0:00:06 of training left; 0:00:0")
 
 
 def test_time_left_counts_the_tokens_of_later_stages():
