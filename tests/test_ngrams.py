@@ -87,7 +87,9 @@ def test_copies_are_those_of_a_slow_search():
     tokens = np.random.default_rng(0).integers(0, 3, (4, 80))
     starts = [0, 33, 34]
     tokens[:, starts] = c.eot
-    tokens[0, 1:33] = 2  # matches are cut to 5 tokens
+    tokens[0, 1:33] = 2
+    # Matches are cut to 5 tokens, so the second place counts, where the token before is another.
+    tokens[1, 1:21] = [1, 0, 0, 1, 2, 2, 0, 2, 0, 0, 1, 2, 2, 1, 1, 0, 0, 1, 2, 2]
     # The gain of a length is the length, and the row of a token has its largest number there.
     w = {"head": jnp.eye(10), "copy_gains": jnp.arange(6.0)}
     gains, rows = train_gpt.copied_term(jnp.asarray(tokens), w, c)
