@@ -513,9 +513,9 @@ def describe_flags(decision: Decision) -> str:
 def describe_minutes(machine: Machine, decision: Decision) -> str:
     """How long it takes, besides pip and the download."""
     if decision.wheels == CPU:
-        return "about 2, half of one to train: measured on two cores of a CPU"
+        return "1 to 2, a third of one to train: measured on two cores of a CPU"
     if decision.preset == "tiny":
-        return "not known: tiny has run on CPUs only, where it takes about 2"
+        return "not known: tiny has run on CPUs only, where it takes 1 to 2"
     training = "not known"
     for name, minutes in TRAINING.items():
         if name in machine.devices[0].name:
