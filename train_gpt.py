@@ -322,9 +322,7 @@ def check_config(c: Config) -> None:
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
     require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
-    require(c.copy >= 0, f"--copy {c.copy} is negative")
-    part, rest = divmod(c.bigrams, len(c.ngrams))
-    require(part > 1 and not rest, f"--bigrams {c.bigrams}: no equal parts for ngrams {c.ngrams}")
+    require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
@@ -1899,9 +1897,7 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     seconds, log, identity, command and machine: see main() and train()."""
     if source.suffix == ".npz" or not source.exists():
         refuse(f"--resume {source} is not a .state file, and not a folder with some")
-    paths = [source]
-    if not source.is_file():
-        paths = sorted(source.rglob("*.state"), key=os.path.getmtime)
+    paths = [source] if source.is_file() else sorted(source.rglob("*.state"), key=os.path.getmtime)
     for path in reversed(paths):
         try:
             with np.load(path) as file:
@@ -2023,8 +2019,7 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callab
     """Compiles every program of the run, by (stage, update_all) and (stage, "val")."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
-    val_steps = [step for step in range(c.total_steps + 1) if c.validates_before(step)]
-    keys += [(c.stage_at(step), "val") for step in val_steps]
+    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
     print(f"compiling {len(keys)} programs ...", flush=True)
 
@@ -2229,8 +2224,6 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     dev/launch.py has called jax.distributed.initialize()."""
     preset, c = parse_config(argv)
     set_compilation_cache()
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")
 
     # Checkpoint: its facts and arrays, both empty for a new run.
     facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
@@ -2284,12 +2277,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")
-    if not c.save:
-        return None
-    script = Path(__file__)
-    copy = "" if script.name == "train_gpt.py" else f" --script {shlex.quote(str(script))}"
-    print(f"next: ./run.sh sample {path}{copy}")
-    return path
+    return path if c.save else None
 
 
 def save_weights(path: Path, weights: dict[str, np.ndarray], c: Config, result: dict) -> None:

@@ -20,6 +20,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,10 +94,14 @@ def main(argv: list[str]) -> None:
                 argv = [*argv, "--seed", str(seeds[0])]
         if jax.local_devices()[0].platform == "gpu" and c.attention == "cudnn":
             check_attention_once(script, c)
-        if jax.process_index() == 0:
-            print(layer_table(c))
+        if jax.process_index() > 0:
+            sys.stdout = open(os.devnull, "w")
+        print(layer_table(c))
         is_a_copy = path.resolve() != ROOT / "train_gpt.py"
         weights = script.main(argv, command=f"./run.sh {path}" if is_a_copy else "./run.sh")
+        if weights:
+            flag = f" --script {shlex.quote(str(path))}" if is_a_copy else ""
+            print(f"next: ./run.sh sample {weights}{flag}")
         wanted = sys.stdout.isatty() and os.environ.get("JNANO_SAMPLE") != "0"
         if weights and wanted and jax.process_count() == 1:
             show_sample(weights, path)

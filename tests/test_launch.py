@@ -587,6 +587,21 @@ def test_the_run_gets_the_flags_of_the_fit(monkeypatch):
     script.main.assert_called_with(["record", "--attention", "band", *added], command="./run.sh")
 
 
+@pytest.mark.parametrize("copy, last", [
+    (False, "next: ./run.sh sample logs/x.npz"),
+    (True, "next: ./run.sh sample logs/x.npz --script '{}'"),
+])  # fmt: skip
+def test_a_run_ends_with_the_command_that_samples_it(copy, last, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "my idea.py" if copy else Path(train_gpt.__file__)
+    path.touch()
+    main = lambda argv, command: Path("logs/x.npz")
+    script = SimpleNamespace(**vars(train_gpt) | {"main": main})
+    monkeypatch.setattr(launch, "load_script", lambda path: script)
+    monkeypatch.setattr(launch, "watch_signals", lambda: None)
+    launch.main([str(path), "tiny"])
+    assert capsys.readouterr().out.splitlines()[-1] == last.format(path)
+
+
 def test_hosts_that_were_fitted_otherwise_are_refused(monkeypatch):
     """The same values, typed on one host only, leave nothing to fit there."""
     compared = {}

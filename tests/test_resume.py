@@ -545,7 +545,7 @@ def test_a_log_that_finds_no_room_does_not_end_the_run(start, stopped):
     path.unlink()
     path.symlink_to("/dev/full")
     code, out, err = end(start(stopped, SLOW + MAIN, "--resume", "logs"))
-    assert code == 0 and out.splitlines()[-2].startswith("RESULT {")
+    assert code == 0 and out.splitlines()[-1].startswith("RESULT {")
     assert re.match(f"warning: .*{path.name}.*No space", err) and "Traceback" not in err
 
 

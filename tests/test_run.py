@@ -164,7 +164,6 @@ def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(r
     assert real.out == [
         f"tiny on 2 x cpu, head in float32, log in logs/{real.path.name}",
         *["compiling 6 programs ...", *real.lines[-5:]],
-        f"next: ./run.sh sample logs/{real.path.stem}.npz",
     ]
 
 
