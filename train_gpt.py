@@ -261,11 +261,11 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, sequences in their order, and microbatches of as
-        many tokens as in training, but of at least one sequence."""
+        """The configuration of validation: no FP8, and microbatches of as many tokens as in
+        training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once, deal=0)
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
@@ -1435,7 +1435,7 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
-    waits = [name for name in params if table[name].every == c.adam_every == 2]
+    waits = [name for name in params if table[name].every == 2 and c.adam_every == 2]
     waiting = {name: jnp.zeros_like(params[name]) for name in waits}
     tables = [name for name in params if table[name].sharding == LOOKUP]
     return State(params, opt_state, waiting, {n: jnp.array(params[n], c.compute) for n in tables})
@@ -2149,7 +2149,6 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 
 def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
     """Mean loss over the validation tokens, nats a token."""
-    c = c.for_validation()
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
