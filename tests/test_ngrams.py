@@ -1,36 +1,29 @@
 """n-grams have rows and seeds of signs of record 92, and copies are what a slow search finds.
 
-r92_ngrams.npz has numbers of the original record's own functions, in float32: tokens (T,); for
+The golden file has numbers of the original record's own functions, in float32: tokens (T,); for
 bigrams and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the
 rows of signs, (2, T) each; and, from a small table and signs of random numbers, the embedding
-(T, 8), and the norm of every row's gradient. An array's random numbers follow from its name.
+(T, 8), and the norm of every row's gradient.
 """
 
 import dataclasses
-import zlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import train_gpt
+from tests.golden_r92 import GOLDEN, META, normal
 from tests.tools import MINI32
 from train_gpt import SHORT, Layer
 
-GOLDEN = np.load(Path(__file__).with_name("r92_ngrams.npz"))
 TOKENS = jnp.asarray(GOLDEN["ngram/tokens"])[None]
 SMALL_TABLE = GOLDEN["ngram/rows_small_of"].item()
 FULL = dataclasses.replace(train_gpt.PRESETS["record"], bigrams=84_602_880, ngrams=(2, 3))
 SMALL = dataclasses.replace(
-    MINI32, layers=(Layer(SHORT, bigram=True),), mudd_head=(), D=8, vocab=50257, eot=50256,
+    MINI32, layers=(Layer(SHORT, bigram=True),), mudd_head=(), D=META["Dt"], vocab=50257, eot=50256,
     bigrams=SMALL_TABLE, ngrams=(2, 3), copy=0,
 )  # fmt: skip
-
-
-def normal(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    generator = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode()) + 1))
-    return generator.standard_normal(shape).astype(np.float32)
 
 
 def test_rows_and_signs_are_those_of_record_92():
@@ -53,9 +46,13 @@ def test_every_length_has_its_part_of_the_table():
 
 
 def test_the_embedding_and_its_gradient_are_those_of_record_92(monkeypatch):
-    signs = jnp.asarray(np.sign(normal("ngram/pool", (8192, 8))))
+    signs = jnp.asarray(np.sign(normal("ngram/pool", (8192, SMALL.D))))
     monkeypatch.setattr(train_gpt, "random_signs", lambda seed, c: signs[seed])
-    weights = {"embed": jnp.zeros((50304, 8)), "smear_gate": jnp.zeros(8), "smear_lambda": 0.0}
+    weights = {
+        "embed": jnp.zeros((50304, SMALL.D)),
+        "smear_gate": jnp.zeros(SMALL.D),
+        "smear_lambda": 0.0,
+    }
 
     def embedding(table):
         hashes = train_gpt.hash_ngrams(TOKENS, SMALL)
@@ -63,7 +60,7 @@ def test_the_embedding_and_its_gradient_are_those_of_record_92(monkeypatch):
         saved = train_gpt.embed_tokens(weights | {"bigram_rows": rows}, TOKENS, SMALL)
         return saved["bigram"][0]
 
-    found, vjp = jax.vjp(embedding, jnp.asarray(normal("ngram/table", (SMALL_TABLE, 8))))
+    found, vjp = jax.vjp(embedding, jnp.asarray(normal("ngram/table", (SMALL_TABLE, SMALL.D))))
     np.testing.assert_allclose(found, GOLDEN["ngram/embedding"], atol=1e-6)
     (gradient,) = vjp(jnp.asarray(normal("ngram/dy", found.shape)))
     norms = np.linalg.norm(gradient, axis=1)
