@@ -1,6 +1,6 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
-    ./run.sh        or   python train_gpt.py [record | small | tiny] [--field value ...]
+    ./run.sh     or   python train_gpt.py [record | record92 | small | tiny] [--field value ...]
 
 The model; every stream is (B, T, D):
     x0 = norm(embedding + some of the previous token's embedding)               [smear]
@@ -98,6 +98,21 @@ class Stage:
     targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, ... ahead
     # [prefix] loss weight of the longest token that is a proper prefix of the next token
     prefix: float | tuple[float, float] = 0.0
+    candidates: int = 0  # [sampled-softmax] tokens that the softmax is taken over; 0: all
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """[tail-average] A running average of parameters over the end of a run: it moves toward them by
+    `rate` of the difference in its steps, which are counted back from the last one."""
+
+    params: tuple[str, ...]  # names in param_table(); "value" stands for all value tables
+    start: float             # fraction of the run; until its first step, it follows the parameters
+    every: int               # steps from one of its steps to the next
+    rate: float              # see above
+    blend: float             # its share in what is validated; the rest are the parameters
+    last: int = 1            # it also moves in each of so many last steps
+    keep_norm: bool = True   # what is validated has the norm that the parameters have
 
 
 RECORD_LAYERS = (
@@ -122,6 +137,47 @@ RECORD_STAGES = (
     Stage(423, 24 * 16384, short=640, long=1408, max_doc=2048, lr=1.73),
     Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
+)
+# Record 92 as far as the file has it: dev/README.md lists what is missing.
+RECORD92_LAYERS = (
+    Layer(SHORT, paired_heads=True),
+    Layer(SHORT, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, bigram=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
+    Layer(None, new_gates=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=3),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, attend_to=7, bigram=True, value_table=2),
+    Layer(None),
+    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=3,
+          mudd=("input", "layer7")),
+)
+# Rows that differ only in steps, rates, documents and weights share their programs. The second
+# target's weight falls from 1/2 to 0 over the four rows of 361 steps.
+RECORD92_STAGES = (
+    Stage(320, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00, candidates=10240,
+          targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
+    Stage(91, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (361 / 722, 270 / 722)), prefix=0.20),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (270 / 722, 180 / 722)), prefix=0.15),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (180 / 722, 90 / 722)), prefix=0.10),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (90 / 722, 0.0)), prefix=0.05),
+    Stage(284, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=14336),
+    Stage(142, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=24576),
+    Stage(67, 20 * 16384, short=640, long=1408, max_doc=3072, lr=1.73 * (20 / 24) ** 0.5),
+    Stage(20, 8 * 16384, short=768, long=1664, max_doc=3072, lr=1.0),
+    Stage(0, 8 * 16384, short=768, long=2560, max_doc=3072, lr=1.0),
+)
+RECORD92_AVERAGES = (
+    Average(("embed", "head"), start=896 / 1194, every=1, rate=2 / 299, blend=0.65),
+    Average(("vo", "mlp"), start=945 / 1194, every=4, rate=4 / 53, blend=1.0),
+    Average(("value",), start=947 / 1194, every=4, rate=4 / 53, blend=1.0, keep_norm=False),
+    Average(("qk",), start=897 / 1194, every=4, rate=2 / 75, blend=0.55, last=2),
+    Average(("vo", "mlp"), start=897 / 1194, every=4, rate=2 / 75, blend=0.3493, last=2),
 )
 # A model of the same parts that trains in minutes on two CPU cores.
 TINY_LAYERS = (
@@ -163,6 +219,7 @@ class Config:
     # The streams that the head adds to x, and how much of each at first; (): none. See forward().
     mudd_head: tuple[tuple[str, float], ...] = (
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
+    averages: tuple[Average, ...] = ()  # which are validated and saved; (): the parameters are
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
@@ -174,13 +231,20 @@ class Config:
     momentum_low: float = 0.85             # Muon's momentum in the first and in the last step
     momentum_high: float = 0.95            # momentum in between
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
+    matrix_optimizer: str = "normuon"  # of the matrices in the layers; or anvil
+    engage: float = 1.0         # fraction of the run in which [anvil] does without its slow rail
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
+    table_lr: float = 75.0      # factor on the rates of the value tables and the bigram table
+    table_every: int = 1        # n: they are updated in every n-th of Adam's steps
+    table_start: float = 0.0    # fraction of the run in which they are updated in all of them
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
+    mudd_groups: int = 0        # groups of channels with weights of their own in mudd_head; 0: none
+    score_scale: float = 0.1    # factor on the scores of attention; [yarn] raises it
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
@@ -189,7 +253,7 @@ class Config:
     batch: int = 8              # sequences in a step, on all devices together
     deal: int = 0               # 1: each of them from another part of the text, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
-    head_chunk: int = 16384     # tokens whose logits exist at once (memory); divides T and val_T
+    head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
     compute: str = "bfloat16"              # dtype of activations and gathered weights
     mlp_forward: str = "bfloat16"          # dtype of the MLP's forward matmuls: compute or a float8
@@ -202,6 +266,7 @@ class Config:
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
     attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
+    canonical: str = ""         # [canonical-mask] pairs of tokens that never occur; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
     val_T: int = 262144         # tokens in a validation sequence
@@ -243,10 +308,48 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
-    def updates_all(self, step: int) -> bool:
-        """[two-cadences] Whether a step also updates the parameters with every=2 in param_table(),
-        which are all but the matrices. Record 39."""
-        return (step + 1) % self.adam_every == 0
+    def table_cycle(self, step: int) -> int:
+        """At this step, the tables are updated in every n-th of Adam's steps: n."""
+        late = step >= round(self.table_start * self.total_steps)
+        return self.table_every if late else 1
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """[two-cadences] The cadences of param_table() whose parameters a step updates: always the
+        matrices; in some steps also what Adam updates, records 39 and 92."""
+        if (step + 1) % self.adam_every:
+            return (EVERY_STEP,)
+        adam_step = (step + 1) // self.adam_every
+        if adam_step % self.table_cycle(step):
+            return EVERY_STEP, WITH_ADAM
+        return CADENCES
+
+    def updates(self, step: int) -> "Updates":
+        """What a step updates."""
+        before = self.due(step - 1) if step else CADENCES
+        waiting = tuple(cadence for cadence in CADENCES if cadence not in before)
+        return Updates(self.due(step), waiting)
+
+    def waits(self, cadence: str) -> bool:
+        """Whether some steps compute gradients of a cadence without an update."""
+        return any(cadence not in self.due(step) for step in range(self.total_steps))
+
+    def program_stage(self, step: int) -> int:
+        """The stage whose programs run a step, or validate before it: the first of those up to its
+        own that follow each other and have equal shapes."""
+
+        def shapes(stage):
+            row = self.stages[stage]
+            return row.tokens, row.short, row.long, row.candidates, [*target_weights(row)]
+
+        stage = self.stage_at(step)
+        while stage > 0 and shapes(stage - 1) == shapes(stage):
+            stage -= 1
+        return stage
+
+    def averages_of(self, name: str) -> list[int]:
+        """Numbers of the averages of a parameter."""
+        kind = name.rstrip("0123456789")
+        return [n for n, average in enumerate(self.averages) if kind in average.params]
 
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
@@ -261,16 +364,28 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, and microbatches of as many tokens as in
-        training, but of at least one sequence."""
+        """The configuration of validation: no FP8, a softmax over all tokens, and microbatches of
+        as many tokens as in training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
+        stages = tuple(dataclasses.replace(stage, candidates=0) for stage in self.stages)
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once, stages=stages)
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
         dtypes = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
         return dataclasses.replace(self, **dtypes)
+
+
+# How often a parameter is updated: the cadences of param_table().
+EVERY_STEP, WITH_ADAM, WITH_TABLES = CADENCES = "every step", "with Adam", "with tables"
+
+
+class Updates(NamedTuple):
+    """What a step updates. Each combination has programs of its own."""
+
+    due: tuple[str, ...]  # cadences whose parameters are updated
+    waiting: tuple[str, ...]  # cadences whose gradients wait from the steps before
 
 
 VAL_SEQUENCES = 8  # in a validation step
@@ -302,9 +417,14 @@ def check_config(c: Config) -> None:
             require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
         twice = layer.mudd and layer.bigram
         require(not twice, f"layer {i}: leave out bigram=True, mudd adds the bigram anyway")
-        streams.append(f"layer{i}")
+        streams += [f"middle{i}", f"layer{i}"]
     for name, _ in c.mudd_head:
-        require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
+        plain = name.removeprefix("norm(").removesuffix(")")
+        require(plain in streams, f"mudd_head reads {name!r}, there are only {streams}")
+    groups = c.mudd_groups or 1
+    require(c.D % groups == 0, f"--mudd_groups {groups} does not divide --D {c.D}")
+    optimizer = c.matrix_optimizer
+    require(optimizer in ("normuon", "anvil"), f"--matrix_optimizer {optimizer}: normuon or anvil")
     trained = sum(stage.steps > 0 for stage in c.stages)
     require(0 < trained <= c.total_steps, f"--steps {c.total_steps} is less than {trained} stages")
     for i, stage in enumerate(c.stages):
@@ -314,16 +434,29 @@ def check_config(c: Config) -> None:
         require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
         even = stage.tokens % c.batch == 0
         require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
+        one = c.microbatch == 1 or stage.candidates == 0
+        require(one, f"stage {i}: candidates belong to one sequence, so they need --microbatch 1")
+        require(stage.candidates <= padded_vocab(c), f"stage {i}: more candidates than tokens")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
     divisor = math.gcd(c.head_chunk, *lengths)
     message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
-    require(divisor == c.head_chunk, f"{message}, but {divisor} does")
+    require(2 * divisor >= c.head_chunk, f"{message}, but {divisor} does")
     fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
     require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
+    require(c.table_every > 0, "--table_every must be at least 1")
     require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
+
+
+SWEEP = 20011  # [sampled-softmax] a prime: its multiples modulo V are a permutation of all tokens
+
+
+def padded_vocab(c: Config) -> int:
+    """Rows of the embedding and the head, V. The softmax is over the padding as well, so it is
+    trained, too."""
+    return -(-c.vocab // 128) * 128
 
 
 PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
@@ -342,6 +475,17 @@ def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
 
 PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
+    "record92": Config(
+        layers=RECORD92_LAYERS, stages=RECORD92_STAGES, averages=RECORD92_AVERAGES, F=2816,
+        mudd_groups=12, mudd_head=(
+            ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0),
+            ("value1", 0.0), ("value3", 0.0), ("value2", 0.0), ("norm(middle10)", 0.0),
+            ("norm(layer7)", 0.0)),
+        cooldown_start=234 / 1194, cooldown_end=1174 / 1194, lr_floor=0.30,
+        momentum_warmup=240 / 1194, momentum_cooldown=50 / 1194, momentum_high=0.93,
+        untie=1175 / 1194, matrix_optimizer="anvil", engage=514 / 1194, table_lr=70.0,
+        table_every=2, table_start=336 / 1194, canonical="data/gpt2_canonical.npz",
+    ),
     "small": Config(
         layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
         microbatch=4, bigrams=32768, head_chunk=8192, prefixes="",
@@ -361,9 +505,9 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> Array:
+def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int, sweep=None) -> Array:
     """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
-    number as in target_weights()."""
+    number as in target_weights(). For `sweep`, see candidate_tokens()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
@@ -374,7 +518,17 @@ def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int) -> A
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
     targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
     weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
-    return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
+    head = w["head"]
+    if c.stages[stage].candidates:
+        # [sampled-softmax] The head has the rows of the candidates alone. A target that is none of
+        # them, which only a prefix can be, is dropped.
+        tokens_P, place_V = candidate_tokens(tokens_BS[:, 1:], sweep, c.stages[stage].candidates, c)
+        head = head.at[tokens_P].get(**UNIQUE_ROWS)
+        targets_NJ = jnp.where(targets_NJ < 0, -1, place_V[targets_NJ])
+    mask = ()
+    if "canonical" in w:
+        mask = (tokens_BS[:, :-1].reshape(-1, 1), *w["canonical"])
+    return head_loss(norm(x_BTD).reshape(-1, c.D), head, targets_NJ, weights_J, mask, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
@@ -385,8 +539,9 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     Instead of the bigram table, w has "bigram_rows", a list with the rows that the tokens read,
     (B, T, D), for every length of c.ngrams.
 
-    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
-    "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
+    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ... and, for x between
+    attention and MLP, "middle0", ...; keys of gates are "input.bigram", "layer3.x0", ..., of which
+    a layer reads its own without the prefix.
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
@@ -408,10 +563,8 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
         else:
             x = block(x, i, w, gate, saved, pos, c)
         saved[f"layer{i}"] = x
-    if c.mudd_head:  # [mudd] The head reads earlier streams, too.
-        mix = run_net("mudd_head", x, w, c)
-        streams = [saved[name] for name, _ in c.mudd_head]
-        x = weighted_sum((1.0, x), *per_token_terms(mix["x"], streams))
+    if c.mudd_head:
+        x = weighted_sum((1.0, x), *mudd_head_terms(x, saved, w, c))
     if c.copy:
         x = weighted_sum((1.0, x), copied_term(tokens_BT, w, c))
     return x
@@ -440,7 +593,7 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
 
 def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
     """Layer i: adds attention and MLP to x, (B, T, D). `gate` has this layer's gates by name,
-    (B, T, 1) or (B, T, H); `saved` has the streams so far."""
+    (B, T, 1) or (B, T, H); `saved` has the streams so far, and gets "middle{i}"."""
     layer = c.layers[i]
     x = x_BTD
     if layer.window is not None:
@@ -462,6 +615,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
         if layer.bigram:
             terms.append((gate["bigram"], saved["bigram"]))
         x = weighted_sum(*terms)
+    saved[f"middle{i}"] = x
     keep, add = w["mlp_lambdas"][i]
     return weighted_sum((keep, x), (1.0, mlp(x, i, w, c, out_scale=add)))
 
@@ -480,6 +634,7 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     y = attention(source, v_terms, i, w, gate, pos, c)
     x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
     x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
+    saved[f"middle{i}"] = x
     return weighted_sum(*per_token_terms(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
@@ -669,19 +824,46 @@ def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
 
 def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array]:
     """Runs a net on x: scale * (w2 gelu(w1 x) + b2), where only b2 remains if R is 0. Returns its
-    outputs by name, (B, T, n) each, in float32; one matmul serves all of them."""
+    outputs by name, (B, T, n) each, in float32; one matmul serves all of them. A net with groups
+    also has the output "groups", (B, T, n, groups), without biases."""
     w1, w2 = (w[f"{name}.{matrix}"].astype(x_BTD.dtype) for matrix in ("w1", "w2"))
     hidden_BTR = gelu(jnp.einsum("BTD,RD->BTR", x_BTD, w1))
     y = jnp.einsum("BTR,nR->BTn", hidden_BTR, w2).astype(jnp.float32)
     y = scale * (y + w[f"{name}.b2"])
-    outputs = nets(c)[name]
-    ends = np.cumsum([len(start) for start in outputs.values()])
-    return dict(zip(outputs, jnp.split(y, ends[:-1], axis=-1), strict=True))
+    starts = nets(c)[name]
+    ends = np.cumsum([len(start) for start in starts.values()])
+    outputs = dict(zip(starts, jnp.split(y, ends[:-1], axis=-1), strict=True))
+    if f"{name}.groups" in w:
+        w_nGR = w[f"{name}.groups"].astype(x_BTD.dtype)
+        y_BTnG = jnp.einsum("BTR,nGR->BTnG", hidden_BTR, w_nGR)
+        outputs["groups"] = scale * y_BTnG.astype(jnp.float32)
+    return outputs
+
+
+def named_stream(name: str, saved: dict[str, Array]) -> Array:
+    """A stream by its name, as "layer7", or normalized, as "norm(layer7)"; (B, T, D)."""
+    if name.startswith("norm("):
+        return norm(saved[name.removeprefix("norm(").removesuffix(")")])
+    return saved[name]
 
 
 def per_token_terms(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
     """Terms of a weighted_sum in which every token has its own weight for each of n streams."""
     return list(zip(jnp.split(weights_BTn, len(streams), axis=-1), streams, strict=True))
+
+
+def mudd_head_terms(x_BTD, saved: dict[str, Array], w, c: Config) -> list[tuple[Array, Array]]:
+    """[mudd] Terms of a weighted_sum: earlier streams for the head, with weights for each token or,
+    if there are groups, for each token and group of channels. Records 81 and 92."""
+    mix = run_net("mudd_head", x_BTD, w, c)
+    terms = per_token_terms(mix["x"], [named_stream(name, saved) for name, _ in c.mudd_head])
+    if c.mudd_groups == 0:
+        return terms
+    grouped = []
+    for n, (weight_BT1, stream_BTD) in enumerate(terms):
+        more_BTD = jnp.repeat(mix["groups"][:, :, n], c.D // c.mudd_groups, axis=-1)
+        grouped.append((weight_BT1 + more_BTD, stream_BTD))
+    return grouped
 
 
 # ---- Building blocks -----------------------------------------------------------------------------
@@ -807,9 +989,9 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
-    # -K and K, at most 128. The scale of scores is at least 0.1, so of two keys with equal other
-    # channels, that of an earlier document has less than exp(-25.6) times the weight. Exact for
-    # fewer than 4,096 documents.
+    # -K and K, at most 128. The scale of scores is at least c.score_scale: at 0.1, of two keys with
+    # equal other channels, that of an earlier document has less than exp(-25.6) times the weight.
+    # Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
@@ -829,7 +1011,7 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     record 31.
     """
     frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
-    scale = 0.1
+    scale = c.score_scale
     windows = [s.long for s in c.stages[: stage + 1] if s.steps]
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * np.pi)  # in the old window
@@ -844,7 +1026,34 @@ def prefix_table(c: Config) -> np.ndarray:
     return np.fromfile(c.prefixes, "<i4")
 
 
+def canonical_mask(c: Config) -> tuple:
+    """The arrays of apply_mask(), as data/canonical_mask.py has written them; () for none."""
+    if not c.canonical:
+        return ()
+    with np.load(c.canonical) as file:
+        return file["row_of"], file["column_of"], file["bits"]
+
+
 # ---- Loss ----------------------------------------------------------------------------------------
+UNIQUE_ROWS = dict(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+
+
+def candidate_tokens(targets_BT, first: Array, P: int, c: Config) -> tuple[Array, Array]:
+    """[sampled-softmax] Of a microbatch, the P tokens over which its softmax is taken, (P,) in
+    ascending order, and the place of every token among them, (V,), -1 for the others: all targets,
+    and the first tokens of a sweep that are not among them. Sweeps are parts of one permutation, of
+    the multiples of SWEEP modulo V, from number `first` on; there are no random numbers. The loss
+    is not corrected for what the softmax leaves out. Record 92."""
+    V = padded_vocab(c)
+    is_target_V = jnp.zeros(V, bool).at[targets_BT].set(True)
+    sweep_V = SWEEP * ((first + jnp.arange(V)) % V) % V
+    is_free_V = ~is_target_V[sweep_V]
+    is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= P - is_target_V.sum())
+    is_candidate_V = is_target_V.at[sweep_V].max(is_next_V)
+    place_V = jnp.where(is_candidate_V, jnp.cumsum(is_candidate_V) - 1, -1)
+    return jnp.nonzero(is_candidate_V, size=P)[0], place_V
+
+
 SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 SOFTCAP_SHIFT = 5
 SOFTCAP_WIDTH = 7.5
@@ -870,29 +1079,36 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
     return out * jnp.asarray(1 / scale, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy over all V columns to J targets (-1: none) with weights,
     summed over N tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the
     forward pass computes both gradients as well, while a chunk's logits are at hand.
-    arXiv:2209.05433, record 19."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
+    arXiv:2209.05433, record 19. The mask is (), or that of apply_mask(), with rows of all tokens.
+    """
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask, c)[0]
 
 
-def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> tuple[Array, tuple]:
     """The loss, and its gradients for x and w."""
     grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
     def one_chunk(dw_VD, chunk):
-        x, targets = chunk
+        x, targets, *before = chunk
+        chunk_mask = (*before, *mask[1:])
         weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
         z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
-        total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)  # bounded: no maximum to subtract
-        z_target = jnp.take_along_axis(z, jnp.maximum(targets, 0), axis=1, mode="promise_in_bounds")
-        loss = (weights * (jnp.log(total) - softcap(z_target))).sum()
+        # Softcapped logits are bounded, so there is no maximum to subtract.
+        all_tokens = np.arange(w_VD.shape[0])[None]
+        total = jnp.exp(apply_mask(softcap(z), all_tokens, chunk_mask)).sum(axis=1, keepdims=True)
+        token = jnp.maximum(targets, 0)
+        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
+        log_total = jnp.log(total)
+        s_target = apply_mask(softcap(z_target), token, chunk_mask)
+        loss = (weights * (log_total - s_target)).sum()
         # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
         #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
         #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
@@ -904,7 +1120,7 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
         s = softcap(z)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * jnp.exp(s)
+        dloss_ds = softmax_weight * jnp.exp(apply_mask(s, all_tokens, chunk_mask))
         for j in range(targets.shape[1]):
             dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
         g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
@@ -913,7 +1129,8 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
         return dw_VD + dw, (loss, dx)
 
-    chunks = [a.reshape(-1, c.head_chunk, a.shape[1]) for a in (x_ND, targets_NJ)]
+    chunk = math.gcd(len(x_ND), c.head_chunk)
+    chunks = [a.reshape(-1, chunk, a.shape[1]) for a in (x_ND, targets_NJ, *mask[:1])]
     dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
@@ -921,10 +1138,30 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
     dx_ND, dw_VD = gradients
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, None
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
+
+
+NEVER = -60.0  # the softcapped logit of a token that cannot follow
+
+
+def apply_mask(s_NJ, token_NJ, mask: tuple) -> Array:
+    """[canonical-mask] Softcapped logits of some tokens, NEVER where a token cannot follow the one
+    before it in text that the tokenizer has written; validation only. It also holds for the target,
+    so the loss is that of a probability model. Record 91.
+
+    The mask is (), for none, or (before, row_of, column_of, bits): the tokens before, (N, 1), and
+    the arrays of canonical_mask(). If bit i of byte j in row row_of[p] of bits, (R, C / 8), is set,
+    the tokens x with column_of[x] = 8 j + i cannot follow p. row_of and column_of are (V,).
+    """
+    if not mask:
+        return s_NJ
+    before_N1, row_of_V, column_of_V, bits = mask
+    column_NJ = column_of_V[token_NJ]
+    bytes_NJ = bits[row_of_V[before_N1], column_NJ // 8]
+    return jnp.where((bytes_NJ >> (column_NJ % 8)) & 1 == 1, NEVER, s_NJ)
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1112,7 +1349,7 @@ BANK_GROUP = 8  # matrices in a group of a bank
 
 class Param(NamedTuple):
     """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
-    `every` how often it is updated; neither follows from the optimizer.
+    its cadence how often it is updated; neither follows from the optimizer.
 
     sharding    stored               each device owns   sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices     all-gathered every step
@@ -1128,7 +1365,7 @@ class Param(NamedTuple):
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
     sharding: P = REPLICATED
-    every: int = 2  # 1: updated in every step; 2: when Config.updates_all() says so
+    cadence: str = WITH_ADAM  # it is updated in the steps in which Config.due() has it
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a lookup: rows without padding
@@ -1146,22 +1383,25 @@ def param_table(c: Config) -> dict[str, Param]:
     D, H = c.D, c.H
     n_layers = len(c.layers)
     with_attention = c.attention_layers()
-    vocab = -(-c.vocab // 128) * 128  # the softmax is over the padding, too, so it is trained
+    vocab = padded_vocab(c)
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
-    muon = normuon(c)
+    optimizer, decay = {"normuon": (normuon, 1.2), "anvil": (anvil, 2.25)}[c.matrix_optimizer]
+    muon = optimizer(c)
     # fmt: off
     table = {
         # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
         "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
-        "bigram": lookup(c.bigrams, D, 0.0, 75, 5, (0.75, 0.95)),
-        **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, (0.75, 0.95)) for n in c.value_tables()},
-        # rows, cols, layers, and (bound of the initial values, factor on the rate) of each matrix.
-        # A layer has H matrices in "qk", of two heads each: half of them for q, then half for k.
-        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),
-        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
-        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),  # fc, proj^T
+        "bigram": lookup(c.bigrams, D, 0.0, c.table_lr, 5, (0.75, 0.95), WITH_TABLES),
+        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95), WITH_TABLES)
+           for n in c.value_tables()},
+        # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
+        # optimizer, factor on the decay. A layer has H matrices in "qk", of two heads each: half of
+        # them for q, then half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon, decay),
+        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon, decay),
+        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon, decay),
         # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
@@ -1181,21 +1421,33 @@ def param_table(c: Config) -> dict[str, Param]:
         table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
         table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
         table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
+    if c.mudd_groups:
+        shape = (len(c.mudd_head), c.mudd_groups, c.R)
+        table["mudd_head.groups"] = replicated(shape, 0.0, 0.25, decay=1)
+    for average in c.averages:
+        unknown = [name for name in average.params if name not in (*table, "value")]
+        if unknown:
+            raise ValueError(f"an average is of {unknown}, there are only {[*table]}")
     return table
 
 
 ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
 
 
-def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
+def lookup(
+    rows: int, D: int, std: float, lr: float, decay: float, betas: tuple, cadence=WITH_ADAM
+) -> Param:
     """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
     normal distribution. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
-    return Param(shape, init, lr, ADAM_DECAY * lr * decay, adam(*betas), LOOKUP, rows=rows)
+    weight_decay = ADAM_DECAY * lr * decay
+    return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, cadence, rows=rows)
 
 
-def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
+def bank(
+    rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any, decay: float
+) -> Param:
     """Matrices of one shape, for each layer as many as there are pairs (bound, rate), padded with
     zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
     gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
@@ -1205,8 +1457,8 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     bounds, rates = pairs.T.reshape(2, -1, BANK_GROUP, 1, 1)
     shape = (len(bounds), BANK_GROUP, rows, cols)
     return Param(
-        shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
-        sharding=BANK, every=1, base_lr="muon_lr", layers=layer_of,
+        shape, init=uniform(bounds), lr=rates, weight_decay=decay, optimizer=optimizer,
+        sharding=BANK, cadence=EVERY_STEP, base_lr="muon_lr", layers=layer_of,
     )  # fmt: skip
 
 
@@ -1313,14 +1565,26 @@ POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the on
 )
 
 
-def orthogonalize(G: Array, dtype: str) -> Array:
+# Record 92's six. Above 1 / 1.05 they diverge: in bfloat16, small matrices of rank 1 may, but not
+# those of the record's size.
+ANVIL_QUINTICS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def orthogonalize(G: Array, quintics: tuple, margin: float, dtype: str) -> Array:
     """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
     2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
-    arXiv:2505.16932, record 38."""
+    arXiv:2505.16932, record 38. First, it scales G so that none is above 1 / margin."""
     tall = G.shape[-2] > G.shape[-1]
     X = G.mT if tall else G
-    X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)  # no singular value is above 1
-    for c1, c3, c5 in POLAR_EXPRESS:
+    X = (X / (margin * frobenius_norm(X) + 1e-6)).astype(dtype)
+    for c1, c3, c5 in quintics:
         A = X @ X.mT
         X = c1 * X + (c3 * A + c5 * A @ A) @ X
     X = X.mT if tall else X
@@ -1328,13 +1592,7 @@ def orthogonalize(G: Array, dtype: str) -> Array:
 
 
 def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
-    """Nesterov momentum and orthogonalization of matrices [.., rows, cols]; then [normuon] scales
-    each row by 1 / rms of its recent updates, so that updates of all rows have equal rms (of
-    wide matrices, columns). Li et al. 2025, arXiv:2510.05491; record 41."""
-
-    def mean_square(X):
-        axis = -1 if X.shape[-2] >= X.shape[-1] else -2  # one mean for each row, or each column
-        return jnp.square(X).mean(axis=axis, keepdims=True)
+    """Nesterov momentum, orthogonalization, and equal rows, of matrices [.., rows, cols]."""
 
     def init(params):
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
@@ -1343,13 +1601,59 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         buffer, average = state
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
-        X = orthogonalize(nesterov, c.compute)
-        average = average + (1 - 0.9) * (mean_square(X) - average)
-        Y = X * lax.rsqrt(jnp.maximum(average, 1e-10))
-        Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # padding stays 0
+        X = orthogonalize(nesterov, POLAR_EXPRESS, 1.02, c.compute)
+        Y, average = equalize(X, average)
         return Y, (buffer, average)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Rails(NamedTuple):
+    """The state of anvil()."""
+
+    fast: Array  # average of the gradients, as NorMuon's momentum
+    slow: Array  # average over more steps
+    average: Array  # of equalize()
+
+
+def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
+    """[anvil] NorMuon with a slow rail, a second average of the gradients, and other quintics. Late
+    in the run, momentum is a mixture of both rails; weights decay where the slow one shrinks them,
+    see update_parameters(). Record 92."""
+
+    def init(params):
+        zeros = jnp.zeros_like(params)
+        return Rails(zeros, zeros, mean_square(zeros))
+
+    def update(grad, state, params=None, *, momentum, engaged, **_):
+        fast_momentum = jnp.where(engaged, 0.85, momentum)
+        fast_share = jnp.where(engaged, 0.4385, 1.0)
+        fast = state.fast + (1 - fast_momentum) * (grad - state.fast)
+        slow = state.slow + (1 - 0.98) * (grad - state.slow)
+        mixed = fast_share * fast + (1 - fast_share) * slow
+        nesterov = grad + momentum * (mixed - grad)
+        X = orthogonalize(nesterov, ANVIL_QUINTICS, 1.05, c.compute)
+        Y, average = equalize(X, state.average)
+        return Y, Rails(fast, slow, average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def equalize(X: Array, average: Array) -> tuple[Array, Array]:
+    """[normuon] Scales each row of updates [.., rows, cols] by 1 / rms of its recent ones, so that
+    updates of all rows have equal rms (of wide matrices, columns). Returns them and the new
+    average. Li et al. 2025, arXiv:2510.05491; record 41."""
+    average = average + (1 - 0.9) * (mean_square(X) - average)
+    Y = X * lax.rsqrt(jnp.maximum(average, 1e-10))
+    Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # padding stays 0
+    return Y, average
+
+
+def mean_square(X: Array) -> Array:
+    """Of each row of matrices [.., rows, cols] or, if they are wide, of each column; the other axis
+    becomes 1."""
+    axis = -1 if X.shape[-2] >= X.shape[-1] else -2
+    return jnp.square(X).mean(axis=axis, keepdims=True)
 
 
 def frobenius_norm(x: Array) -> Array:
@@ -1357,15 +1661,26 @@ def frobenius_norm(x: Array) -> Array:
     return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
-def adam(b1: float, b2: float) -> optax.GradientTransformation:
-    """Adam without a rate. optax adds epsilon after the bias correction, upstream before it."""
-    return optax.scale_by_adam(b1, b2, eps=1e-10)
+def adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
+    """Adam without a rate, for gradients of `cycle` times as many steps as usual: so its averages
+    forget as much. optax adds epsilon after the bias correction, upstream before it."""
+
+    def update(grad, state, params=None, *, cycle, **_):
+        return optax.scale_by_adam(b1**cycle, b2**cycle, eps=1e-10).update(grad, state)
+
+    return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2).init, update)
 
 
-def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: Any) -> Array:
-    """One step of a parameter. [cautious-decay] A weight decays only where the update also shrinks
-    it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402, record 43."""
-    decay = rate * weight_decay * jnp.where(update * p > 0, p, 0)
+def decay_gate(opt_state: Any, update: Array) -> Array:
+    """[cautious-decay] What says where weights decay: of [anvil] its slow rail, else the update."""
+    return opt_state.slow if isinstance(opt_state, Rails) else update
+
+
+def apply_update(p: Array, update: Array, gate: Array, rate: Array, lr: Any, weight_decay: Any):
+    """One step of a parameter. [cautious-decay] A weight decays only where the gate, usually the
+    update, also shrinks it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402,
+    record 43."""
+    decay = rate * weight_decay * jnp.where(gate * p > 0, p, 0)
     return p - rate * lr * (update + decay)
 
 
@@ -1378,6 +1693,10 @@ class ScheduleRow(NamedTuple):
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
     loss_weights: Any  # (J,): of the targets, in the order of target_weights()
+    engaged: Any  # whether the slow rail of [anvil] counts
+    table_cycle: Any  # the tables are updated in every n-th of Adam's steps
+    sweep: Any  # where the first microbatch's sweep of [sampled-softmax] begins
+    average_rates: Any  # of Config.averages: how far each moves
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1397,14 +1716,36 @@ def schedule(c: Config) -> list[ScheduleRow]:
     rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
     fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
     momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
+    average_rates = [rates_of_average(average, progress) for average in c.averages]
     rows = []
     for step in steps:
         ramps = target_weights(c.stages[stage_of[step]]).values()
         weights = np.float32([a + (b - a) * stage_progress[step] for a, b in ramps])
         adam_lr, muon_lr = np.float32(c.adam_lr * lr[step]), np.float32(c.muon_lr * lr[step])
         tied = np.bool_(progress[step] <= c.untie)
-        rows.append(ScheduleRow(adam_lr, muon_lr, np.float32(momentum[step]), tied, weights))
+        # What the run does not use is (), so that its programs do not have it.
+        engaged = np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else ()
+        table_cycle = np.float32(c.table_cycle(step)) if c.table_every > 1 else ()
+        # As many tokens on in every step as there are candidates, so that all take part.
+        sweep = np.int32(step * c.stages[stage_of[step]].candidates % padded_vocab(c))
+        rows.append(ScheduleRow(
+            adam_lr, muon_lr, np.float32(momentum[step]), tied, weights, engaged, table_cycle,
+            sweep if any(stage.candidates for stage in c.stages) else (),
+            tuple(np.float32(rates[step]) for rates in average_rates),
+        ))  # fmt: skip
     return rows
+
+
+def rates_of_average(average: Average, progress: np.ndarray) -> np.ndarray:
+    """How far an average moves in each step: all the way up to its first step, so that it follows
+    the parameters, and from then on by its rate, or not at all. `progress` is that of schedule().
+    """
+    steps = np.arange(len(progress))
+    remaining = len(progress) - 1 - steps
+    moves = (remaining % average.every == 0) | (remaining < average.last)
+    moves &= progress >= average.start
+    first = np.argmax(moves)
+    return np.where(steps <= first, 1.0, np.where(moves, average.rate, 0.0))
 
 
 # ---- Step ----------------------------------------------------------------------------------------
@@ -1413,13 +1754,22 @@ class State(NamedTuple):
 
     params: dict[str, Array]  # float32 master copies
     opt_state: dict[str, Any]  # of each parameter's optimizer
-    waiting_grads: dict[str, Array]  # of parameters whose update comes only in the next step
+    waiting_grads: dict[str, Array]  # of parameters whose update comes only in a later step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
+    averages: dict[str, tuple]  # of a parameter: an array for each of Config.averages_of()
 
 
-def validated(state: State) -> dict[str, Array]:
-    """The weights that are validated and saved; the place for an average of weights."""
-    return state.params
+def validated(state: State, c: Config) -> dict[str, Array]:
+    """The weights that are validated, saved and exported. [tail-average] A parameter with averages
+    moves toward one after the other, and is scaled to the norm that it had. Record 92."""
+    weights = dict(state.params)
+    for name, averages in state.averages.items():
+        rows = [c.averages[n] for n in c.averages_of(name)]
+        for row, average in zip(rows, averages, strict=True):
+            weights[name] += row.blend * (average - weights[name])
+        if all(row.keep_norm for row in rows):
+            weights[name] *= jnp.linalg.norm(state.params[name]) / jnp.linalg.norm(weights[name])
+    return weights
 
 
 def initial_state(seed: Array, c: Config) -> State:
@@ -1435,10 +1785,15 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
-    waits = [name for name in params if table[name].every == 2 and c.adam_every == 2]
+    waits = [name for name in params if c.waits(table[name].cadence)]
     waiting = {name: jnp.zeros_like(params[name]) for name in waits}
     tables = [name for name in params if table[name].sharding == LOOKUP]
-    return State(params, opt_state, waiting, {n: jnp.array(params[n], c.compute) for n in tables})
+    lookups = {name: jnp.array(params[name], c.compute) for name in tables}
+    averages = {}
+    for name, p in params.items():
+        if c.averages_of(name):
+            averages[name] = tuple(jnp.array(p) for _ in c.averages_of(name))
+    return State(params, opt_state, waiting, lookups, averages)
 
 
 def start_keys_as_queries(qk: Array, c: Config) -> Array:
@@ -1479,10 +1834,10 @@ def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     return program(old, np.uint32(max(0, c.seed)))
 
 
-def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, update_all: bool):
+def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, updates: Updates):
     """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
-    the loss per token, summed over targets. Without update_all, only parameters with every=1 are
-    updated; the other gradients wait for the next step.
+    the loss per token, summed over targets. Only parameters of the cadences that are due are
+    updated; the other gradients wait for a later step.
 
     collective       what                             axis   dtype     when
     all-gather       banks                            fsdp   compute   every step
@@ -1490,11 +1845,11 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     all-reduce       the same, beyond 8 devices       nodes  compute   every step
     all-gather       bigram: int32 rows, gradients    all    compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
-    all-gather       lookups that were updated        fsdp   compute   end of an update_all step
+    all-gather       lookups that were updated        fsdp   compute   end of their updates' steps
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
-    # gathered at the end of the last step with update_all.
+    # gathered when they were updated.
     owned = {name: p for name, p in state.params.items() if table[name].sharding != LOOKUP}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
@@ -1506,35 +1861,46 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     ks = target_weights(c.stages[stage])
     loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
 
-    def microbatch(total, tokens_BS):
+    # The sweeps of [sampled-softmax] begin at places that do not depend on the number of devices.
+    M = len(tokens_MBS)
+    sweeps = ()
+    if c.stages[stage].candidates:
+        first_M = (lax.axis_index(mesh_axes()) * M + jnp.arange(M)) * padded_vocab(c) // c.batch
+        sweeps = row.sweep + first_M
+
+    def microbatch(total, inputs):
+        tokens_BS, sweep = inputs
         index = [index_BT for index_BT, _ in hash_ngrams(tokens_BS[:, :-1], c)]
         w = weights | {"bigram_rows": [take_rows(bigram_table, index_BT) for index_BT in index]}
-        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage)
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep)
         bigram_grads = grads.pop("bigram_rows")
         return jax.tree.map(jnp.add, total, (loss, grads)), (index, bigram_grads)
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, tokens_MBS)
+    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, (tokens_MBS, sweeps))
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
     grads["bigram"] = exchange_rows(index, bigram_grads, state.params["bigram"])
-    state = update_parameters(state, grads, row, c, update_all)
+    state = update_parameters(state, grads, row, c, updates)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
-def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, update_all: bool):
+def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, updates: Updates):
     """Returns the state after an update of the parameters that are due, of this device's parts.
     grads has the gradient of every parameter, by name and shaped like the part, summed over all
     devices."""
     table = param_table(c)
-    due = [name for name, param in table.items() if update_all or param.every == 1]
-    waiting = {name: grads[name] for name in state.waiting_grads}
-    if update_all:
-        grads = grads | jax.tree.map(jnp.add, state.waiting_grads, waiting)
-        waiting = state.waiting_grads  # without meaning now: the next step overwrites them
+    due = [name for name, param in table.items() if param.cadence in updates.due]
+    grads = dict(grads)
+    waiting = dict(state.waiting_grads)
+    for name in waiting:
+        if table[name].cadence in updates.waiting:
+            grads[name] = waiting[name] + grads[name]
+        if name not in due:  # otherwise it has no meaning until a step overwrites it
+            waiting[name] = grads[name]
     if "embed" in due:
         both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
         tied = {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
@@ -1543,15 +1909,20 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     params, opt_state = dict(state.params), dict(state.opt_state)
     for name in due:
         param = table[name]
+        late = c.table_every > 1 and param.cadence == WITH_TABLES
+        cycle = row.table_cycle if late else 1
         update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
-            grads[name], opt_state[name], params[name], momentum=row.momentum
-        )
+            grads[name], opt_state[name], params[name],
+            momentum=row.momentum, engaged=row.engaged, cycle=cycle,
+        )  # fmt: skip
+        gate = decay_gate(opt_state[name], update)
         lr = param.lr
         if param.sharding == BANK:  # of each group, the matrices that this device owns
             n = update.shape[1]
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
-        params[name] = apply_update(params[name], update, rate, lr, param.weight_decay)
+        weight_decay = cycle * param.weight_decay
+        params[name] = apply_update(params[name], update, gate, rate, lr, weight_decay)
     if "embed" in due:  # a copy, because XLA may round the two updates differently
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
     lookups = dict(state.lookups)
@@ -1559,13 +1930,26 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
         if name in due:  # gathered here and not in the next step, to overlap with Muon
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
-    return State(params, opt_state, waiting, lookups)
+    averages = move_averages(state.averages, params, row, c)
+    return State(params, opt_state, waiting, lookups, averages)
 
 
-def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> Array:
-    """Mean next-token loss of a validation batch, under shard_map; c is from for_validation().
-    All-gathers banks and lookups, all-reduces the loss."""
+def move_averages(averages: dict, params: dict, row: ScheduleRow, c: Config) -> dict[str, tuple]:
+    """[tail-average] The averages after a step: each moves toward its parameter by its rate."""
+    moved = {}
+    for name, arrays in averages.items():
+        rates = [row.average_rates[n] for n in c.averages_of(name)]
+        pairs = zip(rates, arrays, strict=True)
+        moved[name] = tuple((1 - rate) * x + rate * params[name] for rate, x in pairs)
+    return moved
+
+
+def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage: int) -> Array:
+    """Mean next-token loss of a validation batch, under shard_map; c is from for_validation(), the
+    mask from canonical_mask(). All-gathers banks and lookups, all-reduces the loss."""
     weights = whole_weights(params, c)
+    if mask:
+        weights["canonical"] = mask
 
     def microbatch(tokens_BS):
         rows = [take_rows(weights["bigram"], i) for i, _ in hash_ngrams(tokens_BS[:, :-1], c)]
@@ -1591,32 +1975,33 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
 }
 
 
-def compile_train_step(stage: int, update_all: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+def compile_train_step(stage: int, updates: Updates, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
     T = c.sequence_length(stage)
     at_once = math.gcd(c.microbatch, c.batch // mesh.size)  # divides the device's sequences
 
     def step(state, tokens, row):
-        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, update_all)
+        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, updates)
 
-    scalar = np.float32(0)
     weights = np.zeros(len(target_weights(c.stages[stage])), np.float32)
-    row = shapes_on(mesh, P(), ScheduleRow(scalar, scalar, scalar, np.bool_(False), weights))
+    row = shapes_on(mesh, P(), schedule(c)[0]._replace(loss_weights=weights))
     tokens = shapes_on(mesh, P(mesh.axis_names), np.zeros((c.batch, T + 1), np.int32))
-    return compile_program(step, mesh, state_shapes(c, mesh), tokens, row)
+    return compile_program(step, mesh, (state_shapes(c, mesh), tokens, row), is_training=True)
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens) -> loss, with the windows of a stage, compiled from shapes."""
-    params = validated(state_shapes(c, mesh))
+    """The program (params, tokens, mask) -> loss, with the windows of a stage, compiled from
+    shapes. The mask is that of canonical_mask()."""
+    params = state_shapes(c, mesh).params
+    mask = shapes_on(mesh, P(), canonical_mask(c))
     c = c.for_validation()
     at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
 
-    def step(params, tokens):
-        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
+    def step(params, tokens, mask):
+        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), mask, c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
-    return compile_program(step, mesh, params, tokens)
+    return compile_program(step, mesh, (params, tokens, mask), is_training=False)
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
@@ -1625,17 +2010,16 @@ def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shard), arrays)
 
 
-def compile_program(step: Callable, mesh: Mesh, state: Any, tokens: Any, *row) -> Any:
-    """Compiles a step from the shapes of its arguments. A training step, the one with a row, gives
-    its state's memory to the new state."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, (state, tokens, *row))
-    is_training = len(row) > 0
+def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: bool) -> Any:
+    """Compiles a step from the shapes of its arguments. A training step gives the memory of the
+    state, its first argument, to the new state."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
     out_specs = (specs[0], P()) if is_training else P()
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
     # keep_unused: compile_all() expects the shapes of all arguments.
     program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
     platform = mesh.devices.flat[0].platform
-    return program.lower(state, tokens, *row).compile(OPTIONS.get(platform))
+    return program.lower(*arguments).compile(OPTIONS.get(platform))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -1797,7 +2181,8 @@ def warn(message: str) -> None:
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [record | small | tiny] [--field value ...]: numbers and strings are flags."""
+    """train_gpt.py [record | record92 | small | tiny] [--field value ...]: numbers and strings are
+    flags."""
     if "-h" in argv or "--help" in argv:
         fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
         print(parse_config.__doc__, fields, sep="\n\n")
@@ -1829,7 +2214,8 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
-    if preset == "record" and devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu":
+    is_record = preset in ("record", "record92")
+    if is_record and devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu":
         refuse(
             "JAX sees only a CPU, but the record needs GPUs or TPUs; without them: ./run.sh tiny; "
             "JAX_PLATFORMS=cpu trains it on the CPU all the same"
@@ -2016,10 +2402,10 @@ NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 
 
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
-    """Compiles every program of the run, by (stage, update_all) and (stage, "val")."""
+    """Compiles every program of the run, by (stage, Updates) and (stage, "val")."""
     start = time.perf_counter()
-    keys = [(c.stage_at(step), c.updates_all(step)) for step in range(c.total_steps)]
-    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys = [(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)]
+    keys += [(c.program_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
     print(f"compiling {len(keys)} programs ...", flush=True)
 
@@ -2051,7 +2437,7 @@ def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         zeros = jax.device_put(zeros, shardings)
         if kind == "val":
-            jax.block_until_ready(program(validated(state), *zeros))
+            jax.block_until_ready(program(validated(state, c), *zeros))
         else:
             state, _ = jax.block_until_ready(program(state, *zeros))
     return state
@@ -2088,11 +2474,12 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         checkpoint = c.save_every and step > start and step % c.save_every == 0
         if c.validates_before(step) or checkpoint or stop:
             show_losses(wait=True)
-            jax.block_until_ready(state)
+            weights = validated(state, c)  # averaging is on the clock
+            jax.block_until_ready((state, weights))
             stopwatch.stop()
             ms = 1e3 * stopwatch.seconds
             if c.validates_before(step):
-                val_loss = validate(state, step, c, mesh, programs, shards)
+                val_loss = validate(weights, step, c, mesh, programs, shards)
                 log.line(
                     f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
                     f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
@@ -2106,14 +2493,14 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
             stopwatch.start()
         tokens, row = next(batches)
-        state, loss = programs[c.stage_at(step), c.updates_all(step)](state, tokens, row)
+        state, loss = programs[c.program_stage(step), c.updates(step)](state, tokens, row)
         pending.append((step + 1, loss))
         if len(pending) > STEPS_AHEAD:
             jax.block_until_ready(pending[0][1])
         show_losses()
 
     result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": resumed}
-    return validated(state), result_facts(val_loss, step, c, mesh) | result
+    return weights, result_facts(val_loss, step, c, mesh) | result
 
 
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
@@ -2142,19 +2529,21 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
     shapes = batch_shapes("train", c)
     batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
     steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
-    row = ScheduleRow(*[NamedSharding(mesh, P())] * len(ScheduleRow._fields))
+    everywhere = NamedSharding(mesh, P())
+    row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
     shardings = NamedSharding(mesh, P(mesh.axis_names)), row
     return prefetch(itertools.islice(steps, start, None), shardings)
 
 
-def validate(state: State, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict) -> float:
+def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict):
     """Mean loss over the validation tokens, nats a token."""
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
-    program = programs[c.stage_at(step), "val"]
-    return float(np.mean([float(program(validated(state), batch)) for batch in batches]))
+    mask = jax.device_put(canonical_mask(c), NamedSharding(mesh, P()))
+    program = programs[c.program_stage(step), "val"]
+    return float(np.mean([float(program(weights, batch, mask)) for batch in batches]))
 
 
 class Stopwatch:

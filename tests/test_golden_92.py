@@ -1,0 +1,337 @@
+"""Parts of record 92 compute the numbers of upstream's own functions: schedule, rotation, quintics,
+anvil, candidates of the softmax and its gradients, averages, value tables, and the head's mix.
+
+Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 1e-6 for the rest.
+"""
+
+import dataclasses
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.golden_r92 import GOLDEN, META, normal, relative
+from tests.tools import FLOAT32, MINI32
+from train_gpt import EVERY_STEP, LONG, PREFIX, WITH_ADAM, WITH_TABLES, Layer
+
+RECORD = dataclasses.replace(train_gpt.PRESETS["record92"], canonical="", **FLOAT32)
+ROWS = train_gpt.schedule(RECORD)
+N = RECORD.total_steps
+STAGES = [RECORD.stages[RECORD.stage_at(step)] for step in range(N)]
+
+
+# ---- Schedule ------------------------------------------------------------------------------------
+def test_rates_and_momentum():
+    lr = [row.adam_lr / RECORD.adam_lr for row in ROWS]
+    assert relative(lr, GOLDEN["schedule/rate"][:N]) < 1e-6
+    assert relative([row.muon_lr / RECORD.muon_lr for row in ROWS], lr) < 1e-6
+    assert relative([row.momentum for row in ROWS], GOLDEN["schedule/beta"][:N]) < 1e-6
+    assert [bool(row.engaged) for row in ROWS] == GOLDEN["schedule/engaged"][:N].tolist()
+    last_tied = max(step for step in range(N) if ROWS[step].tied)
+    assert last_tied == GOLDEN["schedule/split_step"]
+
+
+def test_shapes_of_every_step():
+    columns = {
+        "tokens": [stage.tokens for stage in STAGES],
+        "document": [stage.max_doc for stage in STAGES],
+        "candidates": [stage.candidates for stage in STAGES],
+        "window": [(stage.short / 128, stage.long / 128) for stage in STAGES],
+    }
+    for name, column in columns.items():
+        np.testing.assert_array_equal(column, GOLDEN[f"schedule/{name}"][:N], err_msg=name)
+    ends = np.searchsorted(GOLDEN["schedule/stage"], range(1, 5))
+    np.testing.assert_array_equal(GOLDEN["schedule/boundaries"][:-1, 1], ends)
+
+
+def test_weights_of_the_targets():
+    for step, row in enumerate(ROWS):
+        weights = dict.fromkeys(range(4), 0.0)
+        weights |= dict(zip(train_gpt.target_weights(STAGES[step]), row.loss_weights, strict=True))
+        assert weights[PREFIX] == pytest.approx(GOLDEN["schedule/prefix"][step], abs=1e-6)
+        ahead = [weights[1], weights[2], weights[3]]
+        np.testing.assert_allclose(ahead, GOLDEN["schedule/mtp"][step], atol=1e-6)
+
+
+def test_what_each_step_updates():
+    due = [RECORD.due(step) for step in range(N)]
+    assert all(EVERY_STEP in cadences for cadences in due)
+    adam = [WITH_ADAM in cadences for cadences in due]
+    tables = [WITH_TABLES in cadences for cadences in due]
+    np.testing.assert_array_equal(adam, GOLDEN["schedule/adam"][:N])
+    np.testing.assert_array_equal(tables, GOLDEN["schedule/table_event"][:N])
+
+
+def test_rotations_of_wide_heads():
+    c = dataclasses.replace(RECORD, score_scale=0.085)
+    # The stages in which the long window grows, and the last row with steps.
+    first = [0, 1, 5, 7, 8]
+    for stage, frequencies, scale in zip(
+        first, GOLDEN["yarn/wide/freq"], GOLDEN["yarn/wide/scale"], strict=True
+    ):
+        found, found_scale = train_gpt.rope_frequencies(c, stage)
+        assert relative(found, frequencies) < 1e-6
+        assert found_scale == pytest.approx(scale, rel=1e-6)
+
+
+# ---- Matrices ------------------------------------------------------------------------------------
+BANKS = {
+    "qk": (META["nqk"], META["D"] // 3, META["D"]),
+    "vo": (META["nvo"], META["D"], META["D"]),
+    "mlp": (META["nmlp"], 11 * META["D"] // 3, META["D"]),
+}
+
+
+def orthogonalized(G):
+    return train_gpt.orthogonalize(G, train_gpt.ANVIL_QUINTICS, 1.05, "float32")
+
+
+@pytest.mark.parametrize("bank", BANKS)
+def test_the_six_quintics(bank):
+    X = np.asarray(orthogonalized(jnp.asarray(normal(f"polar/{bank}", BANKS[bank]))))
+    assert relative(X[0], GOLDEN[f"polar/{bank}/out"]) < 1e-5
+    singular_values = np.linalg.svd(X, compute_uv=False)
+    assert relative(singular_values, GOLDEN[f"polar/{bank}/sv"]) < 1e-5
+
+
+def test_the_six_quintics_on_numbers():
+    x = GOLDEN["polar/scalar_in"].astype(np.float64)
+    for c1, c3, c5 in train_gpt.ANVIL_QUINTICS:
+        x = c1 * x + c3 * x**3 + c5 * x**5
+    assert relative(x, GOLDEN["polar/scalar_out"]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_of_rank_1_do_not_diverge(dtype):
+    """Their only singular value is at the edge, above which the quintics diverge. In bfloat16,
+    rounding adds other singular values, which become about 1 as well."""
+    rng = np.random.default_rng(0)
+    rows, cols = train_gpt.param_table(RECORD)["qk"].model_shape[1:]
+    G = jnp.asarray(rng.normal(size=(20, rows, 1)) * rng.normal(size=(20, 1, cols)), "float32")
+    X = train_gpt.orthogonalize(G, train_gpt.ANVIL_QUINTICS, 1.05, dtype)
+    largest = jnp.linalg.norm(X, axis=(1, 2))
+    assert jnp.all((largest > 0.99) & (largest < 2)), largest
+
+
+@pytest.mark.parametrize("bank", BANKS)
+def test_anvil(bank):
+    """Ten updates, across the engagement of the slow rail."""
+    shape = BANKS[bank]
+    optimizer = train_gpt.anvil(RECORD)
+    decay = train_gpt.param_table(RECORD)[bank].weight_decay
+    p = normal(f"anvil/param/{bank}", shape, 0.3)
+    mean = 0.5 * normal(f"anvil/mean/{bank}", shape).astype(np.float64)
+    if bank == "qk":
+        p[-1] = 0  # padding
+    per_matrix = GOLDEN["anvil/mlp_per_matrix"] if bank == "mlp" else np.ones(shape[0])
+    rates = per_matrix[:, None, None] * max(1, shape[1] / shape[2]) ** 0.5
+    state = optimizer.init(jnp.asarray(p))
+    for number, step in enumerate(GOLDEN["anvil/steps"]):
+        grad = (mean + normal(f"anvil/grad/{bank}/{number}", shape)).astype(np.float32)
+        if bank == "qk":
+            grad[-1] = 0
+        row = ROWS[step]
+        update, state = optimizer.update(
+            jnp.asarray(grad), state, momentum=row.momentum, engaged=row.engaged
+        )
+        p = train_gpt.apply_update(p, update, state.slow, row.muon_lr, rates, decay)
+        if f"anvil/after{number}/{bank}" in GOLDEN:
+            assert relative(p[:2], GOLDEN[f"anvil/after{number}/{bank}"]) < 1e-5
+        sums = [np.linalg.norm(x) for x in (p, state.fast, state.slow)] + [state.average.sum()]
+        np.testing.assert_allclose(sums, GOLDEN[f"anvil/sums/{bank}"][number], rtol=1e-5)
+    assert relative(p, GOLDEN[f"anvil/final/{bank}"]) < 1e-5
+    assert relative(state.average, GOLDEN[f"anvil/lane/{bank}"]) < 1e-5
+    slow = GOLDEN[f"anvil/slow/{bank}"]
+    assert relative(state.slow[: len(slow)], slow) < 1e-5
+
+
+# ---- Sampled softmax -----------------------------------------------------------------------------
+V = META["V"]
+SS = dataclasses.replace(
+    MINI32, D=META["Dh"], vocab=V, head_chunk=META["N"] // 2, microbatch=1, prefixes="a table",
+    stages=tuple(dataclasses.replace(stage, candidates=META["P"]) for stage in MINI32.stages),
+)  # fmt: skip
+FULL = SS.for_validation()
+
+
+def test_the_candidates_of_three_calls_in_a_row():
+    for rank in 0, 5:
+        first = GOLDEN[f"ss/rank{rank}/offset0"]
+        assert first == V * rank // 8
+        for call in range(3):
+            key = f"ss/rank{rank}/call{call}/"
+            targets = GOLDEN[key + "targets"]
+            tokens, place = train_gpt.candidate_tokens(jnp.asarray(targets), first, META["P"], SS)
+            np.testing.assert_array_equal(tokens, GOLDEN[key + "candidates"])
+            np.testing.assert_array_equal(place[targets], GOLDEN[key + "target_pos"])
+            prefix = GOLDEN["ss/prefix_table"][targets]
+            places = np.where(prefix < 0, -1, np.asarray(place)[prefix])
+            np.testing.assert_array_equal(places, GOLDEN[key + "prefix_pos"])
+            first = GOLDEN[key + "offset_after"]
+
+
+def test_the_candidates_at_full_size():
+    targets = jnp.asarray(GOLDEN["ss/gpt2/targets_distinct"])
+    P = RECORD.stages[0].candidates
+    tokens, _ = train_gpt.candidate_tokens(targets, jnp.int32(0), P, RECORD)
+    np.testing.assert_array_equal(tokens[:64], GOLDEN["ss/gpt2/first64"])
+    sha256 = hashlib.sha256(np.asarray(tokens).astype("<i4").tobytes()).digest()
+    assert sha256 == GOLDEN["ss/gpt2/candidates_sha256"].tobytes()
+
+
+def loss_of(name: str, monkeypatch, c: train_gpt.Config = SS):
+    """loss_fn of the golden x and head, and its arguments: weights by target, and the tokens."""
+    *ahead, prefix = (float(weight) for weight in GOLDEN[f"ss/{name}/weights"])
+    weights = dict(enumerate([prefix, *ahead]))
+    weights = {k: weight for k, weight in weights.items() if weight}
+    targets = GOLDEN["ss/rank0/call0/targets"]
+    tokens = jnp.asarray(np.concatenate(([0], targets)))[None]
+    monkeypatch.setattr(train_gpt, "forward", lambda w, *_: w["x"][None])
+    monkeypatch.setattr(train_gpt, "norm", lambda x: x)
+    monkeypatch.setattr(train_gpt, "prefix_table", lambda c: GOLDEN["ss/prefix_table"])
+
+    def loss(x, head):
+        sweep = jnp.int32(GOLDEN["ss/rank0/offset0"])
+        return train_gpt.loss_fn({"x": x, "head": head}, tokens, weights, c, 0, sweep)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ["one", "three"])
+def test_the_loss_over_candidates_and_its_gradients(name, monkeypatch):
+    x, head = normal("ss/x", (META["N"], META["Dh"])), normal("ss/w", (V, META["Dh"]))
+    loss = jax.jit(jax.value_and_grad(loss_of(name, monkeypatch), argnums=(0, 1)))
+    total, (dx, dhead) = loss(jnp.asarray(x), jnp.asarray(head))
+    candidates = GOLDEN["ss/rank0/call0/candidates"]
+    assert float(total) == pytest.approx(float(GOLDEN[f"ss/{name}/loss_sum"]), rel=1e-6)
+    assert relative(dx, GOLDEN[f"ss/{name}/dx_true"]) < 1e-5
+    assert relative(dhead[candidates], GOLDEN[f"ss/{name}/dw_true"]) < 1e-5
+    assert not np.delete(dhead, candidates, axis=0).any()
+
+
+def test_the_loss_over_all_tokens(monkeypatch):
+    x, head = normal("ss/x", (META["N"], META["Dh"])), normal("ss/w", (V, META["Dh"]))
+    loss = jax.jit(jax.value_and_grad(loss_of("three", monkeypatch, FULL)))
+    total, dx = loss(jnp.asarray(x), jnp.asarray(head))
+    assert float(total) == pytest.approx(float(GOLDEN["ss/full/loss"].sum()), rel=1e-6)
+    assert relative(dx, GOLDEN["ss/full/dx_true"]) < 1e-5
+
+
+# ---- Averages ------------------------------------------------------------------------------------
+NAMES = {"lm_head": "head", "embed": "embed", "qk_bank": "qk", "vo_bank": "vo", "mlp_bank": "mlp",
+         "value_embeds": "value0"}  # fmt: skip
+
+
+def weights_after(step: int, name: str) -> np.ndarray:
+    """A golden array as it is after a step. Adam moves tables only in some steps."""
+    if name in ("lm_head", "embed") and step > 896:
+        step = max(s for s in range(896, step + 1) if WITH_ADAM in RECORD.due(s) or s == 896)
+    if name == "value_embeds":
+        step = max(s for s in range(step + 1) if WITH_TABLES in RECORD.due(s))
+    shape = GOLDEN[f"tail/last/{name}"].shape
+    A, B, C = (normal(f"tail/{name}/{number}", shape).astype(np.float64) for number in range(3))
+    return (A + 0.5 * np.sin(step / 40) * B + 0.3 * np.cos(step / 7) * C).astype(np.float32)
+
+
+def validated(params: dict, averages: dict) -> dict:
+    """train_gpt.validated() of these."""
+    state = train_gpt.State(params, {}, {}, {}, averages)
+    return train_gpt.validated(state, RECORD)
+
+
+def test_the_averages_and_what_is_validated():
+    params = {ours: weights_after(890, theirs) for theirs, ours in NAMES.items()}
+    averages = {}
+    for name, p in params.items():
+        averages[name] = tuple(jnp.zeros_like(p) for _ in RECORD.averages_of(name))
+    move = jax.jit(lambda *arguments: train_gpt.move_averages(*arguments, RECORD))
+    for step in range(890, N):
+        params = {ours: weights_after(step, theirs) for theirs, ours in NAMES.items()}
+        averages = move(averages, params, ROWS[step])
+        if step == 892:
+            for name, weights in validated(params, averages).items():
+                assert relative(weights, params[name]) < 1e-6  # until an average begins
+    blended = validated(params, averages)
+    tags = {"head": ["tail-ema"], "embed": ["tail-ema"], "qk": ["bank-blend"],
+            "vo": ["tail-avg", "bank-blend"], "mlp": ["tail-avg", "bank-blend"],
+            "value0": ["value-embed-avg"]}  # fmt: skip
+    for theirs, ours in NAMES.items():
+        if ours != "value0":  # of which nothing but the average is validated
+            assert relative(params[ours], GOLDEN[f"tail/last/{theirs}"]) < 1e-6
+        for tag, average in zip(tags[ours], averages[ours], strict=True):
+            assert relative(average, GOLDEN[f"tail/average/{tag}/{theirs}"]) < 2e-6, (ours, tag)
+        assert relative(blended[ours], GOLDEN[f"tail/shipped/{theirs}"]) < 2e-6, ours
+
+
+def test_the_steps_of_averages():
+    """Where a rate or a step differs from upstream's, because ours also counts the steps in which a
+    table does not move, the next test would fail if it made a difference."""
+    progress = np.arange(N) / N
+    tags = ["tail-ema", "tail-avg", "value-embed-avg", "bank-blend", "bank-blend"]
+    for tag, average in zip(tags, RECORD.averages, strict=True):
+        rates = train_gpt.rates_of_average(average, progress)
+        first = int(np.argmax(rates < 1)) - 1 if tag == "tail-ema" else None
+        if tag in ("tail-avg", "bank-blend"):
+            later = [s for s in range(N) if 0 < rates[s] < 1]
+            assert later == GOLDEN[f"tail/ticks/{tag}"][1:].tolist()
+            np.testing.assert_allclose(rates[later], GOLDEN[f"tail/rates/{tag}"][1:], rtol=1e-6)
+        if tag == "tail-ema":
+            assert first == GOLDEN[f"tail/ticks/{tag}"][0]
+            assert rates[-1] == pytest.approx(GOLDEN[f"tail/rates/{tag}"][-1], rel=1e-6)
+            twice = 1 - (1 - rates[-1]) ** 2
+            assert twice == pytest.approx(GOLDEN[f"tail/rates/{tag}"][1], rel=1e-6)
+
+
+def test_value_tables():
+    """Adam of the value tables over the events around the first cycle of four steps. optax adds
+    epsilon elsewhere, which matters where a gradient is below 1e-5."""
+    param = train_gpt.param_table(RECORD)["value0"]
+    p = GOLDEN["value/start"]
+    hit = GOLDEN["table/hit"]
+    state = param.optimizer.init(jnp.asarray(p))
+    tiny = np.zeros(p.shape, bool)
+    for event, step in enumerate(GOLDEN["table/events"]):
+        cycle = ROWS[step].table_cycle
+        noise = normal(f"value/grad/{event}", (*hit[event].shape, p.shape[1]), 1e-2)
+        grad = (noise * hit[event][..., None]).sum(axis=0) / 8
+        tiny |= (grad != 0) & (np.abs(grad) < 1e-5)
+        update, state = param.optimizer.update(jnp.asarray(grad), state, cycle=cycle)
+        decay = cycle * param.weight_decay
+        p = train_gpt.apply_update(p, update, update, ROWS[step].adam_lr, param.lr, decay)
+    assert tiny.mean() < 0.05
+    assert relative(p[~tiny], GOLDEN["value/final"][~tiny]) < 1e-6
+    assert relative(state.mu, GOLDEN["value/m"]) < 1e-6
+    assert relative(state.nu, GOLDEN["value/v"]) < 1e-6
+
+
+# ---- The head's mix of streams -------------------------------------------------------------------
+def test_the_mix_of_ten_sources_in_twelve_groups():
+    _, T, sources, groups = GOLDEN["mudd/deltas"].shape
+    D = GOLDEN["mudd/out"].shape[-1]
+    R = 16
+    names = [f"layer{number}" for number in range(sources)]
+    c = dataclasses.replace(
+        MINI32, layers=(Layer(LONG),) * sources, D=D, R=R, mudd_groups=groups,
+        mudd_head=tuple((name, 0.0) for name in names),
+    )  # fmt: skip
+    w = {
+        "mudd_head.w1": normal("mudd/w1", (R, D)) / np.float32(D**0.5),
+        "mudd_head.w2": normal("mudd/w2", (sources, R), 0.3),
+        "mudd_head.b2": normal("mudd/b2", (sources,)),
+        "mudd_head.groups": normal("mudd/w2g", (sources, groups, R), 0.3),
+    }
+    table = train_gpt.param_table(c)
+    assert all(array.shape == table[name].shape for name, array in w.items())
+    x = jnp.asarray(normal("mudd/x", (1, T, D)))
+    mix = train_gpt.run_net("mudd_head", x, w, c)
+    assert relative(mix["x"], GOLDEN["mudd/coefficients"]) < 1e-6
+    assert relative(mix["groups"], GOLDEN["mudd/deltas"]) < 1e-6
+    saved = {}
+    for number, name in enumerate(names):
+        saved[name] = jnp.asarray(normal(f"mudd/source/{number}", (1, T, D)))
+    terms = train_gpt.mudd_head_terms(x, saved, w, c)
+    out = train_gpt.weighted_sum((1.0, x), *terms)
+    assert relative(out, GOLDEN["mudd/out"]) < 1e-6

@@ -1,0 +1,304 @@
+"""What only record92 has: the same training on 1, 2, 4 and 8 devices, programs that stages share,
+averages in checkpoints, and candidates and masks against slow definitions."""
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.golden import on_one_device
+from tests.small92 import with_files
+from tests.test_run import signal_handlers
+from tests.tools import (
+    FLOAT32,
+    MINI,
+    bigram_rows,
+    make_mesh,
+    make_random_state,
+    noise,
+    place_on,
+    random_params,
+    schedule_row,
+    sequences,
+    text,
+    write_shard,
+)
+from train_gpt import LONG, SHORT, Average, Layer, Stage
+
+RECORD92 = train_gpt.PRESETS["record92"]
+LAYERS = (
+    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(LONG, key_offset=True, head_gate=True, value_table=1, attend_to=0,
+          mudd=("input", "layer0"), new_gates=True),
+)  # fmt: skip
+STAGES = (
+    Stage(2, 512, short=4, long=12, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0)), candidates=128),
+    Stage(2, 512, short=4, long=12, max_doc=0, lr=1.5, candidates=192),
+)
+AVERAGES = (
+    Average(("embed", "head", "value"), start=2 / 4, every=1, rate=0.3, blend=0.65),
+    Average(("qk", "vo", "mlp"), start=2 / 4, every=1, rate=0.1, blend=0.5),
+)
+# Four steps: the tables' gradients of the first wait, and so do those of the third. Engagement, the
+# averages and the untie begin in the middle.
+C = dataclasses.replace(
+    MINI, layers=LAYERS, stages=STAGES, averages=AVERAGES, D=48, F=88, mudd_groups=12,
+    mudd_head=(("input", 0.0), ("value1", 0.0), ("norm(middle1)", 0.0), ("norm(layer0)", -0.5)),
+    batch=8, microbatch=1, copy=0, adam_every=1, table_every=2, matrix_optimizer="anvil",
+    engage=2 / 4, untie=1 / 4, cooldown_start=1 / 4, cooldown_end=3 / 4, **FLOAT32,
+)  # fmt: skip
+T = C.sequence_length(0)
+
+
+@functools.cache
+def program(stage: int, step: int, devices: int):
+    return train_gpt.compile_train_step(stage, C.updates(step), C, make_mesh(devices))
+
+
+@functools.cache
+def run(devices: int) -> tuple[list[float], dict, dict]:
+    """The losses of the steps, the last parameters and what is validated. Even steps are of the
+    first stage and odd ones of the second, so that two programs suffice."""
+    mesh = make_mesh(devices)
+    state = make_random_state(C, mesh)
+    losses = []
+    for step in range(C.total_steps):
+        stage = step % 2
+        row = schedule_row(C, step, mesh)
+        if stage == 0:
+            row = row._replace(loss_weights=schedule_row(C, 0, mesh).loss_weights)
+        else:
+            row = row._replace(loss_weights=schedule_row(C, 2, mesh).loss_weights)
+        tokens = place_on(mesh, sequences(C, T, seed=step))
+        state, loss = program(stage, step, devices)(state, tokens, row)
+        losses.append(float(loss))
+    weights = train_gpt.validated(state, C)
+    return losses, train_gpt.unpad(state.params, C), train_gpt.unpad(weights, C)
+
+
+@pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_any_number_of_devices_trains_alike(devices):
+    assert C.updates(0) == C.updates(2) and C.updates(1) == C.updates(3)
+    losses, _, weights = run(devices)
+    one, _, weights_of_one = run(1)
+    assert losses[0] == pytest.approx(one[0], rel=1e-6)
+    np.testing.assert_allclose(losses, one, rtol=5e-4)
+    for name, expected in weights_of_one.items():
+        difference = np.linalg.norm(weights[name] - expected)
+        assert difference < 5e-3 * np.linalg.norm(expected), name
+
+
+def test_the_first_loss_is_the_mean_over_single_sequences():
+    """Each has its own candidates, from a sweep that begins an eighth of all tokens further on."""
+    V = train_gpt.padded_vocab(C)
+    params = jax.tree.map(jnp.asarray, random_params(C))
+    row = train_gpt.schedule(C)[0]
+
+    @jax.jit
+    def loss(tokens_1S, number):
+        with pytest.MonkeyPatch.context() as patch:  # outside shard_map there are no collectives
+            patch.setattr(train_gpt.lax, "all_gather", lambda x, *_, **__: x)
+            patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
+            w = bigram_rows(train_gpt.whole_weights(params, C), tokens_1S[:, :-1], C)
+        sweep = row.sweep + number * V // 8
+        return train_gpt.loss_fn(w, tokens_1S, {1: 1.0, 2: 0.5}, C, 0, sweep)
+
+    batch = sequences(C, T)
+    losses = [float(loss(batch[i : i + 1], i)) for i in range(8)]
+    assert run(1)[0][0] == pytest.approx(np.mean(losses) / T, rel=1e-6)
+
+
+# ---- Updates -------------------------------------------------------------------------------------
+# The smallest model with a matrix and a table. Adam works in every second step and moves the tables
+# in every fourth.
+SLOW = dataclasses.replace(
+    C, layers=(Layer(LONG, value_table=0),), mudd_head=(), mudd_groups=0, averages=(),
+    stages=(dataclasses.replace(STAGES[0], steps=8),), adam_every=2, untie=0.0, engage=1.0,
+)  # fmt: skip
+
+
+@functools.cache
+def four_steps() -> tuple[dict, list[train_gpt.State]]:
+    """Gradients that do not change, and the states before the first and after every step."""
+    state = train_gpt.initial_state(np.uint32(0), SLOW)
+    params = {name: jnp.asarray(p) for name, p in random_params(SLOW).items()}
+    states = [state._replace(params=params)]
+    grads = {name: jnp.asarray(noise(name, p.shape, 1)) for name, p in params.items()}
+    for step in range(4):
+        update = functools.partial(
+            train_gpt.update_parameters, c=SLOW, updates=SLOW.updates(step)
+        )  # fmt: skip
+        row = train_gpt.schedule(SLOW)[step]
+        states.append(on_one_device(update)(states[-1], grads, row))
+    return grads, states
+
+
+def test_gradients_wait_for_the_step_that_updates():
+    grads, states = four_steps()
+    for step, state in enumerate(states):
+        moved = {name for name, p in state.params.items() if np.any(p != states[0].params[name])}
+        expected = [{"qk", "vo", "mlp"}, set(grads) - {"bigram", "value0"}, set(grads)]
+        assert moved == [set(), *expected[:1], *expected[1:2] * 2, expected[2]][step]
+    # Means of Adam begin at 0: head has got 2 gradients, then again 2, the value table 4 at once.
+    adam, table = states[4].opt_state["head"], states[4].opt_state["value0"]
+    np.testing.assert_allclose(adam.mu, (0.5 + 0.25) * 2 * grads["head"], rtol=1e-5)
+    np.testing.assert_allclose(table.mu, (1 - 0.75**2) * 4 * grads["value0"], rtol=1e-5)
+    np.testing.assert_allclose(table.nu, (1 - 0.95**2) * (4 * grads["value0"]) ** 2, rtol=1e-5)
+
+
+def test_the_decay_of_tables_that_are_updated_half_as_often_is_doubled():
+    grads, states = four_steps()
+    rate = train_gpt.schedule(SLOW)[3].adam_lr
+    p = np.asarray(states[0].params["value0"], np.float64)
+    sign = np.sign(grads["value0"])  # what Adam's first update is
+    lr = rate * SLOW.table_lr
+    decay = lr**2 * 0.005 * 5 * 2
+    expected = p - lr * sign - decay * np.where(sign * p > 0, p, 0)
+    found = np.asarray(states[4].params["value0"])
+    rows = train_gpt.param_table(SLOW)["value0"].rows
+    assert np.abs(found - expected)[:rows].max() < 1e-5
+
+
+def test_matrices_decay_where_the_slow_rail_shrinks_them():
+    """Without a gradient there is no update, but the slow rail goes on."""
+    p = jnp.asarray([1.0, -1.0, 1.0, -1.0])
+    slow = jnp.asarray([1.0, 1.0, -1.0, -1.0])
+    state = train_gpt.Rails(slow, slow, slow)
+    assert train_gpt.decay_gate(state, jnp.zeros(4)) is slow
+    found = train_gpt.apply_update(p, jnp.zeros(4), slow, 0.1, 1.0, 2.0)
+    np.testing.assert_allclose(found, p - jnp.asarray([1.0, 0.0, 0.0, -1.0]) * 0.1 * 0.2)
+
+
+def test_averages_change_what_is_validated_but_not_its_norm():
+    _, params, weights = run(1)
+    for name, p in params.items():
+        averaged = bool(C.averages_of(name))
+        assert np.any(weights[name] != p) == averaged, name
+        if averaged:
+            assert np.linalg.norm(weights[name]) == pytest.approx(np.linalg.norm(p), rel=1e-4)
+    assert {name for name in params if C.averages_of(name)} == {
+        "embed", "head", "value0", "value1", "qk", "vo", "mlp"
+    }  # fmt: skip
+
+
+def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
+    """With averages in the checkpoint and a mask in validation."""
+    c = with_files(tmp_path, C)
+    c = dataclasses.replace(
+        c, val_every=4, val_T=64, val_tokens=1024, data=str(tmp_path), target=0.0, stall=0
+    )
+    for name in "train_000001", "val_000000":
+        write_shard(tmp_path / f"x_{name}.bin", text(4000))
+    mine = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: mine)
+    monkeypatch.setitem(train_gpt.PRESETS, "record92", c)
+    monkeypatch.chdir(tmp_path)
+
+    def weights_of(*flags):
+        with signal_handlers():
+            path = train_gpt.main(["record92", "--seed", "3", *flags])
+        with np.load(path) as file:
+            return dict(file), json.loads(file["result"].item())
+
+    whole, result = weights_of("--save_every", "2")
+    (state,) = tmp_path.glob("logs/*/0000002.state")
+    resumed, _ = weights_of("--resume", str(state))
+    names = train_gpt.param_table(c).keys()
+    for name in names:
+        np.testing.assert_array_equal(resumed[name], whole[name])
+
+    # The loss of the saved weights is the one that the run has printed.
+    mesh = make_mesh(1)
+    params = {}
+    for name, like in train_gpt.state_shapes(c, mesh).params.items():
+        shape = train_gpt.param_table(c)[name].model_shape
+        padded = np.zeros(like.shape, np.float32)
+        padded.reshape(-1, *shape[1:])[: shape[0]] = whole[name]
+        params[name] = jax.device_put(padded, like.sharding)
+    shards = {"val": [train_gpt.open_shard(tmp_path / "x_val_000000.bin")]}
+    losses = {}
+    for canonical in c.canonical, "":
+        one = dataclasses.replace(c, canonical=canonical)
+        program = train_gpt.compile_val_step(1, one, mesh)
+        programs = {(one.program_stage(4), "val"): program}
+        losses[canonical] = train_gpt.validate(params, 4, one, mesh, programs, shards)
+    assert losses[c.canonical] == pytest.approx(result["val_loss"], rel=1e-5)
+    assert losses[""] != pytest.approx(result["val_loss"], rel=1e-3)
+
+
+# ---- Programs ------------------------------------------------------------------------------------
+def test_stages_of_equal_shapes_share_programs():
+    c = RECORD92
+    train = {(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)}
+    val = {c.program_stage(step) for step in range(c.total_steps + 1) if c.validates_before(step)}
+    assert Counter(stage for stage, _ in train) == {0: 2, 1: 4, 5: 4, 6: 4, 7: 4, 8: 4}
+    assert sorted(val) == [0, 1, 5, 6, 9]
+
+
+def test_record_89_has_neither_averages_nor_new_arguments():
+    c = train_gpt.PRESETS["record"]
+    state = jax.eval_shape(lambda: train_gpt.initial_state(np.uint32(0), c))
+    assert state.averages == {}
+    assert len(jax.tree.leaves(train_gpt.schedule(c)[0])) == 5
+
+
+# ---- Candidates and mask -------------------------------------------------------------------------
+def test_candidates_are_all_targets_and_the_first_others_of_the_sweep():
+    V = train_gpt.padded_vocab(C)
+    for first, P in (0, 100), (301, 200), (7, V):
+        targets = sequences(C, T, seed=first, count=1)[:, 1:]
+        tokens, place = train_gpt.candidate_tokens(jnp.asarray(targets), first, P, C)
+        chosen = set(targets.flat)
+        k = first
+        while len(chosen) < P:
+            chosen.add(20011 * k % V)
+            k += 1
+        assert tokens.tolist() == sorted(chosen)
+        assert [int(place[token]) for token in tokens] == list(range(P))
+        assert np.sum(np.asarray(place) >= 0) == P
+
+
+def test_sweeps_begin_at_eighths_and_move_on():
+    """So all tokens are candidates in some step."""
+    rows = train_gpt.schedule(RECORD92)
+    V = train_gpt.padded_vocab(RECORD92)
+    seen = np.zeros(V, bool)
+    for step in range(24):
+        for sequence in range(8):
+            first = int(rows[step].sweep) + sequence * V // 8
+            k = first + np.arange(4000)
+            seen[20011 * (k % V) % V] = True
+    assert seen.all()
+    assert len({int(row.sweep) for row in rows[:320]}) == 320
+
+
+def test_masked_tokens_have_no_probability_in_validation(monkeypatch):
+    """They depend on the token before. A target that is masked is not an exception: that would be a
+    look at the answer."""
+    N, V = 32, 64
+    rng = np.random.default_rng(0)
+    x, head = (jnp.asarray(rng.normal(size=(n, C.D)), "float32") for n in (N, V))
+    tokens = rng.integers(0, V, N + 1).astype(np.int32)
+    bits = rng.random((5, 16)) < 0.3
+    row_of = rng.integers(0, 5, V).astype(np.uint16)
+    column_of = rng.integers(0, 16, V).astype(np.uint16)
+    never = bits[:, column_of]
+    arrays = row_of, column_of, np.packbits(bits, axis=1, bitorder="little")
+    canonical = tuple(jnp.asarray(array) for array in arrays)
+    monkeypatch.setattr(train_gpt, "forward", lambda *_: x[None])
+    monkeypatch.setattr(train_gpt, "norm", lambda x: x)
+    c = dataclasses.replace(C, head_chunk=8).for_validation()
+    w = {"head": head, "canonical": canonical}
+    found = train_gpt.loss_fn(w, jnp.asarray(tokens)[None], {1: 1.0}, c, 1)
+    s = np.asarray(train_gpt.softcap(x @ head.T), np.float64)
+    s[never[row_of[tokens[:-1]]]] = -60
+    log_p = s - np.log(np.exp(s).sum(axis=1, keepdims=True))
+    expected = -np.take_along_axis(log_p, tokens[1:, None], axis=1)
+    assert (expected > 50).any() and (expected < 50).any()
+    assert float(found) == pytest.approx(expected.sum(), rel=1e-6)
