@@ -13,14 +13,15 @@ The model; every stream is (B, T, D):
     x  = x + gain * head's row of what followed the longest match  only with copy  [copy]
     logits = softcap(norm(x) @ head.T)
 a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
-A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
-matrices that each device owns. Adam updates everything else, in every second step, or in tiny in
-every step.
+A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon, or in
+record92 anvil, on the matrices that each device owns. Adam updates everything else, less often:
+param_table() has the cadence of each parameter.
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
 targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
-lower-case letters are local. This is record 89 of the modded-nanogpt speedrun, rewritten in JAX.
+lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
+rewritten in JAX; record92 has parts of record 92.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
@@ -86,8 +87,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of one shape, with programs of their own. Where a loss weight is a pair (a, b), it
-    moves linearly from a to b over the stage."""
+    """Steps of one shape. Stages in a row that have equal shapes share their programs. Where a loss
+    weight is a pair (a, b), it moves linearly from a to b over the stage."""
 
     steps: int      # 0: only the last validation uses this stage's windows
     tokens: int     # in a step, on all devices together; T = tokens // Config.batch
@@ -103,16 +104,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """[tail-average] A running average of parameters over the end of a run: it moves toward them by
-    `rate` of the difference in its steps, which are counted back from the last one."""
+    """[tail-average] A running average of parameters. In some of the last steps, it moves:
+    average += rate * (parameter - average). Until its first move, it equals the parameter."""
 
-    params: tuple[str, ...]  # names in param_table(); "value" stands for all value tables
-    start: float             # fraction of the run; until its first step, it follows the parameters
-    every: int               # steps from one of its steps to the next
-    rate: float              # see above
-    blend: float             # its share in what is validated; the rest are the parameters
+    params: tuple[str, ...]  # names in param_table()
+    start: float             # fraction of the run before which it does not move
+    every: int               # it moves in every n-th step, of which the last step of the run is one
+    memory: float            # fraction of the run that it remembers: rate = every / steps of memory
+    blend: float             # share of the average in the weights that are validated
     last: int = 1            # it also moves in each of so many last steps
-    keep_norm: bool = True   # what is validated has the norm that the parameters have
+    keep_norm: bool = True   # the weights that are validated have the norm of the parameter
 
 
 RECORD_LAYERS = (
@@ -153,8 +154,7 @@ RECORD92_LAYERS = (
     Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=3,
           mudd=("input", "layer7")),
 )
-# Rows that differ only in steps, rates, documents and weights share their programs. The second
-# target's weight falls from 1/2 to 0 over the four rows of 361 steps.
+# The second target's weight falls from 1/2 to 0 over the four rows of 361 steps together.
 RECORD92_STAGES = (
     Stage(320, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00, candidates=10240,
           targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
@@ -172,12 +172,14 @@ RECORD92_STAGES = (
     Stage(20, 8 * 16384, short=768, long=1664, max_doc=3072, lr=1.0),
     Stage(0, 8 * 16384, short=768, long=2560, max_doc=3072, lr=1.0),
 )
+RECORD92_TABLES = ("value0", "value1", "value2", "value3")
 RECORD92_AVERAGES = (
-    Average(("embed", "head"), start=896 / 1194, every=1, rate=2 / 299, blend=0.65),
-    Average(("vo", "mlp"), start=945 / 1194, every=4, rate=4 / 53, blend=1.0),
-    Average(("value",), start=947 / 1194, every=4, rate=4 / 53, blend=1.0, keep_norm=False),
-    Average(("qk",), start=897 / 1194, every=4, rate=2 / 75, blend=0.55, last=2),
-    Average(("vo", "mlp"), start=897 / 1194, every=4, rate=2 / 75, blend=0.3493, last=2),
+    Average(("embed", "head"), start=896 / 1194, every=1, memory=149.5 / 1194, blend=0.65),
+    Average(("vo", "mlp"), start=945 / 1194, every=4, memory=53 / 1194, blend=1.0),
+    Average(RECORD92_TABLES, start=947 / 1194, every=4, memory=53 / 1194, blend=1.0,
+            keep_norm=False),
+    Average(("qk",), start=897 / 1194, every=4, memory=150 / 1194, blend=0.55, last=2),
+    Average(("vo", "mlp"), start=897 / 1194, every=4, memory=150 / 1194, blend=0.3493, last=2),
 )
 # A model of the same parts that trains in minutes on two CPU cores.
 TINY_LAYERS = (
@@ -210,6 +212,18 @@ SMALL_STAGES = (
 )
 
 
+# How often a parameter is updated: the cadences of param_table().
+EVERY_STEP, WITH_ADAM, WITH_TABLES = "every step", "with Adam", "with tables"
+CADENCES = EVERY_STEP, WITH_ADAM, WITH_TABLES
+
+
+class Updates(NamedTuple):
+    """What a step updates. Each combination has programs of its own."""
+
+    due: tuple[str, ...]  # cadences whose parameters are updated
+    waiting: tuple[str, ...]  # cadences whose gradients wait from the steps before
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Defaults are the record's. Numbers and strings are also flags; tuples are changed here."""
@@ -219,7 +233,7 @@ class Config:
     # The streams that the head adds to x, and how much of each at first; (): none. See forward().
     mudd_head: tuple[tuple[str, float], ...] = (
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
-    averages: tuple[Average, ...] = ()  # which are validated and saved; (): the parameters are
+    averages: tuple[Average, ...] = ()  # that change the weights which are validated and saved
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
@@ -232,19 +246,18 @@ class Config:
     momentum_high: float = 0.95            # momentum in between
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
     matrix_optimizer: str = "normuon"  # of the matrices in the layers; or anvil
-    engage: float = 1.0         # fraction of the run in which [anvil] does without its slow rail
+    engage: float = 1.0         # fraction of the run from which on [anvil] uses its slow rail
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
     table_lr: float = 75.0      # factor on the rates of the value tables and the bigram table
     table_every: int = 1        # n: they are updated in every n-th of Adam's steps
-    table_start: float = 0.0    # fraction of the run in which they are updated in all of them
+    table_start: float = 0.0    # fraction of the run before which they are updated in all of them
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
     mudd_groups: int = 0        # groups of channels with weights of their own in mudd_head; 0: none
-    score_scale: float = 0.1    # factor on the scores of attention; [yarn] raises it
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
@@ -266,7 +279,7 @@ class Config:
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
     attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
-    canonical: str = ""         # [canonical-mask] pairs of tokens that never occur; "": none
+    canonical: str = ""         # file of the [canonical-mask]; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
     val_T: int = 262144         # tokens in a validation sequence
@@ -309,21 +322,20 @@ class Config:
         return self.stages[stage].tokens // self.batch
 
     def table_cycle(self, step: int) -> int:
-        """At this step, the tables are updated in every n-th of Adam's steps: n."""
-        late = step >= round(self.table_start * self.total_steps)
-        return self.table_every if late else 1
+        """n, if at this step of the run every n-th of Adam's steps updates the tables."""
+        steps = self.adam_every * self.table_every  # of a long cycle, which is the first one's, too
+        start = round(self.table_start * self.total_steps / steps) * steps
+        return self.table_every if step >= start else 1
 
     def due(self, step: int) -> tuple[str, ...]:
-        """[two-cadences] The cadences of param_table() whose parameters a step updates: always the
-        matrices; in some steps also what Adam updates, records 39 and 92."""
-        if (step + 1) % self.adam_every:
+        """[two-cadences] The cadences whose parameters a step updates: always the matrices, in some
+        steps also what Adam updates. Records 39 and 92."""
+        adam_step, rest = divmod(step + 1, self.adam_every)
+        if rest:
             return (EVERY_STEP,)
-        adam_step = (step + 1) // self.adam_every
-        if adam_step % self.table_cycle(step):
-            return EVERY_STEP, WITH_ADAM
-        return CADENCES
+        return (EVERY_STEP, WITH_ADAM) if adam_step % self.table_cycle(step) else CADENCES
 
-    def updates(self, step: int) -> "Updates":
+    def updates(self, step: int) -> Updates:
         """What a step updates."""
         before = self.due(step - 1) if step else CADENCES
         waiting = tuple(cadence for cadence in CADENCES if cadence not in before)
@@ -345,11 +357,6 @@ class Config:
         while stage > 0 and shapes(stage - 1) == shapes(stage):
             stage -= 1
         return stage
-
-    def averages_of(self, name: str) -> list[int]:
-        """Numbers of the averages of a parameter."""
-        kind = name.rstrip("0123456789")
-        return [n for n, average in enumerate(self.averages) if kind in average.params]
 
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
@@ -375,17 +382,6 @@ class Config:
         """All matmuls in the dtype of activations."""
         dtypes = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
         return dataclasses.replace(self, **dtypes)
-
-
-# How often a parameter is updated: the cadences of param_table().
-EVERY_STEP, WITH_ADAM, WITH_TABLES = CADENCES = "every step", "with Adam", "with tables"
-
-
-class Updates(NamedTuple):
-    """What a step updates. Each combination has programs of its own."""
-
-    due: tuple[str, ...]  # cadences whose parameters are updated
-    waiting: tuple[str, ...]  # cadences whose gradients wait from the steps before
 
 
 VAL_SEQUENCES = 8  # in a validation step
@@ -434,12 +430,15 @@ def check_config(c: Config) -> None:
         require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
         even = stage.tokens % c.batch == 0
         require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
-        one = c.microbatch == 1 or stage.candidates == 0
-        require(one, f"stage {i}: candidates belong to one sequence, so they need --microbatch 1")
-        require(stage.candidates <= padded_vocab(c), f"stage {i}: more candidates than tokens")
+        V = padded_vocab(c)
+        single = stage.candidates == 0 or c.microbatch == 1
+        require(single, f"stage {i}: candidates belong to one sequence: use --microbatch 1")
+        require(0 <= stage.candidates <= V, f"stage {i}: {stage.candidates} candidates of {V}")
+        require(not stage.candidates or V * SWEEP < 2**31, f"stage {i}: candidates of {V} tokens")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
     divisor = math.gcd(c.head_chunk, *lengths)
     message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
+    # Where it does not divide a sequence, half of it may, as in record92's of 40,960 tokens.
     require(2 * divisor >= c.head_chunk, f"{message}, but {divisor} does")
     fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
@@ -505,9 +504,10 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int, sweep=None) -> Array:
+def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int, sweep_start=None, mask=()) -> Array:
     """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
-    number as in target_weights(). For `sweep`, see candidate_tokens()."""
+    number as in target_weights(). sweep_start is that of candidate_tokens(), the mask that of
+    canonical_mask()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
@@ -520,14 +520,14 @@ def loss_fn(w, tokens_BS, weights: dict[int, Array], c: Config, stage: int, swee
     weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
     head = w["head"]
     if c.stages[stage].candidates:
-        # [sampled-softmax] The head has the rows of the candidates alone. A target that is none of
-        # them, which only a prefix can be, is dropped.
-        tokens_P, place_V = candidate_tokens(tokens_BS[:, 1:], sweep, c.stages[stage].candidates, c)
-        head = head.at[tokens_P].get(**UNIQUE_ROWS)
+        # [sampled-softmax] The head has the rows of the candidates alone. All next tokens are
+        # candidates. A prefix may be none, and is dropped then.
+        P = c.stages[stage].candidates
+        tokens_P, place_V = candidate_tokens(tokens_BS[:, 1:], sweep_start, P, c)
+        head = head.at[tokens_P].get(mode="promise_in_bounds", unique_indices=True)
         targets_NJ = jnp.where(targets_NJ < 0, -1, place_V[targets_NJ])
-    mask = ()
-    if "canonical" in w:
-        mask = (tokens_BS[:, :-1].reshape(-1, 1), *w["canonical"])
+    if mask:
+        mask = (tokens_BS[:, :-1].reshape(-1, 1), *mask)
     return head_loss(norm(x_BTD).reshape(-1, c.D), head, targets_NJ, weights_J, mask, c)
 
 
@@ -857,13 +857,11 @@ def mudd_head_terms(x_BTD, saved: dict[str, Array], w, c: Config) -> list[tuple[
     if there are groups, for each token and group of channels. Records 81 and 92."""
     mix = run_net("mudd_head", x_BTD, w, c)
     terms = per_token_terms(mix["x"], [named_stream(name, saved) for name, _ in c.mudd_head])
-    if c.mudd_groups == 0:
-        return terms
-    grouped = []
-    for n, (weight_BT1, stream_BTD) in enumerate(terms):
-        more_BTD = jnp.repeat(mix["groups"][:, :, n], c.D // c.mudd_groups, axis=-1)
-        grouped.append((weight_BT1 + more_BTD, stream_BTD))
-    return grouped
+    if c.mudd_groups:
+        for n, (weight_BT1, stream_BTD) in enumerate(terms):
+            more_BTD = jnp.repeat(mix["groups"][:, :, n], c.D // c.mudd_groups, axis=-1)
+            terms[n] = weight_BT1 + more_BTD, stream_BTD
+    return terms
 
 
 # ---- Building blocks -----------------------------------------------------------------------------
@@ -989,9 +987,9 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
-    # -K and K, at most 128. The scale of scores is at least c.score_scale: at 0.1, of two keys with
-    # equal other channels, that of an earlier document has less than exp(-25.6) times the weight.
-    # Exact for fewer than 4,096 documents.
+    # -K and K, at most 128. The scale of scores is at least 0.1, so of two keys with equal other
+    # channels, that of an earlier document has less than exp(-25.6) times the weight. Exact for
+    # fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
@@ -1011,7 +1009,7 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     record 31.
     """
     frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
-    scale = c.score_scale
+    scale = 0.1
     windows = [s.long for s in c.stages[: stage + 1] if s.steps]
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * np.pi)  # in the old window
@@ -1026,8 +1024,9 @@ def prefix_table(c: Config) -> np.ndarray:
     return np.fromfile(c.prefixes, "<i4")
 
 
+@functools.cache
 def canonical_mask(c: Config) -> tuple:
-    """The arrays of apply_mask(), as data/canonical_mask.py has written them; () for none."""
+    """The arrays that apply_mask() reads, from a file of data/canonical_mask.py; () for none."""
     if not c.canonical:
         return ()
     with np.load(c.canonical) as file:
@@ -1035,23 +1034,26 @@ def canonical_mask(c: Config) -> tuple:
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-UNIQUE_ROWS = dict(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+def candidate_tokens(targets_BT, sweep_start: Array, P: int, c: Config) -> tuple[Array, Array]:
+    """[sampled-softmax] The P tokens over which the softmax of a microbatch is taken: all of its
+    targets, filled up from a sweep over the vocabulary. Token k of the sweep is
+    SWEEP * (sweep_start + k) modulo V, so nothing is random. The loss is not corrected for the
+    tokens that are left out. Record 92.
 
-
-def candidate_tokens(targets_BT, first: Array, P: int, c: Config) -> tuple[Array, Array]:
-    """[sampled-softmax] Of a microbatch, the P tokens over which its softmax is taken, (P,) in
-    ascending order, and the place of every token among them, (V,), -1 for the others: all targets,
-    and the first tokens of a sweep that are not among them. Sweeps are parts of one permutation, of
-    the multiples of SWEEP modulo V, from number `first` on; there are no random numbers. The loss
-    is not corrected for what the softmax leaves out. Record 92."""
+    Returns the candidates, (P,) in ascending order, and the place of every token among them, (V,),
+    -1 if it is none.
+    """
     V = padded_vocab(c)
     is_target_V = jnp.zeros(V, bool).at[targets_BT].set(True)
-    sweep_V = SWEEP * ((first + jnp.arange(V)) % V) % V
+    sweep_V = SWEEP * ((sweep_start + jnp.arange(V)) % V) % V
     is_free_V = ~is_target_V[sweep_V]
     is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= P - is_target_V.sum())
     is_candidate_V = is_target_V.at[sweep_V].max(is_next_V)
-    place_V = jnp.where(is_candidate_V, jnp.cumsum(is_candidate_V) - 1, -1)
-    return jnp.nonzero(is_candidate_V, size=P)[0], place_V
+    tokens_P = jnp.nonzero(is_candidate_V, size=P)[0]
+    rank_V = jnp.cumsum(is_candidate_V) - 1
+    place_V = jnp.where(is_candidate_V & (rank_V < P), rank_V, -1)
+    # The barrier keeps XLA from searching the tokens again for every element of the head's rows.
+    return lax.optimization_barrier((tokens_P, place_V))
 
 
 SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
@@ -1081,11 +1083,10 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def head_loss(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> Array:
-    """[fp8-head] Softcapped cross-entropy over all V columns to J targets (-1: none) with weights,
+    """[fp8-head] Softcapped cross-entropy over the rows of w to J targets (-1: none) with weights,
     summed over N tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the
-    forward pass computes both gradients as well, while a chunk's logits are at hand.
-    arXiv:2209.05433, record 19. The mask is (), or that of apply_mask(), with rows of all tokens.
-    """
+    forward pass computes both gradients as well, while a chunk's logits are at hand. The mask is
+    that of apply_mask(). arXiv:2209.05433, record 19."""
     return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask, c)[0]
 
 
@@ -1129,8 +1130,8 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> 
         dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
         return dw_VD + dw, (loss, dx)
 
-    chunk = math.gcd(len(x_ND), c.head_chunk)
-    chunks = [a.reshape(-1, chunk, a.shape[1]) for a in (x_ND, targets_NJ, *mask[:1])]
+    size = math.gcd(len(x_ND), c.head_chunk)
+    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ, *mask[:1])]
     dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
@@ -1144,11 +1145,11 @@ def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
-NEVER = -60.0  # the softcapped logit of a token that cannot follow
+MASKED = -60.0  # the softcapped logit of a masked token, whose others are between 0 and SOFTCAP
 
 
 def apply_mask(s_NJ, token_NJ, mask: tuple) -> Array:
-    """[canonical-mask] Softcapped logits of some tokens, NEVER where a token cannot follow the one
+    """[canonical-mask] Softcapped logits of some tokens, MASKED where a token cannot follow the one
     before it in text that the tokenizer has written; validation only. It also holds for the target,
     so the loss is that of a probability model. Record 91.
 
@@ -1161,7 +1162,8 @@ def apply_mask(s_NJ, token_NJ, mask: tuple) -> Array:
     before_N1, row_of_V, column_of_V, bits = mask
     column_NJ = column_of_V[token_NJ]
     bytes_NJ = bits[row_of_V[before_N1], column_NJ // 8]
-    return jnp.where((bytes_NJ >> (column_NJ % 8)) & 1 == 1, NEVER, s_NJ)
+    bit_NJ = (bytes_NJ >> (column_NJ % 8)) & 1
+    return jnp.where(bit_NJ == 1, MASKED, s_NJ)
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1424,10 +1426,6 @@ def param_table(c: Config) -> dict[str, Param]:
     if c.mudd_groups:
         shape = (len(c.mudd_head), c.mudd_groups, c.R)
         table["mudd_head.groups"] = replicated(shape, 0.0, 0.25, decay=1)
-    for average in c.averages:
-        unknown = [name for name in average.params if name not in (*table, "value")]
-        if unknown:
-            raise ValueError(f"an average is of {unknown}, there are only {[*table]}")
     return table
 
 
@@ -1598,12 +1596,12 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
 
     def update(grad, state, params=None, *, momentum, **_):
-        buffer, average = state
+        buffer, squares = state
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
         X = orthogonalize(nesterov, POLAR_EXPRESS, 1.02, c.compute)
-        Y, average = equalize(X, average)
-        return Y, (buffer, average)
+        Y, squares = equalize(X, squares)
+        return Y, (buffer, squares)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -1611,15 +1609,15 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
 class Rails(NamedTuple):
     """The state of anvil()."""
 
-    fast: Array  # average of the gradients, as NorMuon's momentum
-    slow: Array  # average over more steps
-    average: Array  # of equalize()
+    fast: Array  # running average of the gradients, as NorMuon's momentum
+    slow: Array  # the same, over more steps
+    squares: Array  # state of equalize()
 
 
 def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
-    """[anvil] NorMuon with a slow rail, a second average of the gradients, and other quintics. Late
-    in the run, momentum is a mixture of both rails; weights decay where the slow one shrinks them,
-    see update_parameters(). Record 92."""
+    """[anvil] NorMuon with two running averages of the gradients, a fast and a slow rail, and other
+    quintics. Late in the run, momentum is a mixture of both. Weights decay where the slow rail
+    shrinks them: see update_parameters(). Record 92."""
 
     def init(params):
         zeros = jnp.zeros_like(params)
@@ -1633,20 +1631,20 @@ def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
         mixed = fast_share * fast + (1 - fast_share) * slow
         nesterov = grad + momentum * (mixed - grad)
         X = orthogonalize(nesterov, ANVIL_QUINTICS, 1.05, c.compute)
-        Y, average = equalize(X, state.average)
-        return Y, Rails(fast, slow, average)
+        Y, squares = equalize(X, state.squares)
+        return Y, Rails(fast, slow, squares)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def equalize(X: Array, average: Array) -> tuple[Array, Array]:
+def equalize(X: Array, squares: Array) -> tuple[Array, Array]:
     """[normuon] Scales each row of updates [.., rows, cols] by 1 / rms of its recent ones, so that
-    updates of all rows have equal rms (of wide matrices, columns). Returns them and the new
-    average. Li et al. 2025, arXiv:2510.05491; record 41."""
-    average = average + (1 - 0.9) * (mean_square(X) - average)
-    Y = X * lax.rsqrt(jnp.maximum(average, 1e-10))
+    updates of all rows have equal rms (of wide matrices, columns). Returns them and the new running
+    average of squares. Li et al. 2025, arXiv:2510.05491; record 41."""
+    squares = squares + (1 - 0.9) * (mean_square(X) - squares)
+    Y = X * lax.rsqrt(jnp.maximum(squares, 1e-10))
     Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # padding stays 0
-    return Y, average
+    return Y, squares
 
 
 def mean_square(X: Array) -> Array:
@@ -1662,18 +1660,13 @@ def frobenius_norm(x: Array) -> Array:
 
 
 def adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
-    """Adam without a rate, for gradients of `cycle` times as many steps as usual: so its averages
-    forget as much. optax adds epsilon after the bias correction, upstream before it."""
+    """Adam without a rate. If the gradient is that of `cycle` updates at once, its averages forget
+    as much as in so many. optax adds epsilon after the bias correction, upstream before it."""
 
     def update(grad, state, params=None, *, cycle, **_):
         return optax.scale_by_adam(b1**cycle, b2**cycle, eps=1e-10).update(grad, state)
 
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2).init, update)
-
-
-def decay_gate(opt_state: Any, update: Array) -> Array:
-    """[cautious-decay] What says where weights decay: of [anvil] its slow rail, else the update."""
-    return opt_state.slow if isinstance(opt_state, Rails) else update
 
 
 def apply_update(p: Array, update: Array, gate: Array, rate: Array, lr: Any, weight_decay: Any):
@@ -1695,7 +1688,7 @@ class ScheduleRow(NamedTuple):
     loss_weights: Any  # (J,): of the targets, in the order of target_weights()
     engaged: Any  # whether the slow rail of [anvil] counts
     table_cycle: Any  # the tables are updated in every n-th of Adam's steps
-    sweep: Any  # where the first microbatch's sweep of [sampled-softmax] begins
+    sweep_start: Any  # of [sampled-softmax], in the first microbatch of all devices
     average_rates: Any  # of Config.averages: how far each moves
 
 
@@ -1717,35 +1710,39 @@ def schedule(c: Config) -> list[ScheduleRow]:
     fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
     momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
     average_rates = [rates_of_average(average, progress) for average in c.averages]
+    samples = any(stage.candidates for stage in c.stages)
     rows = []
     for step in steps:
-        ramps = target_weights(c.stages[stage_of[step]]).values()
-        weights = np.float32([a + (b - a) * stage_progress[step] for a, b in ramps])
-        adam_lr, muon_lr = np.float32(c.adam_lr * lr[step]), np.float32(c.muon_lr * lr[step])
-        tied = np.bool_(progress[step] <= c.untie)
-        # What the run does not use is (), so that its programs do not have it.
-        engaged = np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else ()
-        table_cycle = np.float32(c.table_cycle(step)) if c.table_every > 1 else ()
+        stage = c.stages[stage_of[step]]
+        ramps = target_weights(stage).values()
+        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
         # As many tokens on in every step as there are candidates, so that all take part.
-        sweep = np.int32(step * c.stages[stage_of[step]].candidates % padded_vocab(c))
-        rows.append(ScheduleRow(
-            adam_lr, muon_lr, np.float32(momentum[step]), tied, weights, engaged, table_cycle,
-            sweep if any(stage.candidates for stage in c.stages) else (),
-            tuple(np.float32(rates[step]) for rates in average_rates),
-        ))  # fmt: skip
+        sweep_start = step * stage.candidates % padded_vocab(c)
+        # What the run does not use is (), so that its programs do not have it.
+        row = ScheduleRow(
+            adam_lr=np.float32(c.adam_lr * lr[step]),
+            muon_lr=np.float32(c.muon_lr * lr[step]),
+            momentum=np.float32(momentum[step]),
+            tied=np.bool_(progress[step] <= c.untie),
+            loss_weights=np.float32(weights),
+            engaged=np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else (),
+            table_cycle=np.float32(c.table_cycle(step)) if c.table_every > 1 else (),
+            sweep_start=np.int32(sweep_start) if samples else (),
+            average_rates=tuple(np.float32(rates[step]) for rates in average_rates),
+        )
+        rows.append(row)
     return rows
 
 
 def rates_of_average(average: Average, progress: np.ndarray) -> np.ndarray:
-    """How far an average moves in each step: all the way up to its first step, so that it follows
-    the parameters, and from then on by its rate, or not at all. `progress` is that of schedule().
-    """
-    steps = np.arange(len(progress))
-    remaining = len(progress) - 1 - steps
+    """The rate of an average in each step, (steps,). Up to its first move it is 1, so that the
+    average equals the parameter. `progress` is that of schedule()."""
+    remaining = len(progress) - 1 - np.arange(len(progress))
     moves = (remaining % average.every == 0) | (remaining < average.last)
     moves &= progress >= average.start
-    first = np.argmax(moves)
-    return np.where(steps <= first, 1.0, np.where(moves, average.rate, 0.0))
+    rate = min(1.0, average.every / (average.memory * len(progress)))
+    has_moved = np.cumsum(moves) - moves > 0
+    return np.where(has_moved, np.where(moves, rate, 0.0), 1.0)
 
 
 # ---- Step ----------------------------------------------------------------------------------------
@@ -1756,19 +1753,21 @@ class State(NamedTuple):
     opt_state: dict[str, Any]  # of each parameter's optimizer
     waiting_grads: dict[str, Array]  # of parameters whose update comes only in a later step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
-    averages: dict[str, tuple]  # of a parameter: an array for each of Config.averages_of()
+    averages: list[dict[str, Array]]  # of parameters, in the order of Config.averages
 
 
 def validated(state: State, c: Config) -> dict[str, Array]:
     """The weights that are validated, saved and exported. [tail-average] A parameter with averages
     moves toward one after the other, and is scaled to the norm that it had. Record 92."""
     weights = dict(state.params)
-    for name, averages in state.averages.items():
-        rows = [c.averages[n] for n in c.averages_of(name)]
-        for row, average in zip(rows, averages, strict=True):
+    keep_norm = {}
+    for row, arrays in zip(c.averages, state.averages, strict=True):
+        for name, average in arrays.items():
             weights[name] += row.blend * (average - weights[name])
-        if all(row.keep_norm for row in rows):
-            weights[name] *= jnp.linalg.norm(state.params[name]) / jnp.linalg.norm(weights[name])
+            keep_norm[name] = row.keep_norm
+    for name in [name for name in keep_norm if keep_norm[name]]:
+        norm = jnp.maximum(jnp.linalg.norm(weights[name]), 1e-10)
+        weights[name] *= jnp.linalg.norm(state.params[name]) / norm
     return weights
 
 
@@ -1789,10 +1788,7 @@ def initial_state(seed: Array, c: Config) -> State:
     waiting = {name: jnp.zeros_like(params[name]) for name in waits}
     tables = [name for name in params if table[name].sharding == LOOKUP]
     lookups = {name: jnp.array(params[name], c.compute) for name in tables}
-    averages = {}
-    for name, p in params.items():
-        if c.averages_of(name):
-            averages[name] = tuple(jnp.array(p) for _ in c.averages_of(name))
+    averages = [{name: jnp.array(params[name]) for name in row.params} for row in c.averages]
     return State(params, opt_state, waiting, lookups, averages)
 
 
@@ -1815,9 +1811,9 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     parameters; scalars and whole lookups are replicated."""
     table = param_table(c)
 
-    def shape_of(tree_path, x):  # the path is a field of State, the name of a parameter, ...
-        field, name = tree_path[0].name, tree_path[1].key
-        everywhere = field == "lookups" or x.ndim == 0
+    def shape_of(tree_path, x):  # the path has a field of State and the name of a parameter
+        name = [key.key for key in tree_path if isinstance(key, jax.tree_util.DictKey)][0]
+        everywhere = tree_path[0].name == "lookups" or x.ndim == 0
         sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -1845,7 +1841,7 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     all-reduce       the same, beyond 8 devices       nodes  compute   every step
     all-gather       bigram: int32 rows, gradients    all    compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
-    all-gather       lookups that were updated        fsdp   compute   end of their updates' steps
+    all-gather       lookups that were updated        fsdp   compute   after their updates
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
@@ -1861,23 +1857,22 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     ks = target_weights(c.stages[stage])
     loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
 
-    # The sweeps of [sampled-softmax] begin at places that do not depend on the number of devices.
-    M = len(tokens_MBS)
-    sweeps = ()
+    # [sampled-softmax] Sweeps start at places that do not depend on the number of devices.
+    sweep_start_M = ()
     if c.stages[stage].candidates:
-        first_M = (lax.axis_index(mesh_axes()) * M + jnp.arange(M)) * padded_vocab(c) // c.batch
-        sweeps = row.sweep + first_M
+        sequence_M = lax.axis_index(mesh_axes()) * len(tokens_MBS) + jnp.arange(len(tokens_MBS))
+        sweep_start_M = row.sweep_start + sequence_M * padded_vocab(c) // c.batch
 
     def microbatch(total, inputs):
-        tokens_BS, sweep = inputs
+        tokens_BS, sweep_start = inputs
         index = [index_BT for index_BT, _ in hash_ngrams(tokens_BS[:, :-1], c)]
         w = weights | {"bigram_rows": [take_rows(bigram_table, index_BT) for index_BT in index]}
-        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep)
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep_start)
         bigram_grads = grads.pop("bigram_rows")
         return jax.tree.map(jnp.add, total, (loss, grads)), (index, bigram_grads)
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, (tokens_MBS, sweeps))
+    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, (tokens_MBS, sweep_start_M))
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
@@ -1899,30 +1894,30 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     for name in waiting:
         if table[name].cadence in updates.waiting:
             grads[name] = waiting[name] + grads[name]
-        if name not in due:  # otherwise it has no meaning until a step overwrites it
+        if name not in due:  # else it is used up, and a later step overwrites it
             waiting[name] = grads[name]
     if "embed" in due:
         both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
-        tied = {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
-        grads = grads | tied
+        grads |= {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
 
     params, opt_state = dict(state.params), dict(state.opt_state)
     for name in due:
         param = table[name]
-        late = c.table_every > 1 and param.cadence == WITH_TABLES
-        cycle = row.table_cycle if late else 1
+        has_cycles = c.table_every > 1 and param.cadence == WITH_TABLES
+        cycle = row.table_cycle if has_cycles else 1
         update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
             grads[name], opt_state[name], params[name],
             momentum=row.momentum, engaged=row.engaged, cycle=cycle,
         )  # fmt: skip
-        gate = decay_gate(opt_state[name], update)
+        # [cautious-decay] The gate is the update, but for [anvil] its slow rail.
+        gate = opt_state[name].slow if isinstance(opt_state[name], Rails) else update
         lr = param.lr
         if param.sharding == BANK:  # of each group, the matrices that this device owns
             n = update.shape[1]
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
-        weight_decay = cycle * param.weight_decay
-        params[name] = apply_update(params[name], update, gate, rate, lr, weight_decay)
+        decay = cycle * param.weight_decay
+        params[name] = apply_update(params[name], update, gate, rate, lr, decay)
     if "embed" in due:  # a copy, because XLA may round the two updates differently
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
     lookups = dict(state.lookups)
@@ -1930,17 +1925,15 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
         if name in due:  # gathered here and not in the next step, to overlap with Muon
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
-    averages = move_averages(state.averages, params, row, c)
+    averages = move_averages(state.averages, params, row.average_rates)
     return State(params, opt_state, waiting, lookups, averages)
 
 
-def move_averages(averages: dict, params: dict, row: ScheduleRow, c: Config) -> dict[str, tuple]:
-    """[tail-average] The averages after a step: each moves toward its parameter by its rate."""
-    moved = {}
-    for name, arrays in averages.items():
-        rates = [row.average_rates[n] for n in c.averages_of(name)]
-        pairs = zip(rates, arrays, strict=True)
-        moved[name] = tuple((1 - rate) * x + rate * params[name] for rate, x in pairs)
+def move_averages(averages: list[dict], params: dict, rates: tuple) -> list[dict[str, Array]]:
+    """[tail-average] The averages after a step: each moves toward its parameters by its rate."""
+    moved = []
+    for rate, arrays in zip(rates, averages, strict=True):
+        moved.append({name: (1 - rate) * x + rate * params[name] for name, x in arrays.items()})
     return moved
 
 
@@ -1948,13 +1941,11 @@ def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage
     """Mean next-token loss of a validation batch, under shard_map; c is from for_validation(), the
     mask from canonical_mask(). All-gathers banks and lookups, all-reduces the loss."""
     weights = whole_weights(params, c)
-    if mask:
-        weights["canonical"] = mask
 
     def microbatch(tokens_BS):
         rows = [take_rows(weights["bigram"], i) for i, _ in hash_ngrams(tokens_BS[:, :-1], c)]
         w = weights | {"bigram_rows": rows}
-        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage)
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, mask=mask)
 
     loss = lax.map(microbatch, tokens_MBS).sum()
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
@@ -2016,7 +2007,7 @@ def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: b
     specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
     out_specs = (specs[0], P()) if is_training else P()
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
-    # keep_unused: compile_all() expects the shapes of all arguments.
+    # keep_unused: warm_up() expects the shapes of all arguments.
     program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
     platform = mesh.devices.flat[0].platform
     return program.lower(*arguments).compile(OPTIONS.get(platform))
@@ -2094,6 +2085,9 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     needs_prefixes = any(PREFIX in target_weights(stage) for stage in c.stages)
     if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
         refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
+    has_mask = c.canonical and Path(c.canonical).is_file()
+    if c.canonical and not (has_mask and len(canonical_mask(c)[0]) == padded_vocab(c)):
+        refuse(f"{c.canonical} does not hold pairs of {c.vocab} tokens: see data/README.md")
     folder = Path(c.data).absolute()
     shards = {"train": [], "val": []}
     for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
@@ -2214,8 +2208,8 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
-    is_record = preset in ("record", "record92")
-    if is_record and devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu":
+    on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
+    if on_cpu and preset.startswith("record"):
         refuse(
             "JAX sees only a CPU, but the record needs GPUs or TPUs; without them: ./run.sh tiny; "
             "JAX_PLATFORMS=cpu trains it on the CPU all the same"
@@ -2385,6 +2379,7 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         "seed": c.seed,
         "config": {"preset": preset, **dataclasses.asdict(c)},
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
+        "canonical": crc32(b"".join(array.tobytes() for array in canonical_mask(c))),
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
 
@@ -2474,7 +2469,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         checkpoint = c.save_every and step > start and step % c.save_every == 0
         if c.validates_before(step) or checkpoint or stop:
             show_losses(wait=True)
-            weights = validated(state, c)  # averaging is on the clock
+            # Averaging is on the clock.
+            weights = validated(state, c) if c.validates_before(step) else {}
             jax.block_until_ready((state, weights))
             stopwatch.stop()
             ms = 1e3 * stopwatch.seconds
@@ -2491,6 +2487,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             if checkpoint or stop:
                 facts |= {"step": step, "seconds": stopwatch.seconds, "log": str(log.path)}
                 save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
+            del weights  # the steps need its memory
             stopwatch.start()
         tokens, row = next(batches)
         state, loss = programs[c.program_stage(step), c.updates(step)](state, tokens, row)

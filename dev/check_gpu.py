@@ -1,6 +1,6 @@
 """Tests whether this machine computes the right thing, and predicts how fast the record will be.
 
-    ./run.sh check [--only PART,PART] [--field value ...]   with the flags of the run that you plan
+    ./run.sh check [record92] [--only PART,PART] [--field value ...]    as the run that you plan
     ./run.sh check --small [--only PART,PART]               on a CPU, where times mean nothing
 
 Run it before you download gigabytes. It prints PASS or FAIL for everything that it tests, predicts
@@ -66,6 +66,7 @@ CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that r
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
 Line = tuple[bool, str, str, Any]  # whether it passes, name, text, facts for JSON
+RECORDS = "record", "record92"  # presets
 RECORD = dataclasses.replace(train_gpt.PRESETS["record"], seed=1)
 TINY = dataclasses.replace(train_gpt.PRESETS["tiny"], seed=1)
 SMALL = dataclasses.replace(
@@ -109,12 +110,12 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Returns the names of the parts, whether they are small, and the flags of the run. Exits with
-    status 2 if one of them is unknown."""
+    """Returns the names of the parts, whether they are small, and the preset, if there is one, and
+    the flags of the run. Exits with status 2 if one of them is unknown."""
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
     cli = argparse.ArgumentParser(
         prog="./run.sh check",
-        usage="./run.sh check [--small | --field value ...] [--only PART,PART]",
+        usage="./run.sh check [--small | record92 | --field value ...] [--only PART,PART]",
         description=__doc__,
         epilog=f"Parts:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -142,8 +143,14 @@ def refuse(message: str) -> NoReturn:
 
 
 def record_with(flags: list[str]) -> Config:
-    """The record with these flags. Exits with status 2 if there is no such flag."""
-    return train_gpt.parse_config(["record", "--seed", "1", *flags])[1]
+    """The record with these flags, of which the first may be its preset. Exits with status 2 if
+    there is no such flag. There is no mask in validation, so its file is not needed."""
+    preset = "record"
+    if flags and not flags[0].startswith("-"):
+        preset, *flags = flags
+    if preset not in RECORDS:
+        refuse(f"there is no check of {preset!r}; there are those of {' and '.join(RECORDS)}")
+    return train_gpt.parse_config([preset, "--seed", "1", "--canonical", "", *flags])[1]
 
 
 @dataclasses.dataclass
@@ -433,7 +440,7 @@ def software_text(facts: dict[str, Any]) -> str:
 def check_speed(c: Config, mesh: Mesh, n: int) -> Iterator[Line]:
     """Measures the rates of every device, so that one slow card shows, and of its link to the next
     one. Products have n x n matrices, and copies 8 n^2 numbers."""
-    V = -(-c.vocab // 128) * 128
+    V = train_gpt.padded_vocab(c)
     D = c.D
     tokens = c.head_chunk
     devices = list(mesh.devices.flat)
@@ -595,13 +602,13 @@ def window_line(c: Config, T: int) -> Line:
 def check_head(c: Config) -> Iterator[Line]:
     """The head and its loss, whose backward pass is written by hand, in their formats."""
     N = c.head_chunk // 4
-    V = -(-c.vocab // 128) * 128
+    V = train_gpt.padded_vocab(c)
     weights = np.float32([1, 0.5])
     targets = jax.random.randint(jax.random.key(2), (N, 2), 0, c.vocab)
     two_chunks = dataclasses.replace(c, head_chunk=N // 2)
 
     def head(x, w):
-        return train_gpt.head_loss(x, w, targets, weights, two_chunks)
+        return train_gpt.head_loss(x, w, targets, weights, (), two_chunks)
 
     def exact_head(x, w):
         log_p = jax.nn.log_softmax(23 * jax.nn.sigmoid((x @ w.T + 5) / 7.5))
@@ -648,58 +655,79 @@ WARM_UP = 4  # intervals between steps that do not count: first calls, and what 
 
 
 def longest_stage(c: Config) -> int:
-    """The stage in which the run reads the most tokens."""
-    return int(np.argmax([stage.steps * stage.tokens for stage in c.stages]))
+    """The stage whose programs read the most tokens: of stages that share them, the first."""
+    tokens = collections.Counter()
+    for step in range(c.total_steps):
+        stage = c.program_stage(step)
+        tokens[stage] += c.stages[stage].tokens
+    return max(tokens, key=tokens.get)
 
 
-def compile_pair(c: Config, stage: int, mesh: Mesh) -> list[Callable]:
-    """A stage's first and second step."""
+def cycle(c: Config, stage: int) -> list[train_gpt.Updates]:
+    """What successive steps update late in a stage, until it repeats. The last one updates all."""
+    length = c.adam_every * c.table_every
+    end = c.stage_ends[stage] // length * length
+    return [c.updates(step) for step in range(end - length, end)]
 
-    def compile_step(update_all):
-        return train_gpt.compile_train_step(stage, update_all, c, mesh)
 
+def compile_cycle(c: Config, stage: int, mesh: Mesh) -> list[Callable]:
+    """The programs of a stage's cycle."""
+
+    def compile_step(updates):
+        return train_gpt.compile_train_step(stage, updates, c, mesh)
+
+    different = list(dict.fromkeys(cycle(c, stage)))
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(compile_step, (False, True)))
+        programs = dict(zip(different, pool.map(compile_step, different), strict=True))
+    return [programs[updates] for updates in cycle(c, stage)]
 
 
 def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
-    """Four batches of a stage, in the memory of the host. A few tokens are frequent, and documents
-    have 400 tokens. Rates are those of the run's first step."""
+    """Four batches of a stage, in the memory of the host. A few tokens are frequent, documents have
+    400 tokens, and no more tokens occur than the softmax has candidates. Rates are those of the
+    run's first step."""
     rows = train_gpt.schedule(c)
     first_step = int([0, *c.stage_ends][stage])
     row = rows[0]._replace(loss_weights=rows[first_step].loss_weights)
     rng = np.random.default_rng(1)
+    vocab = c.stages[stage].candidates or c.vocab
     batches = []
     for _ in range(4):
-        tokens = rng.random((c.batch, c.sequence_length(stage) + 1)) ** 4 * c.vocab
+        tokens = rng.random((c.batch, c.sequence_length(stage) + 1)) ** 4 * vocab
         tokens[:, ::400] = c.eot
         batches.append((tokens.astype(np.int32), row))
     return batches
 
 
-def training(pair: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterator[Array]:
-    """Trains from fresh weights, with a stage's first and second step in turn, without end. Each
+def training(programs: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterator[Array]:
+    """Trains from fresh weights, with the programs of a stage's cycle in turn, without end. Each
     step gets other tokens, which go to the devices as in training. Yields the loss of every step,
     which the devices may still be computing."""
+    batches = host_batches(c, stage)
     whole = NamedSharding(mesh, P())
-    row = ScheduleRow(*[whole] * len(ScheduleRow._fields))
-    batches = itertools.cycle(host_batches(c, stage))
-    on_devices = train_gpt.prefetch(batches, (NamedSharding(mesh, P(mesh.axis_names)), row))
+    row = jax.tree.map(lambda _: whole, batches[0][1])
+    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
+    on_devices = train_gpt.prefetch(itertools.cycle(batches), shardings)
     state = train_gpt.make_state(c, mesh)
-    for step, (tokens, row) in enumerate(on_devices):
-        state, loss = pair[step % 2](state, tokens, row)
+    for program, (tokens, row) in zip(itertools.cycle(programs), on_devices, strict=False):
+        state, loss = program(state, tokens, row)
         yield loss
 
 
 def train_steps(
-    pair: list[Callable], c: Config, stage: int, mesh: Mesh, steps: int = STEPS, least: float = 0
+    programs: list[Callable],
+    c: Config,
+    stage: int,
+    mesh: Mesh,
+    steps: int = STEPS,
+    least: float = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trains for `steps` steps, and for at least `least` seconds. Returns the loss of every step,
     and the milliseconds from one to the next. The host waits for a loss only when two later steps
     have started, so that the devices always have work."""
     losses = []
     times = []
-    for loss in training(pair, c, stage, mesh):
+    for loss in training(programs, c, stage, mesh):
         losses.append(loss)
         if len(losses) > 2:
             jax.block_until_ready(losses[-3])
@@ -730,18 +758,19 @@ def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
 
     def losses(devices):
         mesh = train_gpt.make_mesh(devices)
-        first = train_gpt.compile_train_step(0, False, c, mesh)
-        second = train_gpt.compile_train_step(0, True, c, mesh)
+        # In this thread, whose precision is "highest", so without compile_cycle().
+        programs = [train_gpt.compile_train_step(0, what, c, mesh) for what in cycle(c, 0)]
         state = train_gpt.make_state(c, mesh)
-        for step, (tokens, row) in enumerate(train_gpt.train_batches(c, mesh, shards, 0)):
-            state, loss = (second if step % 2 else first)(state, tokens, row)
+        batches = train_gpt.train_batches(c, mesh, shards, 0)
+        for program, (tokens, row) in zip(itertools.cycle(programs), batches, strict=False):
+            state, loss = program(state, tokens, row)
             yield float(loss)
 
     devices = tuple(mesh.devices.flat)
     cpu = tuple(jax.local_devices(backend="cpu")[:1])
     right = None
     for some in dict.fromkeys((cpu, devices[:1], devices)):
-        with jax.default_matmul_precision("highest"):  # in this thread, so without compile_pair()
+        with jax.default_matmul_precision("highest"):
             found = np.array(list(losses(some)))
         right = found if right is None else right
         difference = float(np.abs(found - right).max())
@@ -758,12 +787,12 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
     yield True, f"compiling {len(programs)} programs", f"{compiled['seconds']:.0f} s", compiled
     train_gpt.warm_up(programs, c, mesh)
     platform = mesh.devices.flat[0].platform
-    steps = np.diff(c.stage_ends, prepend=0)
+    steps = collections.Counter(c.program_stage(step) for step in range(c.total_steps))
     total = 0.0
-    for i in sorted({i for i, kind in programs if kind != "val"}):
-        pair = [programs[i, False], programs[i, True]]
+    for i in steps:
+        of_stage = [programs[i, updates] for updates in cycle(c, i)]
         is_longest = i == longest_stage(c)
-        losses, times = train_steps(pair, c, i, mesh, least=least if is_longest else 0)
+        losses, times = train_steps(of_stage, c, i, mesh, least=least if is_longest else 0)
         times = times[WARM_UP:]
         yield stage_line(c, i, mesh, losses, times)
         if is_longest:
@@ -771,7 +800,7 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
         total += float(steps[i] * np.mean(times)) / 1e3 if learns(losses) else np.nan
     yield memory_line(mesh, [program for (_, kind), program in programs.items() if kind != "val"])
     text = f"{total:.1f} s for all {c.total_steps} steps"
-    if platform == "gpu":
+    if platform == "gpu" and c.layers == RECORD.layers:
         text += "; upstream needs 73.8 s on 8 x H100"
     yield np.isfinite(total), "predicted training time", text, total
 
@@ -881,9 +910,9 @@ def try_options(c: Config, mesh: Mesh, options: dict) -> tuple[np.ndarray, float
     cache = contextlib.nullcontext() if platform == "cpu" else without_cache()
     with mock.patch.dict(train_gpt.OPTIONS, {platform: usual | options}), cache:
         began = time.perf_counter()
-        pair = compile_pair(c, stage, mesh)
+        programs = compile_cycle(c, stage, mesh)
         compile_s = time.perf_counter() - began
-    losses, times = train_steps(pair, c, stage, mesh)
+    losses, times = train_steps(programs, c, stage, mesh)
     return losses, float(np.mean(times[WARM_UP:])), compile_s
 
 
@@ -913,8 +942,8 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
     for count in (1, mesh.size):
         some = train_gpt.make_mesh(tuple(mesh.devices.flat)[:count])
         try:
-            pair = compile_pair(c, 0, some)
-            losses[count] = train_steps(pair, c, 0, some, steps=4)[0].round(5).tolist()
+            programs = compile_cycle(c, 0, some)
+            losses[count] = train_steps(programs, c, 0, some, steps=4)[0].round(5).tolist()
         except jax.errors.JaxRuntimeError as error:
             if count > 1 or not launch.NO_MEMORY.search(str(error)):
                 raise

@@ -6,11 +6,13 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
     python dev/compile_8xh100.py --lowered [--write]   says, in seconds, whether the page is old
 
-The first three need jax[cuda12] or jax[cuda13], but no GPU and no driver. With --write, the first
-writes the page records/gpu/h100_compile.md. The last one runs with any JAX: it lowers some
-programs without compiling them, and looks for a digest of their text in the page. If it is there,
-no program has changed. The text differs between versions of JAX, so --write adds the digest of this
-version, provided that train_gpt.py has not changed since the page was written.
+All but --small take --preset record92, of which one device compiles only the two programs that need
+the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no driver. With
+--write, the first writes the preset's page, records/gpu/h100_compile.md or h100_compile_92.md. The
+last one runs with any JAX: it lowers some programs without compiling them, and looks for a digest
+of their text in the page. If it is there, no program has changed. The text differs between versions
+of JAX, so --write adds the digest of this version, provided that train_gpt.py has not changed since
+the page was written.
 
 The compiler shows kernels, collectives and their order, memory and instructions. It shows neither
 speed nor results: products are not tuned, and cuDNN builds its plans only on a real GPU. The parts
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -42,7 +45,7 @@ import fits  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
-from h100.checks import Result, check, expected_program  # noqa: E402
+from h100.checks import UPDATES, Result, check, expected_program  # noqa: E402
 from h100.estimate import cost_by_cause, step_ms, transfers  # noqa: E402
 from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
@@ -51,7 +54,10 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-PAGE = ROOT / "records/gpu/h100_compile.md"
+PAGES = {
+    "record": ROOT / "records/gpu/h100_compile.md",
+    "record92": ROOT / "records/gpu/h100_compile_92.md",
+}
 SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
 MISSING = "JAX has no CUDA plugin: install jax[cuda12] or jax[cuda13], which needs no GPU"
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
@@ -70,12 +76,12 @@ def compile_step(kind: str, stage: int, c: train_gpt.Config, mesh: Mesh) -> Any:
     """Compiles a program of train_gpt.py; `kind` is one of checks.KINDS."""
     if kind == "val":
         return train_gpt.compile_val_step(stage, c, mesh)
-    return train_gpt.compile_train_step(stage, kind == "second", c, mesh)
+    return train_gpt.compile_train_step(stage, UPDATES[kind], c, mesh)
 
 
-def record_config(attention: str) -> train_gpt.Config:
-    """The record preset with this kernel for attention."""
-    return dataclasses.replace(train_gpt.PRESETS["record"], attention=attention, seed=1)
+def record_config(preset: str, attention: str) -> train_gpt.Config:
+    """A preset with this kernel for attention."""
+    return dataclasses.replace(train_gpt.PRESETS[preset], attention=attention, seed=1)
 
 
 def any_prefixes(c: train_gpt.Config) -> np.ndarray:
@@ -84,21 +90,39 @@ def any_prefixes(c: train_gpt.Config) -> np.ndarray:
     return np.arange(c.vocab, dtype="int32")
 
 
+MASK_SHAPE = (14274, 1298)  # of the bits in data/gpt2_canonical.npz
+
+
+def any_mask(c: train_gpt.Config) -> tuple:
+    """Stands in for train_gpt.canonical_mask, so that its file is not needed: programs depend on
+    nothing but the shapes."""
+    if not c.canonical:
+        return ()
+    row_of = np.zeros(train_gpt.padded_vocab(c), "uint16")
+    return row_of, row_of, np.zeros(MASK_SHAPE, "uint8")
+
+
 # ---- Whether the page describes this train_gpt.py ------------------------------------------------
-# Kind and stage of three programs: one with all targets, one with all updates, one validation.
-LOWERED = ("first", 0), ("second", 3), ("val", 4)
+# Kind and stage of a few programs: one with all targets, one with all updates, one validation; and
+# one with candidates where there are some.
+LOWERED = {
+    "record": (("first", 0), ("second", 3), ("val", 4)),
+    "record92": (("first", 0), ("no tables", 5), ("second", 8), ("val", 9)),
+}
 
 
-def lowered_digest() -> str:
+def lowered_digest(preset: str) -> str:
     """sha256 of what XLA gets to compile: the text of LOWERED for 8 CPUs, with banded attention
     instead of cuDNN's, the compiler's options, and the numbers in which the programs of the other
     stages differ from these."""
-    c = record_config("band")
+    c = record_config(preset, "band")
     mesh = train_gpt.make_mesh(jax.devices()[:8])
     stages = []
     for stage in c.stages:
-        targets = list(train_gpt.target_weights(stage))
-        stages.append((stage.tokens, stage.short, stage.long, targets))
+        numbers = [stage.tokens, stage.short, stage.long, list(train_gpt.target_weights(stage))]
+        if stage.candidates:
+            numbers.append(stage.candidates)
+        stages.append(tuple(numbers))
     digest = hashlib.sha256(repr((stages, train_gpt.OPTIONS["gpu"])).encode())
 
     def as_text(lowered, *_):
@@ -106,29 +130,32 @@ def lowered_digest() -> str:
 
     with (
         mock.patch.object(train_gpt, "prefix_table", any_prefixes),
+        mock.patch.object(train_gpt, "canonical_mask", any_mask),
         mock.patch.object(jax.stages.Lowered, "compile", as_text),
     ):
-        for kind, number in LOWERED:
+        for kind, number in LOWERED[preset]:
             digest.update(compile_step(kind, number, c, mesh).encode())
     return digest.hexdigest()
 
 
-def digest_line() -> str:
-    """The line of records/gpu/h100_compile.md about the programs' text."""
-    return f"- sha256 of the programs as lowered by jax {jax.__version__}: {lowered_digest()}"
+def digest_line(preset: str = "record") -> str:
+    """The line of a preset's page about the programs' text."""
+    digest = lowered_digest(preset)
+    return f"- sha256 of the programs as lowered by jax {jax.__version__}: {digest}"
 
 
 def source_line() -> str:
-    """The line of records/gpu/h100_compile.md about train_gpt.py as it was compiled."""
+    """The line of a page about train_gpt.py as it was compiled."""
     return f"- crc32 of train_gpt.py when it was compiled: {zlib.crc32(train_gpt.SOURCE.encode())}"
 
 
-def check_lowered(write: bool) -> int:
-    """Compares the programs with those of the page, and returns the exit status."""
-    line = digest_line()
+def check_lowered(preset: str, write: bool) -> int:
+    """Compares a preset's programs with those of its page, and returns the exit status."""
+    line = digest_line(preset)
     print(line)
-    page = PAGE.read_text(encoding="utf-8")
-    name = PAGE.relative_to(ROOT)
+    path = PAGES[preset]
+    page = path.read_text(encoding="utf-8")
+    name = path.relative_to(ROOT)
     if line in page.splitlines():
         print(f"{name} describes these programs, so it need not be renewed")
         return 0
@@ -142,7 +169,7 @@ def check_lowered(write: bool) -> int:
     beginning = re.escape(line.rpartition(": ")[0])
     page = re.sub(f"{beginning}: .*\n", "", page)  # an older digest by this version of JAX
     page = page.replace(source, f"{source}\n{line}")
-    PAGE.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     print(f"added this digest to {name}")
     return 0
 
@@ -293,32 +320,51 @@ def planned_memory(kind: str, stage: int, c: train_gpt.Config, devices: int) -> 
     return compile_step(kind, stage, c, make_mesh(devices)).memory_analysis()
 
 
+def steps_of_programs(c: train_gpt.Config) -> Counter:
+    """How many steps of a run each training program takes, by its kind and its stage, in the order
+    of their first use."""
+    kinds = {updates: kind for kind, updates in UPDATES.items()}
+    steps = Counter()
+    for step in range(c.total_steps):
+        steps[kinds[c.updates(step)], int(c.program_stage(step))] += 1
+    return steps
+
+
 def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
     """Kind and stage of every program of a run, in the order of their first use."""
-    programs = []
-    for step in range(c.total_steps):
-        kind = "second" if c.updates_all(step) else "first"
-        programs.append((kind, c.stage_at(step)))
+    programs = list(steps_of_programs(c))
     for step in range(c.total_steps + 1):
         if c.validates_before(step):
-            programs.append(("val", c.stage_at(step)))
+            programs.append(("val", int(c.program_stage(step))))
     return list(dict.fromkeys(programs))
 
 
-def prepare() -> train_gpt.Config:
-    """Makes the compiler act as if there were an H100, and returns the record's configuration."""
+def prepare(preset: str) -> train_gpt.Config:
+    """Makes the compiler act as if there were an H100, and returns a preset's configuration."""
     # Tuning is off: it would compile variants that no GPU can time.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
     answer_for_hopper()
     train_gpt.prefix_table = any_prefixes
-    return record_config("cudnn")
+    train_gpt.canonical_mask = any_mask
+    return record_config(preset, "cudnn")
 
 
-def compile_everything(timed: bool) -> tuple[str, list[str]]:
-    """Returns the text of the page, and a list of what is wrong. Without `timed`, the seconds of
-    compiling are not limited."""
-    c = prepare()
+def largest_programs(results: list[Result]) -> list[tuple[str, int]]:
+    """Kind and stage of the second step and of the validation that need the most memory; of equals,
+    the last."""
+    programs = []
+    for kind in ("second", "val"):
+        of_kind = [result for result in results if result.kind == kind]
+        largest = max(of_kind, key=lambda result: (result.temporaries_GB, result.stage))
+        programs.append((kind, largest.stage))
+    return programs
+
+
+def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
+    """Returns the text of a preset's page, and a list of what is wrong. Without `timed`, the
+    seconds of compiling are not limited."""
+    c = prepare(preset)
     results = []
     wrong = []
     old_ms = record_21_ms()
@@ -326,25 +372,34 @@ def compile_everything(timed: bool) -> tuple[str, list[str]]:
     if not RECORD_21_MS[0] <= old_ms <= RECORD_21_MS[1]:
         low, high = RECORD_21_MS
         wrong.append(f"record 21 takes {old_ms:.1f} ms with these rates, not {low} to {high} ms")
+    programs = record_programs(c)
     for devices in (8, 1):
-        for kind, stage in record_programs(c):
+        if devices == 1 and preset != "record":
+            programs = largest_programs(results)
+        for kind, stage in programs:
             result = measure(kind, stage, c, devices)
             results.append(result)
             print(f"{devices} x H100, {kind}, stage {stage}: {result.compile_s:.1f} s", flush=True)
             for fault in check(result, timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
-    memory_table, too_low = measure_fits(c)
+    memory_table = ""
+    if preset == "record":  # which FITS is for
+        memory_table, too_low = measure_fits(c)
+        wrong += too_low
     shutil.rmtree(DUMP, ignore_errors=True)
-    facts = f"- jax {jax.__version__}, cuDNN {cudnn_version()}\n{source_line()}\n{digest_line()}"
-    page = report.page(facts, results, memory_table, old_ms, timed)
-    return page, wrong + too_low
+    versions = f"- jax {jax.__version__}, cuDNN {cudnn_version()}"
+    facts = f"{versions}\n{source_line()}\n{digest_line(preset)}"
+    steps = steps_of_programs(c)
+    page = report.page(preset, facts, results, steps, memory_table, old_ms, timed)
+    return page, wrong
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit status."""
     cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    cli.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    cli.add_argument("--preset", choices=PAGES, default="record")
+    cli.add_argument("--write", action="store_true", help="write the preset's page")
     cli.add_argument("--memory", action="store_true", help="only measure the rows of FITS")
     cli.add_argument("--small", action="store_true", help="only measure the preset small")
     cli.add_argument("--untimed", action="store_true", help="do not limit the seconds of compiling")
@@ -353,19 +408,19 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_compilation_cache", False)
     if arguments.lowered:
-        return check_lowered(arguments.write)
+        return check_lowered(arguments.preset, arguments.write)
     if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
-    file = PAGE
+    file = PAGES[arguments.preset]
     if arguments.memory:
-        page, wrong = measure_fits(prepare())
+        page, wrong = measure_fits(prepare(arguments.preset))
     elif arguments.small:
-        prepare()
+        prepare("record")
         page, wrong = measure_small()
         file = SMALL_PAGE
     else:
-        page, wrong = compile_everything(not arguments.untimed)
+        page, wrong = compile_everything(arguments.preset, not arguments.untimed)
     print(f"\n{page}")
     print("\n".join(wrong) or "every check passed")
     if wrong:

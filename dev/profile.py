@@ -20,7 +20,7 @@ FOLDER = Path("logs/profile")
 
 
 def main(argv: list[str]) -> None:
-    """Compiles two programs, runs seven steps, and prints where the trace of five of them is."""
+    """Compiles a stage, runs seven steps of it, and prints where the trace of five of them is."""
     preset, c = train_gpt.parse_config(argv)
     launch.set_xla_flags()
     launch.start_jax()
@@ -29,9 +29,9 @@ def main(argv: list[str]) -> None:
     devices, c = train_gpt.fit_devices(preset, c)
     mesh = train_gpt.make_mesh(devices)
     stage = check_gpu.longest_stage(c)
-    print(f"compiling the two steps of stage {stage} ...", flush=True)
-    pair = check_gpu.compile_pair(c, stage, mesh)
-    losses = check_gpu.training(pair, c, stage, mesh)
+    print(f"compiling the steps of stage {stage} ...", flush=True)
+    programs = check_gpu.compile_cycle(c, stage, mesh)
+    losses = check_gpu.training(programs, c, stage, mesh)
     for _ in range(2):
         jax.block_until_ready(next(losses))
 

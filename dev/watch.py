@@ -13,10 +13,11 @@ attention in later stages, or for a run that reaches its target early.
 
 MFU, the model's FLOP utilization, divides the operations that the model needs by those that the
 devices could do in bfloat16. A token needs 6 operations per weight of the layers' matrices and of
-the head, and 12 per channel and key in the windows of attention; see PaLM, arXiv:2204.02311,
-appendix B. Other parts are not counted: tables, gates, small nets, the optimizer, and whatever is
-computed twice. The head counts as bfloat16, although it may run in FP8. MFU is n/a for CPUs, for
-devices that are not in PEAKS, and for logs of older versions.
+the head, or of its rows for a stage's candidates, and 12 per channel and key in the windows of
+attention; see PaLM, arXiv:2204.02311, appendix B. Other parts are not counted: tables, gates,
+small nets, the optimizer, and whatever is computed twice. The head counts as bfloat16, although it
+may run in FP8. MFU is n/a for CPUs, for devices that are not in PEAKS, and for logs of older
+versions.
 """
 
 from __future__ import annotations
@@ -193,6 +194,9 @@ def stage_ends(lengths: list[int], total: int) -> list[int]:
 def flops_per_token(config: dict[str, Any], parameters: dict[str, int], stage: dict) -> float:
     """The operations of a token that MFU counts. `parameters` are sizes by name."""
     weights = sum(parameters[name] for name in ("qk", "vo", "mlp", "head"))
+    candidates = stage.get("candidates")  # logs of older versions have none
+    if candidates:
+        weights += config["D"] * candidates - parameters["head"]
     windows = {"short": stage["short"], "long": stage["long"], None: 0}
     keys = sum(windows[layer["window"]] for layer in config["layers"])
     return 6 * weights + 12 * config["D"] * keys

@@ -60,7 +60,9 @@ TITLES = {
     "mudd_head": "MUDD: streams mixed for the head",
 }
 BLOCKS = "block", "mudd_block"
-RECORDED = "attend", "attention", "mlp", "run_net", "weighted_sum", "copied_term", *BLOCKS
+RECORDED = (
+    "attend attention mlp run_net named_stream weighted_sum copied_term block mudd_block"
+).split()
 
 
 class Call(NamedTuple):
@@ -102,7 +104,8 @@ def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
 
     heads   {layer: (q, k, window, scale)}: q and k are (B, n T, H / n, K), if n heads are paired;
             the window is in positions; scores are multiplied by the scale
-    gates   {(name, layer): array}: (B, T, n) outputs of nets, and gates of the value tables
+    gates   {(name, layer): array}: (B, T, n) outputs of nets, and gates of the value tables; if
+            groups of channels have their own, (B, T, groups, n)
     sums    [(place, names of the terms, share of each term)]; see term_shares()
     """
     # A traced function returns arrays only. It appends the names that go with them to this list.
@@ -116,7 +119,11 @@ def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
                 q, k, _, window, scale, _ = call.arguments
                 heads[call.layer] = (q, k, jnp.array([window]), jnp.array([scale]))
             if call.name == "run_net":
-                for output, x in call.result.items():
+                outputs = dict(call.result)
+                if "groups" in outputs:  # (B, T, n, groups), which are added to x
+                    sums_BTnG = outputs["x"][..., None] + outputs.pop("groups")
+                    outputs["x"] = jnp.moveaxis(sums_BTnG, 2, 3)
+                for output, x in outputs.items():
                     gates[gate_place(call.arguments[0], output, len(w.c.layers) - 1)] = x
         gates |= value_gates(w, calls)
         sums = last_sums(w, calls)
@@ -159,12 +166,14 @@ def value_gates(w: Weights, calls: list[Call]) -> dict[tuple[str, int], Array]:
 def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array]]:
     """(place, names of the terms, shares of the terms) for the sums in the last layer and for the
     head. A term that is the same object as a saved stream, or as an output of attention or MLP, has
-    its name; rows of copied tokens are "copied". Any other term is x, or for v the product with
-    x."""
+    its name; rows of copied tokens are "copied". Any other term is x, also between attention and
+    MLP, or for v the product with x."""
     blocks = [call for call in calls if call.name in BLOCKS]
     saved = blocks[0].arguments[4]  # forward() passes the same dict to every block
-    names_by_id = {id(x): name for name, x in saved.items()}
+    names_by_id = {id(x): name for name, x in saved.items() if not name.startswith("middle")}
     for call in calls:
+        if call.name == "named_stream":
+            names_by_id[id(call.result)] = call.arguments[0]
         if call.name in ("attention", "mlp"):
             names_by_id[id(call.result)] = call.name
         if call.name == "copied_term":
@@ -342,9 +351,10 @@ def draw_gates(out: Path, w: Weights, gates: dict) -> None:
         draw_panel(ax, w, name, panels[name])
     for ax in axes.flat[len(names) :]:
         ax.remove()
+    over = "tokens (for the head also over groups of channels)" if w.c.mudd_groups else "tokens"
     lines = [
         "layer (in: before the first layer; head: after the last). "
-        "Dot: mean over tokens; bar: from the 10th to the 90th percentile.",
+        f"Dot: mean over {over}; bar: from the 10th to the 90th percentile.",
         "In a panel without a legend, the dots of a layer are its heads from left to right.",
     ]
     if single:

@@ -5,7 +5,8 @@ the same folder.
 
 Written to be read from the top down, not to be fast: one sequence, float32, no cache.
 Names end in their dimensions: T position, S position of a key, D model, R hidden of a gate net,
-H head, K head channel, F hidden of the MLP, V token, N term of a sum. x is the residual stream.
+H head, K head channel, F hidden of the MLP, V token, N term of a sum, G group of channels. x is the
+residual stream.
 """
 
 import argparse
@@ -61,15 +62,20 @@ def forward(tokens_T, c, weights):
             x = block(x, i, gate, saved, document_T, c, weights)
         saved[f"layer{i}"] = x
     if c.mudd_head:  # the head also reads earlier streams
-        mix_TN = run_net("mudd_head", x, c, weights, 0.1)["x"]
-        x = x + mix(mix_TN, [saved[name] for name, _ in c.mudd_head])
+        net = run_net("mudd_head", x, c, weights, 0.1)
+        streams = [named_stream(name, saved) for name, _ in c.mudd_head]
+        x = x + mix(net["x"], streams)
+        if c.mudd_groups:  # weights that differ between groups of successive channels
+            groups_TND = np.repeat(net["groups"], c.D // c.mudd_groups, axis=2)
+            x = x + np.einsum("TND,NTD->TD", groups_TND, streams)
     if c.copy:
         x = x + copied(weights["head"], weights["copy_gains"], tokens_T, c)
     return x
 
 
 def run_net(name, x, c, weights, scale):
-    """A small net's outputs of shape (T, n), by name: scale * (w2 gelu(w1 x) + b2)."""
+    """A small net's outputs of shape (T, n), by name: scale * (w2 gelu(w1 x) + b2); with groups of
+    channels also "groups", (T, N, G), which have no b2."""
     z_TR = x @ weights[f"{name}.w1"].T
     hidden_TR = z_TR * (1 + np.vectorize(math.erf, "f")(z_TR / 2**0.5)) / 2  # GELU
     y_TN = scale * (hidden_TR @ weights[f"{name}.w2"].T + weights[f"{name}.b2"])
@@ -78,7 +84,16 @@ def run_net(name, x, c, weights, scale):
     for output, size in vars(c.nets)[name]:
         outputs[output] = y_TN[:, first : first + size]
         first += size
+    if f"{name}.groups" in weights:
+        outputs["groups"] = scale * np.einsum("TR,NGR->TNG", hidden_TR, weights[f"{name}.groups"])
     return outputs
+
+
+def named_stream(name, saved):
+    """A stream by its name, as "layer7", or normalized, as "norm(layer7)"; (T, D)."""
+    if name.startswith("norm("):
+        return norm(saved[name[5:-1]])
+    return saved[name]
 
 
 def embed_tokens(tokens_T, c, weights):
@@ -174,6 +189,7 @@ def block(x, i, gate, saved, document_T, c, weights):
         x = keep * x + add * y + gate["x0"] * saved["x0"]
         if layer.bigram:
             x = x + gate["bigram"] * saved["bigram"]
+    saved[f"middle{i}"] = x
     keep, add = weights["mlp_lambdas"][i]
     return keep * x + add * mlp(x, i, c, weights)
 
@@ -192,6 +208,7 @@ def mudd_block(x, i, gate, saved, document_T, c, weights):
     y = attention(source, extra, i, gate, document_T, c, weights)
     x = x + mix(mudd["x"], streams)
     x = mix(mudd["attn"], [x, y, saved["input"], saved["bigram"]])
+    saved[f"middle{i}"] = x
     return mix(mudd["mlp"], [x, mlp(x, i, c, weights)])
 
 

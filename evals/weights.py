@@ -23,9 +23,9 @@ sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
-    "Layer Stage param_table rope_frequencies make_mesh whole_weights forward hash_ngrams "
-    "take_rows norm softcap attend attention block mlp run_net weighted_sum fit_kernels "
-    "copied_term set_compilation_cache"
+    "Layer Stage Average param_table rope_frequencies make_mesh whole_weights forward hash_ngrams "
+    "take_rows norm softcap attend attention block mlp run_net named_stream weighted_sum "
+    "fit_kernels copied_term canonical_mask apply_mask set_compilation_cache"
 )
 
 
@@ -78,14 +78,15 @@ def open_script(path: Path) -> ModuleType:
 
 
 def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
-    """The script's Config from JSON, where tuples have become lists, and layers and stages
-    dicts."""
+    """The script's Config from JSON, where tuples have become lists, and layers, stages and
+    averages dicts."""
 
     def as_tuples(value):
         return tuple(as_tuples(x) for x in value) if isinstance(value, list) else value
 
     config = {name: as_tuples(value) for name, value in config.items()}
-    for name, kind in ("layers", code.Layer), ("stages", code.Stage):
+    kinds = {"layers": code.Layer, "stages": code.Stage, "averages": code.Average}
+    for name, kind in kinds.items():
         rows = []
         for row in config[name]:
             rows.append(kind(**{key: as_tuples(value) for key, value in row.items()}))
@@ -153,12 +154,14 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     return shard
 
 
-def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
-    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
+def runner(w: Weights, read: Callable, devices: int | None = None, shared: tuple = ()) -> Callable:
+    """Returns run(tokens, *more), which runs the model and returns
+    read(x, head, tokens, *more, *shared).
 
     tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
     (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
-    the result are spread over the first `devices` devices (None: all)."""
+    the result are spread over the first `devices` devices (None: all). Every device has all of the
+    arrays in `shared`."""
     w.code.set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
     c = w.c
@@ -174,18 +177,19 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
+    shared = jax.device_put(shared, NamedSharding(mesh, P()))
 
-    def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
+    def on_device(whole: dict, shared: tuple[Array, ...], arguments: tuple[Array, ...]) -> Any:
         tokens, *more = arguments
         hashes = w.code.hash_ngrams(tokens[:, :-1], c)
         rows = [w.code.take_rows(whole["bigram"], row) for row, _ in hashes]
         weights = whole | {"bigram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
-        return read(x, whole["head"], tokens, *more)
+        return read(x, whole["head"], tokens, *more, *shared)
 
-    program = on_mesh(on_device, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    program = on_mesh(on_device, in_specs=(P(), P(), P("fsdp")), out_specs=P("fsdp"))
     program = jax.jit(program, compiler_options=w.code.OPTIONS.get(w.devices[0].platform))
-    return lambda tokens, *more: program(whole, (jnp.asarray(tokens, "int32"), *more))
+    return lambda tokens, *more: program(whole, shared, (jnp.asarray(tokens, "int32"), *more))
 
 
 def logits(w: Weights, x: Array, head: Array) -> Array:

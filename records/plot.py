@@ -38,6 +38,11 @@ FEWEST_POINTS = 4  # of a curve that is worth a panel beside the differences
 LABELS = dict(steps="training steps", tokens="training tokens, millions",
               time="training time, seconds")  # fmt: skip
 SMOOTHED = "mean of 7 logged batches"  # see smooth()
+# By preset: in others, the only target of a token is the next one. Upstream's logs have no preset.
+TRAINING_LOSS = {
+    "record": "training loss, all targets of a token together",
+    "record92": "training loss, all targets of a token together, over the candidates",
+}
 BYTES = 257  # the size of the vocabulary in which a token is a byte: 256 and the end of text
 STYLE = {
     "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
@@ -243,10 +248,7 @@ def plot_log(run: Run, out: Path) -> None:
     dot, their smoothed curve, the validations, and the target if the run has one."""
     steps = [v.step for v in run.training]
     batches = [v.loss for v in run.training]
-    # In `record`, a batch's loss also has terms for later tokens and for prefixes.
-    name = "training loss"
-    if run.config and run.config["preset"] == "record":
-        name = "training loss, all targets of a token together"
+    name = TRAINING_LOSS.get(run.config and run.config["preset"], "training loss")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
         axes.plot(steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch")

@@ -172,12 +172,12 @@ def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
 
 
 def check_machine(arguments: list[str]) -> None:
-    """Refuses the preset record where there is no GPU, as ./run.sh does for a copy."""
+    """Refuses record and record92 where there is no GPU, as ./run.sh does for a copy."""
     found = machine.find_machine()
     decision = machine.decide(found)
     if machine.refusal(["copy.py", *arguments], found, decision):
-        refuse(f"the preset record does not run here, because {decision.why}; to train tiny, end "
-               "the command with  -- tiny")  # fmt: skip
+        refuse(f"the preset {arguments[0]} does not run here, because {decision.why}; to train "
+               "tiny, end the command with  -- tiny")  # fmt: skip
 
 
 def make_plan(args: argparse.Namespace) -> Path:

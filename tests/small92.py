@@ -1,7 +1,7 @@
 """A small model with all that the preset record92 has, for tests.
 
-Its sequences are a 256th as long as the preset's, its windows and documents a 16th. As many steps
-as in the preset begin with every stage, but for two steps at most.
+Its sequences are a 256th as long as the preset's, its windows and documents a 16th. Every
+stage has the preset's steps, but at most two.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def small_stages() -> tuple[train_gpt.Stage, ...]:
 def small_averages() -> tuple[train_gpt.Average, ...]:
     """The preset's averages, which here move at least in every second step, and far."""
     return tuple(
-        dataclasses.replace(average, every=min(2, average.every), rate=0.3)
+        dataclasses.replace(average, every=min(2, average.every), memory=0.1)
         for average in RECORD92.averages
     )
 
@@ -61,8 +61,8 @@ def with_files(folder: Path, c: train_gpt.Config = SMALL92) -> train_gpt.Config:
 
 
 def write_mask(path: Path, never: np.ndarray) -> None:
-    """Writes a canonical mask. `never`, (R, V) of bool, tells which columns cannot follow a token;
-    token p has row p % R."""
+    """Writes a canonical mask. `never`, (R, V) of bool, tells which tokens cannot follow another;
+    after token p this is row p % R."""
     R, V = never.shape
     token = np.arange(V, dtype=np.uint16)
     bits = np.packbits(never, axis=1, bitorder="little")

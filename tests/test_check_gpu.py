@@ -205,7 +205,10 @@ def test_a_machine_without_gpu_is_told_what_there_is(child, capfd, monkeypatch):
     [
         ("--only speed,sped", "--only: there is no part 'sped'; the parts are machine, speed,"),
         ("--small --batch 16", "--small sets all sizes itself; leave out --batch 16"),
+        ("--small record92", "--small sets all sizes itself; leave out record92"),
         ("--batches 16", "unrecognized arguments: --batches 16"),
+        ("record92 --batches 16", "unrecognized arguments: --batches 16"),
+        ("tiny", "there is no check of 'tiny'; there are those of record and record92"),
     ],
 )
 def test_what_it_does_not_know_is_one_line(argv, message, capsys):
@@ -213,6 +216,16 @@ def test_what_it_does_not_know_is_one_line(argv, message, capsys):
         check_gpu.main(argv.split())
     shown = capsys.readouterr().err
     assert message in shown and shown.count("\n") == 1
+
+
+def test_a_preset_and_flags_are_those_of_the_run():
+    for preset in check_gpu.RECORDS:
+        for argv in [preset, "--steps", "99"], [preset, "--only", "head", "--steps", "99"]:
+            flags = check_gpu.parse_arguments(argv).flags
+            assert flags == [preset, "--steps", "99"]
+            run = dataclasses.replace(train_gpt.PRESETS[preset], seed=1, steps=99, canonical="")
+            assert check_gpu.record_with(flags) == run
+    assert check_gpu.record_with([]) == check_gpu.RECORD
 
 
 def in_this_process(monkeypatch, *names: str, small: bool = True, **parts) -> None:
@@ -482,6 +495,41 @@ def test_a_wrong_gradient_fails(monkeypatch, backward, name):
 
 
 # ---- Training ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("preset, lengths", [("record", {2}), ("record92", {4})])
+def test_cycles_are_of_successive_steps_and_have_all_programs(preset, lengths):
+    """Stages 1 to 4 of record 92 share theirs."""
+    c = train_gpt.PRESETS[preset]
+    programs = {(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)}
+    cycles = {stage: check_gpu.cycle(c, stage) for stage, _ in programs}
+    assert programs == {(stage, updates) for stage in cycles for updates in cycles[stage]}
+    assert {len(cycle) for cycle in cycles.values()} == lengths
+    for cycle in cycles.values():
+        assert cycle[-1].due == train_gpt.CADENCES
+        for before, updates in zip([cycle[-1], *cycle], cycle, strict=False):
+            assert {*updates.waiting} == {*train_gpt.CADENCES} - {*before.due}
+
+
+@pytest.mark.parametrize("stage", [0, 5, 6, 7])
+def test_no_more_tokens_occur_than_there_are_candidates(stage):
+    c = train_gpt.PRESETS["record92"]
+    for tokens, _ in check_gpu.host_batches(c, stage):
+        most = max(len(np.unique(sequence)) for sequence in tokens)
+        assert 1000 < most <= (c.stages[stage].candidates or c.vocab)
+
+
+def test_a_cycle_of_four_steps_learns():
+    parts = {"matrix_optimizer": "anvil", "table_every": 2, "muon_lr": 0.05}
+    stage = dataclasses.replace(C.stages[0], candidates=256, targets=(1.0,))
+    average = train_gpt.Average(("embed",), start=0.5, every=1, memory=0.1, blend=1.0)
+    layers = (Layer(LONG, bigram=True, value_table=0),)
+    c = dataclasses.replace(C, layers=layers, stages=(stage,), averages=(average,), **parts)
+    mesh = make_mesh(1)
+    programs = check_gpu.compile_cycle(c, 0, mesh)
+    assert len({*programs}) == 4
+    losses, _ = check_gpu.train_steps(programs, c, 0, mesh)
+    assert check_gpu.learns(losses)
+
+
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
     c = dataclasses.replace(C, layers=(Layer(LONG),), D=32)
     train_batches = train_gpt.train_batches
@@ -508,7 +556,7 @@ class Loss(float):
         self.waited = True
 
 
-def fake_pair(stage: int, losses, checks=lambda tokens, row: None) -> list:
+def fake_programs(stage: int, losses, checks=lambda tokens, row: None) -> list:
     """Programs that take no time: they return these losses in turn, and then the last of them."""
 
     def program(state, tokens, row):
@@ -537,7 +585,7 @@ def test_each_step_has_other_tokens_and_the_devices_are_never_without_work(no_st
         assert running == min(len(seen), 3)  # this step, which starts, and the two before it
 
     found, ms = check_gpu.train_steps(
-        fake_pair(1, losses, keep), TWO_STAGES, 1, make_mesh(2), steps=9
+        fake_programs(1, losses, keep), TWO_STAGES, 1, make_mesh(2), steps=9
     )
     assert found.tolist() == list(range(9)) and len(ms) == 8 and ms.min() >= 0
     for i, tokens in enumerate(seen):
@@ -546,16 +594,16 @@ def test_each_step_has_other_tokens_and_the_devices_are_never_without_work(no_st
 
 
 def test_steps_go_on_for_some_seconds(no_state):
-    pair = fake_pair(0, [1.0])
+    programs = fake_programs(0, [1.0])
     began = time.monotonic()
-    losses, ms = check_gpu.train_steps(pair, TWO_STAGES, 0, make_mesh(1), steps=3, least=0.1)
+    losses, ms = check_gpu.train_steps(programs, TWO_STAGES, 0, make_mesh(1), steps=3, least=0.1)
     assert time.monotonic() - began > 0.1 and len(losses) == len(ms) + 1 > 4
 
 
 def test_steps_do_not_learn_where_the_weights_stay():
     c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
-    pair = 2 * [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
-    losses, _ = check_gpu.train_steps(pair, c, 0, make_mesh(1))
+    programs = [train_gpt.compile_train_step(0, c.updates(1), c, make_mesh(1))]
+    losses, _ = check_gpu.train_steps(programs, c, 0, make_mesh(1))
     assert not check_gpu.learns(losses)
 
 
@@ -567,9 +615,9 @@ def fake_record(monkeypatch, no_state):
         memory = SimpleNamespace(argument_size_in_bytes=2e9, temp_size_in_bytes=1e9)
         programs = {(1, "val"): None}
         for stage in 0, 1:
-            for second, program in zip((False, True), fake_pair(stage, losses), strict=True):
+            for step, program in enumerate(fake_programs(stage, losses)):
                 program.memory_analysis = lambda: memory
-                programs[stage, second] = program
+                programs[stage, TWO_STAGES.updates(step)] = program
 
         def compile_all(c, mesh, log):
             log.facts({"compile": {"seconds": 3.0}})
@@ -582,7 +630,7 @@ def fake_record(monkeypatch, no_state):
 
 
 def test_the_time_of_the_run_is_that_of_its_stages(monkeypatch, fake_record):
-    def train_steps(pair, c, stage, mesh, least):
+    def train_steps(programs, c, stage, mesh, least):
         assert least == (30 if stage == 1 else 0)
         warm_up = check_gpu.WARM_UP * [1e6]
         return np.array([5.0, 4.0]), np.array([*warm_up, *(100.0 * (stage + 1) for _ in range(9))])
@@ -637,7 +685,7 @@ def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
     before = dict(train_gpt.OPTIONS)
     monkeypatch.setitem(train_gpt.OPTIONS, "cpu", {"xla_allow_excess_precision": False})
 
-    def compile_train_step(stage, second, *_):
+    def compile_train_step(stage, updates, *_):
         assert stage == 1
         options = train_gpt.OPTIONS["gpu"]
         assert options["xla_allow_excess_precision"] is False
@@ -647,8 +695,8 @@ def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
             raise outcome
         return outcome
 
-    def train_steps(pair, *_):
-        losses, ms = pair[0]
+    def train_steps(programs, *_):
+        losses, ms = programs[0]
         return np.array(losses), np.array([1e6] * check_gpu.WARM_UP + [ms, ms])
 
     monkeypatch.setattr(train_gpt, "compile_train_step", compile_train_step)
@@ -732,13 +780,13 @@ def test_the_cache_is_left_out_for_seconds_of_compiling(tmp_path, monkeypatch):
     ],
 )
 def test_several_devices_must_have_the_losses_of_one(monkeypatch, losses, good, text):
-    def train_steps(pair, c, stage, mesh, steps):
+    def train_steps(programs, c, stage, mesh, steps):
         found = losses[mesh.size]
         if isinstance(found, BaseException):
             raise found
         return np.array(found), None
 
-    monkeypatch.setattr(check_gpu, "compile_pair", lambda *_: None)
+    monkeypatch.setattr(check_gpu, "compile_cycle", lambda *_: None)
     monkeypatch.setattr(check_gpu, "train_steps", train_steps)
     ((passed, _, found, _),) = check_gpu.check_devices(C, make_mesh(2))
     assert bool(passed) is good and text in found

@@ -1,6 +1,7 @@
-"""compile_8xh100.py: the page is of this train_gpt.py, and it counts as we count by hand."""
+"""compile_8xh100.py: the pages are of this train_gpt.py, and it counts as we count by hand."""
 
 import dataclasses
+from collections import Counter
 
 import compile_8xh100
 import fits
@@ -32,7 +33,7 @@ def total(p: hlo.Program) -> int:
 
 def test_every_row_of_fits_was_compiled_and_has_memory_to_spare():
     """The table of the page, by flags and devices, against FITS."""
-    page = compile_8xh100.PAGE.read_text(encoding="utf-8").partition("## Memory")[2]
+    page = compile_8xh100.PAGES["record"].read_text(encoding="utf-8").partition("## Memory")[2]
     compiled = {}
     for line in page.partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -48,12 +49,14 @@ def test_every_row_of_fits_was_compiled_and_has_memory_to_spare():
 
 
 # ---- Whether the page is of this train_gpt.py ----------------------------------------------------
-def test_the_page_is_of_the_programs_of_this_train_gpt():
-    page = compile_8xh100.PAGE.read_text()
+@pytest.mark.parametrize("preset", compile_8xh100.PAGES)
+def test_the_page_is_of_the_programs_of_this_train_gpt(preset):
+    page = compile_8xh100.PAGES[preset].read_text()
     version = f"as lowered by jax {jax.__version__}:"
     if version not in page:
-        pytest.skip(f"records/gpu/h100_compile.md has no digest {version}")
-    assert compile_8xh100.digest_line() in page, "python dev/compile_8xh100.py --write renews it"
+        pytest.skip(f"the page of {preset} has no digest {version}")
+    renew = f"python dev/compile_8xh100.py --preset {preset} --write renews it"
+    assert compile_8xh100.digest_line(preset) in page, renew
 
 
 ONE_LAYER = dataclasses.replace(MINI, layers=MINI.layers[:1], mudd_head=())
@@ -62,51 +65,53 @@ ONE_LAYER = dataclasses.replace(MINI, layers=MINI.layers[:1], mudd_head=())
 @pytest.fixture
 def mini(monkeypatch):
     """Digests of a small model."""
-    monkeypatch.setattr(compile_8xh100, "record_config", lambda attention: ONE_LAYER)
-    monkeypatch.setattr(compile_8xh100, "LOWERED", (("first", 1),))
+    monkeypatch.setattr(compile_8xh100, "record_config", lambda preset, attention: ONE_LAYER)
+    monkeypatch.setitem(compile_8xh100.LOWERED, "record", (("first", 1),))
 
 
 def digest_of(c, monkeypatch):
     """The digest, were c the record."""
-    monkeypatch.setattr(compile_8xh100, "record_config", lambda attention: c)
-    return compile_8xh100.lowered_digest()
+    monkeypatch.setattr(compile_8xh100, "record_config", lambda preset, attention: c)
+    return compile_8xh100.lowered_digest("record")
 
 
 def test_a_digest_is_of_what_is_compiled(mini, monkeypatch):
-    digest = compile_8xh100.lowered_digest()
+    digest = compile_8xh100.lowered_digest("record")
     others = dataclasses.replace(ONE_LAYER, adam_lr=0.1, steps=7, untie=0.1, target=1.0)
     assert digest_of(others, monkeypatch) == digest, "programs depend on none of these"
-    longer = dataclasses.replace(MINI.stages[0], tokens=1024)
-    stages = (longer, *MINI.stages[1:])  # although another stage is lowered
-    assert digest_of(dataclasses.replace(ONE_LAYER, stages=stages), monkeypatch) != digest
+    for change in (dict(tokens=1024), dict(candidates=64)):
+        stages = (dataclasses.replace(MINI.stages[0], **change), *MINI.stages[1:])
+        other = dataclasses.replace(ONE_LAYER, microbatch=1, stages=stages)
+        assert digest_of(other, monkeypatch) != digest, "although another stage is lowered"
     assert digest_of(ONE_LAYER, monkeypatch) == digest
     monkeypatch.setattr(train_gpt, "SOFTCAP", 24)
     jax.clear_caches()
-    changed = compile_8xh100.lowered_digest()
+    changed = compile_8xh100.lowered_digest("record")
     assert changed != digest
     option = {"gpu": {"xla_allow_excess_precision": True}}
     monkeypatch.setattr(train_gpt, "OPTIONS", train_gpt.OPTIONS | option)
-    assert compile_8xh100.lowered_digest() not in (digest, changed)
+    assert compile_8xh100.lowered_digest("record") not in (digest, changed)
     jax.clear_caches()  # of what was traced with another SOFTCAP
 
 
 def test_a_digest_is_added_only_while_the_source_is_that_which_was_compiled(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     monkeypatch.setattr(compile_8xh100, "ROOT", tmp_path)
-    monkeypatch.setattr(compile_8xh100, "PAGE", page)
-    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "abc")
+    monkeypatch.setitem(compile_8xh100.PAGES, "record", page)
+    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda preset: "abc")
     page.write_text("- crc32 of train_gpt.py when it was compiled: 1\n")
-    assert compile_8xh100.check_lowered(write=True) == 1
+    assert compile_8xh100.check_lowered("record", write=True) == 1
     page.write_text(f"# Title\n{compile_8xh100.source_line()}\n- another line\n")
-    assert compile_8xh100.check_lowered(write=False) == 1 and "abc" not in page.read_text()
-    assert compile_8xh100.check_lowered(write=True) == 0
+    assert compile_8xh100.check_lowered("record", write=False) == 1
+    assert "abc" not in page.read_text()
+    assert compile_8xh100.check_lowered("record", write=True) == 0
     expected = (
         f"# Title\n{compile_8xh100.source_line()}\n{compile_8xh100.digest_line()}\n- another line\n"
     )
     assert page.read_text() == expected
-    assert compile_8xh100.check_lowered(write=False) == 0
-    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda: "def")
-    assert compile_8xh100.check_lowered(write=True) == 0
+    assert compile_8xh100.check_lowered("record", write=False) == 0
+    monkeypatch.setattr(compile_8xh100, "lowered_digest", lambda preset: "def")
+    assert compile_8xh100.check_lowered("record", write=True) == 0
     assert page.read_text() == expected.replace("abc", "def")
 
 
@@ -216,13 +221,50 @@ def test_a_gradient_is_named_after_the_state_that_it_meets_or_replaces(text, nam
 
 def test_lookups_are_gathered_by_second_steps_alone():
     c = train_gpt.PRESETS["record"]
-    first, second, val = (checks.expected_program(kind, 2, c, 8) for kind in checks.KINDS)
+    kinds = "first", "second", "val"
+    first, second, val = (checks.expected_program(kind, 2, c, 8) for kind in kinds)
     bigrams = 393_216 * (768 + 1)  # every token sends which row it read, and a gradient
     bigram_table = 377_344 * 768
     assert second.gathered - bigrams == second.scattered + bigram_table == val.gathered
     assert first.scattered == second.scattered and val.scattered == val.reduced == 0
     assert second.gathered - first.gathered == 7 * 50304 * 768 + bigram_table
     assert second.chunks == 3 and val.microbatches == 1 and second.attention_layers == 10
+
+
+def test_every_step_of_the_presets_has_a_kind_and_a_program():
+    c = train_gpt.PRESETS["record92"]
+    steps = compile_8xh100.steps_of_programs(c)
+    assert steps.total() == c.total_steps and len(steps) == 22
+    of_stage_5 = {kind: n for (kind, stage), n in steps.items() if stage == 5}
+    assert of_stage_5 == dict.fromkeys(("first", "no tables", "third", "second"), 71)
+    assert steps["second", 0] == steps["first", 0] == 160 and ("third", 0) not in steps
+    validations = [stage for kind, stage in compile_8xh100.record_programs(c) if kind == "val"]
+    assert validations == [0, 1, 5, 6, 9]
+    assert compile_8xh100.steps_of_programs(train_gpt.PRESETS["record"]).total() == 1285
+
+
+def test_tables_are_gathered_by_the_steps_that_update_them():
+    c = train_gpt.PRESETS["record92"]
+    found = {kind: checks.expected_program(kind, 5, c, 8) for kind in checks.KINDS}
+    first = found["first"]
+    embed_and_head = 2 * 50304 * 768
+    tables = 4 * 50304 * 768 + 377_344 * 768
+    assert found["third"] == first
+    assert found["no tables"].gathered - first.gathered == embed_and_head
+    assert found["second"].gathered - first.gathered == embed_and_head + tables
+    assert found["no tables"].scattered == found["second"].scattered == first.scattered
+    assert first.attention_layers == 8
+
+
+@pytest.mark.parametrize("kind, stage, head, chunks", [
+    ("first", 0, (16384, 10240, 768), 1), ("second", 1, (16384, 10240, 768), 2),
+    ("third", 6, (16384, 24576, 768), 3), ("second", 7, (8192, 50304, 768), 5),
+    ("second", 8, (16384, 50304, 768), 1), ("val", 6, (16384, 50304, 768), 16),
+])  # fmt: skip
+def test_the_head_has_the_rows_of_the_candidates(kind, stage, head, chunks):
+    c = train_gpt.PRESETS["record92"]
+    expected = checks.expected_program(kind, stage, c, 8)
+    assert (expected.head, expected.chunks) == (head, chunks)
 
 
 WANTED = checks.Expected(True, 8, 1, 1, 64 * 6 * 16, (32, 384, 32), 2, 800, 800, 47, 1560)
@@ -401,8 +443,14 @@ def test_the_time_of_a_stage_is_the_mean_of_its_steps_beside_upstreams():
         for kind, gemm in (("first", 5.0), ("second", 15.0)):
             r = result(program("%a = f32[1] parameter(0)"), kind=kind, stage=stage)
             results.append(dataclasses.replace(r, parts=r.parts | dict(gemm=gemm)))
-    (line,) = [x for x in report.time_table(results).splitlines() if "31 to 32" in x]
+    steps = Counter({(r.kind, r.stage): 100 for r in results})
+    beside = report.time_table(results, steps, report.UPSTREAM_MS["record"])
+    (line,) = [x for x in beside.splitlines() if "31 to 32" in x]
     assert [x.strip() for x in line.split("|")][-5:-1] == ["", "35.0", "31 to 32", "1.11"]
+    steps["second", 3] = 300  # of 40 ms, beside 100 of 30 ms
+    *_, line, together = report.time_table(results, steps, {}).splitlines()
+    assert [x.strip() for x in line.split("|")][-5:-1] == ["", "37.5", "400", "15.0"]
+    assert [x.strip() for x in together.split("|")][-3:-1] == ["1000", "36.0"]
 
 
 def test_limits():

@@ -63,9 +63,9 @@ def batch(step: int) -> np.ndarray:
 
 
 @functools.cache
-def train_program(stage: int, update_all: bool, devices: int, c: train_gpt.Config = MINI32):
-    """The program of a stage's first steps or, with update_all, of its second steps."""
-    return train_gpt.compile_train_step(stage, update_all, c, make_mesh(devices))
+def train_program(stage: int, step: int, devices: int, c: train_gpt.Config = MINI32):
+    """The program of a stage that updates what a first step does, 0, or a second one, 1."""
+    return train_gpt.compile_train_step(stage, c.updates(step), c, make_mesh(devices))
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]
     of the banks are in Muon's momentum, which is 0.15 of them."""
     mesh = make_mesh(devices)
     tokens, row = place_on(mesh, batch(0)), schedule_row(c, 0, mesh)
-    state, loss = train_program(0, False, devices, c)(make_random_state(c, mesh), tokens, row)
+    state, loss = train_program(0, 0, devices, c)(make_random_state(c, mesh), tokens, row)
     grads = dict(state.waiting_grads)
     for name in BANKS:
         buffer, _ = state.opt_state[name]
@@ -107,7 +107,7 @@ def run(devices: int, c: train_gpt.Config = MINI32) -> tuple[list[float], list]:
         row = schedule_row(c, step, mesh)
         if stage == 0:  # with the loss weights of the first step
             row = row._replace(loss_weights=schedule_row(c, 0, mesh).loss_weights)
-        program = train_program(stage, step % 2 == 1, devices, c)
+        program = train_program(stage, step % 2, devices, c)
         state, loss = program(state, place_on(mesh, batch(step)), row)
         losses.append(float(loss))
         snapshots.append(snapshot())
@@ -171,15 +171,14 @@ def test_the_first_state_is_the_same():
     jax.tree.map(np.testing.assert_array_equal, one, eight)
 
 
-@pytest.mark.parametrize("update_all", [False, True])
-def test_a_step_takes_the_memory_of_the_state_before_it(update_all):
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_step_takes_the_memory_of_the_state_before_it(step):
     """A program gives its outputs the memory of its inputs, also that of the waiting gradients,
     which a first step overwrites without reading."""
     mesh = make_mesh(8)
     state = make_random_state(MINI32, mesh)
-    stage = int(update_all)
-    tokens, row = place_on(mesh, batch(0)), schedule_row(MINI32, stage, mesh)
-    jax.block_until_ready(train_program(stage, update_all, 8)(state, tokens, row))
+    tokens, row = place_on(mesh, batch(0)), schedule_row(MINI32, step, mesh)
+    jax.block_until_ready(train_program(step, step, 8)(state, tokens, row))  # stage 0 or 1
     assert all(x.is_deleted() for x in state.waiting_grads.values())
 
 
@@ -220,7 +219,7 @@ def by_hand() -> tuple[float, dict, float]:
 def test_validation_is_the_same(devices):
     mesh = make_mesh(devices)
     params = make_random_state(MINI32, mesh).params
-    loss = val_program(devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)))
+    loss = val_program(devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)), ())
     assert float(loss) == pytest.approx(by_hand()[2], rel=1e-6)
 
 
@@ -346,11 +345,11 @@ def collectives(text: str, kind: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("update_all", [False, True])
-def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
+@pytest.mark.parametrize("step", [0, 1])
+def test_each_weight_is_sent_once_and_none_is_all_reduced(step):
     """All-gathers: matrices in every step, lookups in second steps. Reduce-scatters: gradients, to
     their owners. Only the gradients of bigram rows are all-gathered, token by token."""
-    hlo = train_program(1, update_all, 8, MINI).as_text()
+    hlo = train_program(1, step, 8, MINI).as_text()
     sizes = {name: int(np.prod(TABLE[name].shape)) for name in TABLE}
     groups = []
     for name in BANKS:
@@ -358,7 +357,7 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
         groups += [sizes[name] // count] * count
     lookups = [sizes[name] for name in LOOKUPS]
     sent = [len(MINI.ngrams) * MINI.batch * T * MINI.D, *groups]
-    if update_all:
+    if step == 1:
         sent += lookups
     assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
     owned = sum(groups + lookups) - sizes["bigram"]
@@ -370,7 +369,7 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(update_all):
 
 
 def test_training_is_in_fp8_and_validation_is_not():
-    train = train_program(1, False, 8, MINI).as_text()
+    train = train_program(1, 0, 8, MINI).as_text()
     val = val_program(8, MINI).as_text()
     for name in "f8e4m3fn", "f8e5m2":
         assert name in train and name not in val
@@ -381,7 +380,7 @@ def test_lookups_are_sent_rounded_and_whole_to_every_device():
     state = make_random_state(MINI, mesh)
     for step in 0, 1:
         tokens, row = place_on(mesh, batch(0)), schedule_row(MINI, 1, mesh)
-        state, _ = train_program(1, step == 1, 8, MINI)(state, tokens, row)
+        state, _ = train_program(1, step, 8, MINI)(state, tokens, row)
     for name, lookup in state.lookups.items():
         assert lookup.dtype == jnp.bfloat16 and lookup.sharding.is_fully_replicated
         expected = np.asarray(state.params[name].astype(jnp.bfloat16))

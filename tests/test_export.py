@@ -32,8 +32,12 @@ T = 256  # the length that export.py compares; longer than the windows here
 replace = dataclasses.replace
 LAST = replace(MINI.layers[-1], paired_heads=True, skip_from=0)
 THREE = tuple(Stage(1, 512, short, long, 0, 1.0) for short, long in ((4, 12), (6, 20), (8, 40)))
+MUDD_HEAD = (*MINI.mudd_head, ("middle3", 0.0), ("norm(layer2)", 0.0), ("norm(middle5)", 0.0))
+AVERAGES = (train_gpt.Average(("mlp", "value"), start=0.5, every=4, rate=0.1, blend=1.0),)
 MODELS = {  # the first two have several stages, so that YaRN has changed their frequencies
-    "every technique": replace(MINI, layers=(*MINI.layers[:-1], LAST)),
+    "every technique": replace(
+        MINI, layers=(*MINI.layers[:-1], LAST), mudd_head=MUDD_HEAD, mudd_groups=4,
+        averages=AVERAGES),
     "record": replace(
         train_gpt.Config(), D=64, H=4, F=128, R=8, bigrams=80000, dc_window=12, head_chunk=64,
         stages=THREE),
@@ -118,6 +122,8 @@ x if layer.attend_to is None else -> x if True else
 norm(source)[:, :6] -> source[:, :6]
 / 7.5 -> / 7.6
 c.dc_window - 1 -> c.dc_window
+norm(saved[name[5:-1]]) -> saved[name[5:-1]]
+np.repeat(net["groups"] -> np.repeat(net["groups"][..., ::-1]
 """
 
 
@@ -192,7 +198,8 @@ def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
     size = int.from_bytes((made.out / "model.safetensors").read_bytes()[:8], "little")
     c = json.loads((made.out / "config.json").read_text())
     assert size % 8 == 0 and c["tokenizer"] == tokenizer
-    paths = {k: getattr(MODELS[name], k).removeprefix("data/") for k in ("data", "prefixes")}
+    names = "data", "prefixes", "canonical"
+    paths = {k: getattr(MODELS[name], k).removeprefix("data/") for k in names}
     config = json.loads(json.dumps(dataclasses.asdict(MODELS[name]))) | paths
     layers = config.pop("layers")
     exported = c.pop("layers")

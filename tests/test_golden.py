@@ -45,12 +45,14 @@ from tests.golden import (
 from tests.tools import FLOAT32, whole_loss
 from train_gpt import (
     BANK,
+    EVERY_STEP,
     LOOKUP,
     REPLICATED,
     SHORT,
+    WITH_ADAM,
+    WITH_TABLES,
     Layer,
     Param,
-    ScheduleRow,
     Stage,
 )
 
@@ -392,7 +394,7 @@ def test_cross_entropy(stage):
     c = dataclasses.replace(C, **sizes)  # the head's width is that of its operands
     weights = jnp.float32([*shares.values()])
     loss, pull = jax.vjp(
-        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, c),
+        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, (), c),
         logits.T,
     )
     (grad,) = pull(jnp.float32(1))
@@ -494,7 +496,7 @@ PLACES = dict(  # of our parameters, the rows in the fixture's table of rates
 
 def adam_betas(optimizer) -> list[float]:
     """Both betas, from the moments after a first gradient of 1."""
-    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)))
+    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)), cycle=1)
     return [1 - float(state.mu[0]), 1 - float(state.nu[0])]
 
 
@@ -502,13 +504,14 @@ def test_rates_and_decays_of_every_parameter():
     wanted = json.loads(str(GOLDEN["schedule/param_table"]))
     for name, param in train_gpt.param_table(RECORD).items():
         if param.sharding == BANK:
-            assert (param.base_lr, RECORD.muon_lr, param.every) == ("muon_lr", 0.023, 1)
+            assert (param.base_lr, RECORD.muon_lr, param.cadence) == ("muon_lr", 0.023, EVERY_STEP)
             factors = {"qk": [1], "vo": [1], "mlp": [2, 4]}[name]
             real = param.lr.reshape(-1)[: len(param.layers)]
             np.testing.assert_allclose(real, np.resize(factors, len(real)), rtol=1e-6)
             assert param.weight_decay == pytest.approx(1.2)
             continue
-        assert (param.base_lr, RECORD.adam_lr, param.every) == ("adam_lr", 0.008, 2)
+        assert (param.base_lr, RECORD.adam_lr) == ("adam_lr", 0.008)
+        assert param.cadence in (WITH_ADAM, WITH_TABLES) and RECORD.table_every == 1
         places = [(PLACES.get(name), param.lr)]
         if name in ("attn_lambdas", "mlp_lambdas"):
             places = [("resid_lambdas", param.lr[0]), ("post_lambdas", param.lr[1])]
@@ -530,7 +533,8 @@ def test_rates_and_decays_of_every_parameter():
 def test_polar_express_and_normuon(shape):
     get = lambda name: GOLDEN[f"polar/{shape}/{name}"]
     G = jnp.asarray(normal(f"polar/{shape}", get("out").shape), jnp.float32)
-    np.testing.assert_allclose(train_gpt.orthogonalize(G, "float32"), get("out"), atol=2e-5)
+    X = train_gpt.orthogonalize(G, train_gpt.POLAR_EXPRESS, 1.02, "float32")
+    np.testing.assert_allclose(X, get("out"), atol=2e-5)
     rule = train_gpt.normuon(C)
     out, (_, average) = rule.update(G, rule.init(G), momentum=0.0)
     assert relative(out, get("after_variance")) < 1e-4
@@ -565,7 +569,7 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
             start = start.reshape(1, n, R, C_)
             layers = tuple(range(n))
             muon = train_gpt.normuon(C)
-            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, 1, "muon_lr", layers)
+            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, EVERY_STEP, "muon_lr", layers)
         else:
             is_lookup = name in ("lm_head", "embed", "value_embeds", "bigram_embed")
             sharding = LOOKUP if is_lookup else REPLICATED
@@ -600,20 +604,22 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
     state = train_gpt.State(
         params,
         {name: rows[name].optimizer.init(p) for name, p in params.items()},
-        {name: jnp.zeros_like(p) for name, p in params.items() if rows[name].every == 2},
+        {name: jnp.zeros_like(p) for name, p in params.items() if rows[name].sharding != BANK},
         {name: p for name, p in params.items() if rows[name].sharding == LOOKUP},
+        [],
     )
     programs = []
-    for update_all in (False, True):
-        update = functools.partial(train_gpt.update_parameters, c=C, update_all=update_all)
+    for step in (0, 1):
+        update = functools.partial(train_gpt.update_parameters, c=C, updates=C.updates(step))
         programs.append(on_one_device(update))
     history = []
     for step in range(8):
         lr = GOLDEN["optim/lr_multiplier"][step]
         tied = step <= int(GOLDEN["optim/split_step"])
-        momentum = np.float32(GOLDEN["optim/muon_momentum"][step])
-        lrs = np.float32(C.adam_lr * lr), np.float32(C.muon_lr * lr)
-        row = ScheduleRow(*lrs, momentum, np.bool_(tied), np.zeros(0, np.float32))
+        row = train_gpt.schedule(C)[0]._replace(
+            adam_lr=np.float32(C.adam_lr * lr), muon_lr=np.float32(C.muon_lr * lr),
+            momentum=np.float32(GOLDEN["optim/muon_momentum"][step]), tied=np.bool_(tied),
+        )  # fmt: skip
         gradients = {name: optimizer_gradient(name, step, p.shape) for name, p in params.items()}
         state = programs[step % 2](state, gradients, row)
         history.append({name: np.asarray(array) for name, array in state.params.items()})
@@ -684,7 +690,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
         if step == 0:
             check_validation(state.params, c, stage, step)
         run = on_one_device(functools.partial(
-            train_gpt.train_step, c=c, stage=stage, update_all=step % 2 > 0))  # fmt: skip
+            train_gpt.train_step, c=c, stage=stage, updates=c.updates(step)))  # fmt: skip
         state, loss = run(state, tokens[:, None], rows[step])
         losses.append(float(loss) * c.sequence_length(stage))
     np.testing.assert_allclose(losses, GOLDEN["traj/autodiff/train_loss"], rtol=2e-4)

@@ -1,7 +1,8 @@
 """Parts of record 92 compute the numbers of upstream's own functions: schedule, rotation, quintics,
 anvil, candidates of the softmax and its gradients, averages, value tables, and the head's mix.
 
-Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 1e-6 for the rest.
+Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 2e-6 for averages,
+1e-6 for the rest.
 """
 
 import dataclasses
@@ -66,15 +67,15 @@ def test_what_each_step_updates():
 
 
 def test_rotations_of_wide_heads():
-    c = dataclasses.replace(RECORD, score_scale=0.085)
+    """Upstream's scale begins at 0.085, ours at 0.1, as in record 89; both grow by the same."""
     # The stages in which the long window grows, and the last row with steps.
     first = [0, 1, 5, 7, 8]
     for stage, frequencies, scale in zip(
         first, GOLDEN["yarn/wide/freq"], GOLDEN["yarn/wide/scale"], strict=True
     ):
-        found, found_scale = train_gpt.rope_frequencies(c, stage)
+        found, found_scale = train_gpt.rope_frequencies(RECORD, stage)
         assert relative(found, frequencies) < 1e-6
-        assert found_scale == pytest.approx(scale, rel=1e-6)
+        assert found_scale * 0.85 == pytest.approx(scale, rel=1e-6)
 
 
 # ---- Matrices ------------------------------------------------------------------------------------
@@ -140,10 +141,10 @@ def test_anvil(bank):
         p = train_gpt.apply_update(p, update, state.slow, row.muon_lr, rates, decay)
         if f"anvil/after{number}/{bank}" in GOLDEN:
             assert relative(p[:2], GOLDEN[f"anvil/after{number}/{bank}"]) < 1e-5
-        sums = [np.linalg.norm(x) for x in (p, state.fast, state.slow)] + [state.average.sum()]
+        sums = [np.linalg.norm(x) for x in (p, state.fast, state.slow)] + [state.squares.sum()]
         np.testing.assert_allclose(sums, GOLDEN[f"anvil/sums/{bank}"][number], rtol=1e-5)
     assert relative(p, GOLDEN[f"anvil/final/{bank}"]) < 1e-5
-    assert relative(state.average, GOLDEN[f"anvil/lane/{bank}"]) < 1e-5
+    assert relative(state.squares, GOLDEN[f"anvil/lane/{bank}"]) < 1e-5
     slow = GOLDEN[f"anvil/slow/{bank}"]
     assert relative(state.slow[: len(slow)], slow) < 1e-5
 
@@ -236,53 +237,75 @@ def weights_after(step: int, name: str) -> np.ndarray:
     return (A + 0.5 * np.sin(step / 40) * B + 0.3 * np.cos(step / 7) * C).astype(np.float32)
 
 
-def validated(params: dict, averages: dict) -> dict:
+def validated(params: dict, averages: list[dict]) -> dict:
     """train_gpt.validated() of these."""
-    state = train_gpt.State(params, {}, {}, {}, averages)
-    return train_gpt.validated(state, RECORD)
+    return train_gpt.validated(train_gpt.State(params, {}, {}, {}, averages), SHORT)
+
+
+# The preset with one value table, as the golden file has it.
+SHORT = dataclasses.replace(RECORD, averages=tuple(
+    dataclasses.replace(average, params=tuple(n for n in average.params if n in NAMES.values()))
+    for average in RECORD.averages
+))  # fmt: skip
+TAGS = ["tail-ema", "tail-avg", "value-embed-avg", "bank-blend", "bank-blend"]
 
 
 def test_the_averages_and_what_is_validated():
     params = {ours: weights_after(890, theirs) for theirs, ours in NAMES.items()}
-    averages = {}
-    for name, p in params.items():
-        averages[name] = tuple(jnp.zeros_like(p) for _ in RECORD.averages_of(name))
-    move = jax.jit(lambda *arguments: train_gpt.move_averages(*arguments, RECORD))
+    averages = [
+        {name: jnp.zeros_like(params[name]) for name in row.params} for row in SHORT.averages
+    ]
+    move = jax.jit(train_gpt.move_averages)
     for step in range(890, N):
         params = {ours: weights_after(step, theirs) for theirs, ours in NAMES.items()}
-        averages = move(averages, params, ROWS[step])
+        averages = move(averages, params, ROWS[step].average_rates)
         if step == 892:
             for name, weights in validated(params, averages).items():
                 assert relative(weights, params[name]) < 1e-6  # until an average begins
-    blended = validated(params, averages)
-    tags = {"head": ["tail-ema"], "embed": ["tail-ema"], "qk": ["bank-blend"],
-            "vo": ["tail-avg", "bank-blend"], "mlp": ["tail-avg", "bank-blend"],
-            "value0": ["value-embed-avg"]}  # fmt: skip
+    weights = validated(params, averages)
+    moved = {}
+    for tag, arrays in zip(TAGS, averages, strict=True):
+        moved |= {(tag, name): array for name, array in arrays.items()}
     for theirs, ours in NAMES.items():
         if ours != "value0":  # of which nothing but the average is validated
             assert relative(params[ours], GOLDEN[f"tail/last/{theirs}"]) < 1e-6
-        for tag, average in zip(tags[ours], averages[ours], strict=True):
-            assert relative(average, GOLDEN[f"tail/average/{tag}/{theirs}"]) < 2e-6, (ours, tag)
-        assert relative(blended[ours], GOLDEN[f"tail/shipped/{theirs}"]) < 2e-6, ours
+        for tag in {tag for tag, name in moved if name == ours}:
+            golden = GOLDEN[f"tail/average/{tag}/{theirs}"]
+            assert relative(moved[tag, ours], golden) < 2e-6, (ours, tag)
+        assert relative(weights[ours], GOLDEN[f"tail/shipped/{theirs}"]) < 2e-6, ours
 
 
-def test_the_steps_of_averages():
-    """Where a rate or a step differs from upstream's, because ours also counts the steps in which a
-    table does not move, the next test would fail if it made a difference."""
-    progress = np.arange(N) / N
-    tags = ["tail-ema", "tail-avg", "value-embed-avg", "bank-blend", "bank-blend"]
-    for tag, average in zip(tags, RECORD.averages, strict=True):
-        rates = train_gpt.rates_of_average(average, progress)
-        first = int(np.argmax(rates < 1)) - 1 if tag == "tail-ema" else None
-        if tag in ("tail-avg", "bank-blend"):
-            later = [s for s in range(N) if 0 < rates[s] < 1]
-            assert later == GOLDEN[f"tail/ticks/{tag}"][1:].tolist()
-            np.testing.assert_allclose(rates[later], GOLDEN[f"tail/rates/{tag}"][1:], rtol=1e-6)
-        if tag == "tail-ema":
-            assert first == GOLDEN[f"tail/ticks/{tag}"][0]
-            assert rates[-1] == pytest.approx(GOLDEN[f"tail/rates/{tag}"][-1], rel=1e-6)
-            twice = 1 - (1 - rates[-1]) ** 2
-            assert twice == pytest.approx(GOLDEN[f"tail/rates/{tag}"][1], rel=1e-6)
+def rates(number: int) -> np.ndarray:
+    """The rates of an average in all steps of the run."""
+    return train_gpt.rates_of_average(RECORD.averages[number], np.arange(N) / N)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_the_steps_of_the_matrices_averages(number):
+    steps = np.flatnonzero((rates(number) > 0) & (rates(number) < 1))
+    golden = GOLDEN[f"tail/ticks/{TAGS[number]}"]
+    assert steps.tolist() == golden[1:].tolist()
+    np.testing.assert_allclose(rates(number)[steps], GOLDEN[f"tail/rates/{TAGS[number]}"][1:], 1e-6)
+
+
+def test_the_steps_of_the_tables_averages():
+    """Ours also move in steps in which the table does not. So two moves of the head's are one of
+    upstream's, and those of the value tables come two steps after upstream's."""
+    head, value = rates(0), rates(2)
+    assert np.argmax(head < 1) - 1 == GOLDEN["tail/ticks/tail-ema"][0]
+    assert head[-1] == pytest.approx(GOLDEN["tail/rates/tail-ema"][-1], rel=1e-6)
+    assert 1 - (1 - head[-1]) ** 2 == pytest.approx(GOLDEN["tail/rates/tail-ema"][1], rel=1e-6)
+    steps = np.flatnonzero((value > 0) & (value < 1))
+    assert (steps - 2).tolist() == GOLDEN["tail/ticks/value-embed-avg"][1:].tolist()
+    np.testing.assert_allclose(value[steps], GOLDEN["tail/rates/value-embed-avg"][1:], 1e-6)
+
+
+def test_an_average_of_a_shorter_run_remembers_as_large_a_part():
+    average = RECORD.averages[1]
+    for steps in 100, 300, 1194:
+        found = train_gpt.rates_of_average(average, np.arange(steps) / steps)
+        first_copy = np.prod(1 - found[np.argmax(found < 1) :])  # what is left of it
+        assert first_copy < 0.02, (steps, first_copy)
 
 
 def test_value_tables():

@@ -90,7 +90,12 @@ def refusal(capsys):
     ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 128\] tokens, but 16"),
     ("tiny --batch 3", "stage 0: --batch 3 does not divide 256 tokens"),
     ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
+    ("tiny --head_chunk 512", "--head_chunk 512 does not divide .* tokens, but 128"),
     ("tiny --adam_every 3", "--adam_every 3 is not 1 or 2"),
+    ("tiny --table_every 0", "--table_every must be at least 1"),
+    ("tiny --matrix_optimizer muon", "--matrix_optimizer muon: normuon or anvil"),
+    ("tiny --mudd_groups 12", "--mudd_groups 12 does not divide --D 128"),
+    ("tiny --mudd_groups -1", "--mudd_groups -1 does not divide --D 128"),
     ("tiny --bigrams 7", r"--bigrams 7: too few for \(2, 3, 4, 5\)"),
 ])  # fmt: skip
 def test_wrong_flags_are_refused(refusal, argv, message):
@@ -139,17 +144,18 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
     assert not stopped.value.code and usage == tweaked.parse_config.__doc__
-    shown, record, small, tiny = shown.strip().rsplit("\n\n", 3)
+    shown, record, record92, small, tiny = shown.strip().rsplit("\n\n", 4)
     assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
     assert shown in tweaked.SOURCE and FIELDS.rstrip() in shown and "def " not in shown
     assert record == "record: the defaults above" and small.startswith("small: --")
+    assert record92.startswith("record92: --") and "--matrix_optimizer 'anvil'" in record92
     assert "--D 128 " in tiny and "--lr_floor" not in tiny
 
 
 # ---- Tweaks --------------------------------------------------------------------------------------
 FIRST = Layer(LONG, value_table=0)
 NO_ATTENTION = "layer 1 has no attention: it can only be Layer.window=None, "
-STREAMS = r"there are only \['x0', 'bigram', 'input', 'value0', 'layer0'\]"
+STREAMS = r"there are only \['x0', 'bigram', 'input', 'value0', 'middle0', 'layer0'\]"
 TWEAKS = dict(  # the second layer, changes of Config, the message
     paired_heads=(Layer(None, paired_heads=True), {}, NO_ATTENTION),
     key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
@@ -193,6 +199,16 @@ TWEAKS = dict(  # the second layer, changes of Config, the message
         "stage 0: --batch 2 does not divide 257 tokens",
     ),
     steps=(FIRST, dict(stages=(STAGE, STAGE), steps=1), "--steps 1 is less than 2 stages"),
+    candidates=(
+        FIRST,
+        dict(stages=(dataclasses.replace(STAGE, candidates=385),), microbatch=1),
+        "stage 0: 385 candidates of 384 tokens",
+    ),
+    microbatch=(
+        FIRST,
+        dict(stages=(dataclasses.replace(STAGE, candidates=384),), microbatch=2),
+        "stage 0: candidates are of one sequence: --microbatch 1",
+    ),
 )
 
 
@@ -209,7 +225,8 @@ def test_a_right_tweak_does_not_fail():
         Layer(None, skip_from=0, new_gates=True),
         Layer(SHORT, attend_to=0, value_table=1, mudd=("x0", "bigram", "input", "value1")),
     )
-    changes = dict(mudd_head=(("layer2", 0.5), ("value0", 0.0)), layers=layers)
+    streams = ("layer2", 0.5), ("value0", 0.0), ("norm(middle1)", 0.0)
+    changes = dict(mudd_head=streams, layers=layers, mudd_groups=4)
     dataclasses.replace(train_gpt.PRESETS["tiny"], **changes)
 
 

@@ -16,9 +16,11 @@ import fits
 import jax
 import jax.numpy as jnp
 import launch
+import numpy as np
 import pytest
 
 import train_gpt
+from tests.small92 import write_mask
 from tests.tools import FLOAT32_FLAGS, ROOT, SMALL, text, write_shard
 
 RECORD = train_gpt.PRESETS["record"]
@@ -35,10 +37,10 @@ def compile_all(c, mesh, log):
     def train_program(state, tokens, row):
         HOOK(next(steps))
         return state, jnp.zeros(())
-    def val_program(params, tokens):
+    def val_program(params, tokens, mask):
         return 9.0
-    kinds = {False: train_program, True: train_program, "val": val_program}
-    return {(0, kind): program for kind, program in kinds.items()}
+    programs = {(0, c.updates(step)): train_program for step in range(c.total_steps)}
+    return programs | {(0, "val"): val_program}
 
 def warm_up(programs, c, mesh):
     return None
@@ -531,8 +533,13 @@ def fitted(line: str) -> list[str]:
     return added[len(argv) :]
 
 
-def test_what_is_fitted_is_the_record_as_it_is():
-    assert {name: getattr(RECORD, name) for name in fits.RECORD} == fits.RECORD
+@pytest.mark.parametrize("preset", ["record", "record92"])
+def test_what_is_fitted_is_the_record_as_it_is(preset):
+    """And the record can have the flags of every row."""
+    c = train_gpt.PRESETS[preset]
+    assert {name: getattr(c, name) for name in fits.RECORD} == fits.RECORD
+    for flags, _ in fits.FITS:
+        dataclasses.replace(c, **flags)
 
 
 # Gigabytes that JAX has: all of a card's 10^9 bytes, times the fraction that run.sh sets.
@@ -609,6 +616,22 @@ def test_hosts_that_were_fitted_otherwise_are_refused(monkeypatch):
     script = Mock(find_data=lambda c: {}, prefix_table=train_gpt.prefix_table)
     launch.compare_tokens(script, dataclasses.replace(RECORD, batch=16, head_chunk=8192))
     assert compared["--batch"] == 16 and {f"--{name}" for name in fits.RECORD} <= compared.keys()
+
+
+def test_tables_of_other_hosts_are_compared(monkeypatch, tmp_path):
+    """A host that validates with another mask would have another loss."""
+    found = []
+    for bit in False, True:
+        compared = {}
+        monkeypatch.setattr(launch, "compare", compared.update)
+        write_mask(tmp_path / "mask.npz", np.full((1, 384), bit))
+        c = dataclasses.replace(RECORD, canonical=str(tmp_path / "mask.npz"))
+        script = Mock(find_data=lambda c: {}, prefix_table=train_gpt.prefix_table)
+        script.canonical_mask = train_gpt.canonical_mask
+        launch.compare_tokens(script, c)
+        found.append(compared)
+    first, second = found
+    assert first.keys() == second.keys() and first != second
 
 
 def test_too_little_memory_for_any_row_is_refused(monkeypatch, capsys):

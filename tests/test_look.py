@@ -33,7 +33,8 @@ MODELS = [
                   mudd=("input", "layer1")),
         ),
         mudd_head=(("input", 0.0), ("layer1", 0.0), ("layer2", 0.0), ("value0", 0.0),
-                   ("layer0", 0.0)),
+                   ("norm(middle3)", 0.0)),
+        mudd_groups=4,
     ),
 ]  # fmt: skip
 # Gates that vary over tokens. Other outputs of nets are constant: only their biases are not 0.
@@ -57,6 +58,10 @@ def trained(tmp_path_factory):
             w.arrays[f"{net}.w2"][~vary] = 0
         if number:
             w.arrays["mudd_head.b2"][:] = 0
+            # Weights of groups are small, and those of two neighbours add up to 0.
+            groups = w.arrays["mudd_head.groups"]
+            groups *= 1e-4
+            groups[:, 1::2] = -groups[:, ::2]
         w.arrays["mlp_lambdas"][-1] = (3, 0)
         w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
         found.append((w, *look.observe(w, look.text(w, folder / "x"))))
@@ -157,7 +162,10 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
                     assert name not in panels
                     continue
                 mean, ends = dots_and_spans(panels[name], layer)
-                if name in VARY:
+                if name == "mudd_head":  # bars are over groups of channels, too
+                    np.testing.assert_allclose(mean, expected, atol=1e-9)
+                    assert np.all((ends[0] < expected) & (expected < ends[1]))
+                elif name in VARY:
                     assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
                 else:
                     np.testing.assert_allclose([mean, *ends], [expected] * 3, rtol=1e-5, atol=1e-7)
@@ -183,7 +191,7 @@ def test_panels_name_what_their_numbers_belong_to(trained, drawn):
         attn_lambdas="x attention", mlp_lambdas="x MLP", vo_lambdas="value matrix output matrix",
         mudd_v="input layer1 x", mudd_x="input layer1 x", mudd_attn="x attention input bigram",
         mudd_mlp="x MLP", mudd_value="first half of the heads second half",
-        mudd_head="input layer1 layer2 value0 layer0",
+        mudd_head="input layer1 layer2 value0 norm(middle3)",
     )  # fmt: skip
 
 
@@ -193,7 +201,8 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
         "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
         "/ head: layer5 copied / layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: "
         "layer2 input layer1 layer2 / layer 3, stream: x attention input bigram / layer 3, stream: "
-        "x mlp / head: layer3 input layer1 layer2 value0 layer0 / head: x copied")  # fmt: skip
+        "x mlp / head: layer3 input layer1 layer2 value0 norm(middle3) / head: x copied"
+    )  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
@@ -244,7 +253,8 @@ def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
     run = runs.read(LOG)
     plot.plot_log(run, tmp_path)
     plot.plot_log(run._replace(config=run.config | {"target": 0}), tmp_path)
-    (ax,), (without_target,) = (figure.axes for figure in figures)
+    plot.plot_log(run._replace(config=run.config | {"preset": "record92"}), tmp_path)
+    (ax,), (without_target,), (record92,) = (figure.axes for figure in figures)
     batches, smoothed, validations, target = ax.lines
     for line, kind in (batches, "train"), (validations, "val"):
         points = re.findall(rf"^step:(\d+)/\d+ {kind}_loss:(\S+)", LOG.read_text(), re.M)
@@ -253,6 +263,8 @@ def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
     np.testing.assert_allclose(smoothed.get_ydata()[10], np.mean(losses[7:14]))
     assert [*target.get_ydata()] == [1.38, 1.38] and len(without_target.lines) == 3
     assert ax.get_ylabel() == "loss, nats per byte, logarithmic scale"
+    assert "training loss, of one batch" == batches.get_label()
+    assert "over the candidates" in record92.lines[0].get_label()
 
 
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):

@@ -207,6 +207,7 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("train_gpt.py tiny --stages 1", "there is no flag --stages: did you mean --steps?"),
     ("check --smal", "there is no flag --smal: did you mean --small?"),
     ("check small", "check takes no 'small': did you mean --small?"),
+    ("check record92 --only tiny", ""), ("check record", ""),
     ("check --batch=64 --seeds 1", "there is no flag --seeds: did you mean --seed?"),
     ("check --only tiny --steps 9", ""), ("check --small", ""), ("check --help", ""),
     ("copy.py mine --any 64", ""),  # a copy may have other presets and fields
@@ -257,6 +258,7 @@ NO_RECORD = (
 ])  # fmt: skip
 def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     assert refusal(fake, kind, "record") == NO_RECORD.format(why)
+    assert refusal(fake, kind, "record92") == NO_RECORD.format(why) + "92"
 
 
 @pytest.mark.parametrize("argv, env, refused", [
@@ -265,12 +267,14 @@ def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     ("check", {}, False),
     ("basics/gpt2.py", {}, False),
     ("record --seed 1 --data x", {}, True),
+    ("record92", {}, True),
     ("train_gpt.py record", {}, True),
     ("./train_gpt.py record", {}, True),
     ("record --resume logs", {}, True),
     ("small", {"JAX_PLATFORMS": "cpu"}, False),
     ("record --help", {}, False),
     ("record", {"JAX_PLATFORMS": "cpu"}, False),
+    ("record92", {"JAX_PLATFORMS": "cpu"}, False),
     ("record", {"JAX_PLATFORMS": "rocm"}, False),  # AMD's GPUs
     ("record", {"JNANO_PROCESSES": "8"}, False),
     ("record", {"WORLD_SIZE": "8"}, False),
@@ -286,7 +290,8 @@ def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refus
 
 
 @pytest.mark.parametrize(
-    "argv", ["my_idea.py record", "record --batch 64", "record --attention band"]
+    "argv",
+    ["my_idea.py record", "my.py record92", "record --batch 64", "record92 --attention band"],
 )
 def test_what_may_fit_into_a_small_gpu_is_refused_only_without_one(fake, argv):
     assert not refusal(fake, RTX_3060, *argv.split())
@@ -305,6 +310,7 @@ def test_flags_and_batches_are_those_of_the_trainer():
     (4, "record", None, None), (5, "", None, "0,1,2,3"), (6, "record", None, "0,1,2,3"),
     (7, "record", None, "0,1,2,3"), (8, "record", None, None), (9, "record", None, None),
     (16, "record", None, None), (8, "record", "7,5, 3", "7,5"), (3, "small", None, "0,1"),
+    (3, "record92", None, "0,1"),
     (3, "tiny", None, None), (3, "record --batch 2", None, None), (3, "install", None, None),
 ])  # fmt: skip
 def test_gpus_that_do_not_divide_a_step_are_refused(

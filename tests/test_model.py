@@ -118,7 +118,7 @@ def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
     tokens = sequences(c, T)
     table = np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
     monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
-    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, c: (targets, shares))
+    monkeypatch.setattr(train_gpt, "head_loss", lambda x, w, targets, shares, *_: (targets, shares))
     weights = whole_weights(c)
     shares = {0: 0.125, 1: 1.0, 2: 0.5, 3: 0.25}
     targets, shares = jax.jit(lambda t: whole_loss(weights, t, shares, c, 0))(tokens)
@@ -502,7 +502,7 @@ def test_what_layers_leave_out_may_be_missing(changes):
         specs, row = jax.tree.map(lambda x: x.sharding.spec, state), schedule_row(c, 0, mesh)
 
         def second_step(state, tokens, row):
-            return train_gpt.train_step(state, tokens[:, None], row, c, 0, True)
+            return train_gpt.train_step(state, tokens[:, None], row, c, 0, c.updates(1))
 
         step = jax.shard_map(
             second_step, mesh=mesh, in_specs=(specs, P("fsdp"), P()), out_specs=(specs, P())

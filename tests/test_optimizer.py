@@ -25,10 +25,15 @@ def matrix(shape, seed=0) -> np.ndarray:
 
 
 # ---- Matrices ------------------------------------------------------------------------------------
+def orthogonalize(G, dtype: str):
+    """As normuon() does it."""
+    return train_gpt.orthogonalize(G, train_gpt.POLAR_EXPRESS, 1.02, dtype)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_in_bfloat16_singular_values_come_near_one(shape):
     G = matrix(shape)
-    got = np.asarray(train_gpt.orthogonalize(G[None], "bfloat16")[0])
+    got = np.asarray(orthogonalize(G[None], "bfloat16")[0])
     s = np.linalg.svd(got, compute_uv=False)
     assert 0.5 < s.min() and s.max() < 1.25
     U, _, Vt = np.linalg.svd(G, full_matrices=False)
@@ -39,9 +44,9 @@ def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
     matrices = [matrix((16, 48), seed=i) for i in range(3)]
     batch = np.stack([*matrices, np.zeros((16, 48), "f4")])
     for dtype in ("float32", "bfloat16"):
-        got = np.asarray(train_gpt.orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
+        got = np.asarray(orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
         assert not got[1, 1].any()
-        one = np.asarray(train_gpt.orthogonalize(batch[1:2], dtype)[0])
+        one = np.asarray(orthogonalize(batch[1:2], dtype)[0])
         np.testing.assert_allclose(got[0, 1], one, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
@@ -53,7 +58,7 @@ def test_normuon_moves_rows_equally_far_in_the_end(shape):
     state = rule.init(G)
     for _ in range(60):
         update, state = rule.update(G, state, momentum=0.9)
-    X = train_gpt.orthogonalize(G, "float32")
+    X = orthogonalize(G, "float32")
     assert np.linalg.norm(update) == pytest.approx(float(np.linalg.norm(X)), rel=1e-3)
     lengths = np.linalg.norm(update, axis=-1 if shape[0] >= shape[1] else -2)
     np.testing.assert_allclose(lengths, lengths.mean(), rtol=0.01)
@@ -63,14 +68,15 @@ def test_normuon_moves_rows_equally_far_in_the_end(shape):
 def test_a_weight_decays_where_its_update_shrinks_it():
     p = jnp.float32([2.0, 2.0, -2.0, 0.0])
     update = jnp.float32([1.0, -1.0, -1.0, 1.0])
-    got = train_gpt.apply_update(p, update, 0.1, 3.0, 0.5)
+    got = train_gpt.apply_update(p, update, update, 0.1, 3.0, 0.5)
     decay = 0.1 * 0.5 * np.array([2.0, 0.0, -2.0, 0.0])
     np.testing.assert_allclose(got, p - 0.1 * 3.0 * (update + decay), rtol=1e-6)
 
 
-def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
-    """The parameter table, the state before an update, the gradients, and the state after it. The
-    optimizers return the gradients unchanged, so that the change of a parameter shows its rate."""
+def updated(step: int, tied: bool, monkeypatch) -> tuple:
+    """The parameter table, the state before the update of a first step, 0, or of a second one, 1,
+    the gradients, and the state after it. The optimizers return the gradients unchanged, so that
+    the change of a parameter shows its rate."""
     table = {}
     identity = train_gpt.optax.identity()
     for name, param in train_gpt.param_table(MINI32).items():
@@ -79,24 +85,24 @@ def updated(update_all: bool, tied: bool, monkeypatch) -> tuple:
     params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
     random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
     params["embed"] = random("embed", 3)  # unlike the head, so that a tie shows
-    waiting = {name: random(name, 1) for name in params if table[name].every == 2}
+    waiting = {name: random(name, 1) for name in params if MINI32.waits(table[name].cadence)}
     lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
     state = train_gpt.State(
-        params, {name: identity.init(None) for name in params}, waiting, lookups
+        params, {name: identity.init(None) for name in params}, waiting, lookups, []
     )
     grads = {name: random(name, 2) for name in params}
-    values = np.float32(0.008), np.float32(0.02), np.float32(0.9), np.bool_(tied)
-    row = train_gpt.ScheduleRow(*values, np.float32([1]))
+    changes = dict(adam_lr=np.float32(0.008), muon_lr=np.float32(0.02), tied=np.bool_(tied))
+    row = train_gpt.schedule(MINI32)[0]._replace(**changes)
 
     def update(state, grads):
-        return train_gpt.update_parameters(state, dict(grads), row, MINI32, update_all)
+        return train_gpt.update_parameters(state, dict(grads), row, MINI32, MINI32.updates(step))
 
     run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
     return table, state, grads, jax.jit(run)(state, grads)
 
 
 def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
-    table, before, grads, after = updated(False, True, monkeypatch)
+    table, before, grads, after = updated(0, True, monkeypatch)
     for name, param in table.items():
         if param.sharding == BANK:
             expected = before.params[name] - 0.02 * param.lr * grads[name]
@@ -109,7 +115,7 @@ def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, tied):
-    table, before, grads, after = updated(True, tied, monkeypatch)
+    table, before, grads, after = updated(1, tied, monkeypatch)
     sums = {name: grads[name] + before.waiting_grads[name] for name in before.waiting_grads}
     if tied:
         sums["embed"] = sums["head"] = sums["embed"] + sums["head"]
@@ -132,7 +138,7 @@ def test_every_array_of_the_state_is_where_its_parameter_is():
             assert leaf.sharding.spec == (param.sharding if leaf.ndim else P()), name
             assert leaf.shape in ((), param.shape) or param.sharding == BANK
         assert shapes.params[name].dtype == jnp.float32
-    assert set(shapes.waiting_grads) == {name for name in table if table[name].every == 2}
+    assert set(shapes.waiting_grads) == {name for name in table if table[name].sharding != BANK}
     assert set(shapes.lookups) == {name for name in table if table[name].sharding == LOOKUP}
     for leaf in shapes.lookups.values():
         assert leaf.dtype == jnp.bfloat16 and leaf.sharding.is_fully_replicated

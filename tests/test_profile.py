@@ -16,12 +16,12 @@ def test_the_trace_has_five_steps(tmp_path, monkeypatch, capsys):
     """With a step that compiles fast; dev/check_gpu.py has tests of the real ones."""
     stages = []
 
-    def compile_pair(c, stage, mesh):
+    def compile_cycle(c, stage, mesh):
         stages.append(stage)
         step = jax.jit(lambda state, tokens, row: (state + 1, tokens.sum() * row.momentum))
         return [step, step]
 
-    monkeypatch.setattr(check_gpu, "compile_pair", compile_pair)
+    monkeypatch.setattr(check_gpu, "compile_cycle", compile_cycle)
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: jnp.zeros(()))
     monkeypatch.chdir(tmp_path)
     profile.main(["tiny", "--seed", "1"])

@@ -8,6 +8,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import launch
 import numpy as np
 import pytest
 
@@ -42,8 +43,8 @@ STAGES = (
     Stage(2, 512, short=4, long=12, max_doc=0, lr=1.5, candidates=192),
 )
 AVERAGES = (
-    Average(("embed", "head", "value"), start=2 / 4, every=1, rate=0.3, blend=0.65),
-    Average(("qk", "vo", "mlp"), start=2 / 4, every=1, rate=0.1, blend=0.5),
+    Average(("embed", "head", "value0"), start=2 / 4, every=1, memory=0.8, blend=0.65),
+    Average(("qk", "vo", "mlp"), start=2 / 4, every=1, memory=2.5, blend=0.5),
 )
 # Four steps: the tables' gradients of the first wait, and so do those of the third. Engagement, the
 # averages and the untie begin in the middle.
@@ -57,8 +58,8 @@ T = C.sequence_length(0)
 
 
 @functools.cache
-def program(stage: int, step: int, devices: int):
-    return train_gpt.compile_train_step(stage, C.updates(step), C, make_mesh(devices))
+def program(stage: int, updates: train_gpt.Updates, devices: int):
+    return train_gpt.compile_train_step(stage, updates, C, make_mesh(devices))
 
 
 @functools.cache
@@ -70,13 +71,10 @@ def run(devices: int) -> tuple[list[float], dict, dict]:
     losses = []
     for step in range(C.total_steps):
         stage = step % 2
-        row = schedule_row(C, step, mesh)
-        if stage == 0:
-            row = row._replace(loss_weights=schedule_row(C, 0, mesh).loss_weights)
-        else:
-            row = row._replace(loss_weights=schedule_row(C, 2, mesh).loss_weights)
+        first = schedule_row(C, 2 * stage, mesh)
+        row = schedule_row(C, step, mesh)._replace(loss_weights=first.loss_weights)
         tokens = place_on(mesh, sequences(C, T, seed=step))
-        state, loss = program(stage, step, devices)(state, tokens, row)
+        state, loss = program(stage, C.updates(step), devices)(state, tokens, row)
         losses.append(float(loss))
     weights = train_gpt.validated(state, C)
     return losses, train_gpt.unpad(state.params, C), train_gpt.unpad(weights, C)
@@ -106,8 +104,8 @@ def test_the_first_loss_is_the_mean_over_single_sequences():
             patch.setattr(train_gpt.lax, "all_gather", lambda x, *_, **__: x)
             patch.setattr(train_gpt.lax, "pcast", lambda x, *_, **__: x)
             w = bigram_rows(train_gpt.whole_weights(params, C), tokens_1S[:, :-1], C)
-        sweep = row.sweep + number * V // 8
-        return train_gpt.loss_fn(w, tokens_1S, {1: 1.0, 2: 0.5}, C, 0, sweep)
+        sweep_start = row.sweep_start + number * V // 8
+        return train_gpt.loss_fn(w, tokens_1S, {1: 1.0, 2: 0.5}, C, 0, sweep_start)
 
     batch = sequences(C, T)
     losses = [float(loss(batch[i : i + 1], i)) for i in range(8)]
@@ -141,10 +139,12 @@ def four_steps() -> tuple[dict, list[train_gpt.State]]:
 
 def test_gradients_wait_for_the_step_that_updates():
     grads, states = four_steps()
-    for step, state in enumerate(states):
-        moved = {name for name, p in state.params.items() if np.any(p != states[0].params[name])}
-        expected = [{"qk", "vo", "mlp"}, set(grads) - {"bigram", "value0"}, set(grads)]
-        assert moved == [set(), *expected[:1], *expected[1:2] * 2, expected[2]][step]
+    matrices = {"qk", "vo", "mlp"}
+    small = grads.keys() - {"bigram", "value0"}
+    for step, expected in enumerate([set(), matrices, small, small, grads.keys()]):
+        now = states[step].params
+        moved = {name for name, p in now.items() if np.any(p != states[0].params[name])}
+        assert moved == expected, step
     # Means of Adam begin at 0: head has got 2 gradients, then again 2, the value table 4 at once.
     adam, table = states[4].opt_state["head"], states[4].opt_state["value0"]
     np.testing.assert_allclose(adam.mu, (0.5 + 0.25) * 2 * grads["head"], rtol=1e-5)
@@ -166,25 +166,40 @@ def test_the_decay_of_tables_that_are_updated_half_as_often_is_doubled():
 
 
 def test_matrices_decay_where_the_slow_rail_shrinks_them():
-    """Without a gradient there is no update, but the slow rail goes on."""
-    p = jnp.asarray([1.0, -1.0, 1.0, -1.0])
-    slow = jnp.asarray([1.0, 1.0, -1.0, -1.0])
-    state = train_gpt.Rails(slow, slow, slow)
-    assert train_gpt.decay_gate(state, jnp.zeros(4)) is slow
-    found = train_gpt.apply_update(p, jnp.zeros(4), slow, 0.1, 1.0, 2.0)
-    np.testing.assert_allclose(found, p - jnp.asarray([1.0, 0.0, 0.0, -1.0]) * 0.1 * 0.2)
+    """That is not where the update does, because the slow rail goes on after the gradient turns."""
+    param = train_gpt.param_table(SLOW)["qk"]
+    p = jnp.asarray(noise("qk", param.shape))
+    slow = jnp.asarray(noise("slow", param.shape))
+    state = train_gpt.initial_state(np.uint32(0), SLOW)
+    _, first_squares = train_gpt.normuon(SLOW).init(p)
+    opt_state = state.opt_state | {"qk": train_gpt.Rails(slow, slow, first_squares)}
+    state = state._replace(params=state.params | {"qk": p}, opt_state=opt_state)
+    grads = {name: jnp.asarray(noise(name, x.shape, 1)) for name, x in state.params.items()}
+    row = train_gpt.schedule(SLOW)[0]
+    found = {}
+    for name, decay in ("with", 2.25), ("without", 0.0):
+        table = train_gpt.param_table(SLOW)
+        table["qk"] = table["qk"]._replace(weight_decay=decay)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "param_table", lambda c, table=table: table)
+            update = functools.partial(
+                train_gpt.update_parameters, c=SLOW, updates=SLOW.updates(0)
+            )  # fmt: skip
+            found[name] = on_one_device(update)(state, grads, row)
+    after = found["with"].opt_state["qk"].slow
+    decayed = np.asarray(found["with"].params["qk"] != found["without"].params["qk"])
+    used = np.broadcast_to(param.lr > 0, p.shape)
+    np.testing.assert_array_equal(decayed[used], np.asarray(after * p > 0)[used])
 
 
 def test_averages_change_what_is_validated_but_not_its_norm():
     _, params, weights = run(1)
+    averaged = {name for row in AVERAGES for name in row.params}
+    assert averaged < params.keys()
     for name, p in params.items():
-        averaged = bool(C.averages_of(name))
-        assert np.any(weights[name] != p) == averaged, name
-        if averaged:
+        assert np.any(weights[name] != p) == (name in averaged), name
+        if name in averaged:
             assert np.linalg.norm(weights[name]) == pytest.approx(np.linalg.norm(p), rel=1e-4)
-    assert {name for name in params if C.averages_of(name)} == {
-        "embed", "head", "value0", "value1", "qk", "vo", "mlp"
-    }  # fmt: skip
 
 
 def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
@@ -244,7 +259,7 @@ def test_stages_of_equal_shapes_share_programs():
 def test_record_89_has_neither_averages_nor_new_arguments():
     c = train_gpt.PRESETS["record"]
     state = jax.eval_shape(lambda: train_gpt.initial_state(np.uint32(0), c))
-    assert state.averages == {}
+    assert state.averages == []
     assert len(jax.tree.leaves(train_gpt.schedule(c)[0])) == 5
 
 
@@ -271,11 +286,25 @@ def test_sweeps_begin_at_eighths_and_move_on():
     seen = np.zeros(V, bool)
     for step in range(24):
         for sequence in range(8):
-            first = int(rows[step].sweep) + sequence * V // 8
+            first = int(rows[step].sweep_start) + sequence * V // 8
             k = first + np.arange(4000)
             seen[20011 * (k % V) % V] = True
     assert seen.all()
-    assert len({int(row.sweep) for row in rows[:320]}) == 320
+    assert len({int(row.sweep_start) for row in rows[:320]}) == 320
+
+
+def test_too_few_candidates_are_refused_before_the_run(monkeypatch, capsys):
+    tokens = np.arange(5000, dtype=np.uint16) % 250
+    monkeypatch.setattr(train_gpt, "find_data", lambda c: {"train": [tokens]})
+
+    def check(P):
+        stage = dataclasses.replace(STAGES[0], candidates=P)
+        launch.check_candidates(train_gpt, dataclasses.replace(C, stages=(stage,)))
+
+    check(T)
+    with pytest.raises(SystemExit):
+        check(T - 1)
+    assert f"step 0 reads {T} distinct tokens at once, but has {T - 1}" in capsys.readouterr().err
 
 
 def test_masked_tokens_have_no_probability_in_validation(monkeypatch):
@@ -290,12 +319,11 @@ def test_masked_tokens_have_no_probability_in_validation(monkeypatch):
     column_of = rng.integers(0, 16, V).astype(np.uint16)
     never = bits[:, column_of]
     arrays = row_of, column_of, np.packbits(bits, axis=1, bitorder="little")
-    canonical = tuple(jnp.asarray(array) for array in arrays)
+    mask = tuple(jnp.asarray(array) for array in arrays)
     monkeypatch.setattr(train_gpt, "forward", lambda *_: x[None])
     monkeypatch.setattr(train_gpt, "norm", lambda x: x)
     c = dataclasses.replace(C, head_chunk=8).for_validation()
-    w = {"head": head, "canonical": canonical}
-    found = train_gpt.loss_fn(w, jnp.asarray(tokens)[None], {1: 1.0}, c, 1)
+    found = train_gpt.loss_fn({"head": head}, jnp.asarray(tokens)[None], {1: 1.0}, c, 1, mask=mask)
     s = np.asarray(train_gpt.softcap(x @ head.T), np.float64)
     s[never[row_of[tokens[:-1]]]] = -60
     log_p = s - np.log(np.exp(s).sum(axis=1, keepdims=True))

@@ -52,7 +52,7 @@ def folder(tmp_path) -> Path:
 
 @functools.cache
 def compiled(stage: int, kind, c: train_gpt.Config, devices: int):
-    """The program of a kind, "val" or False or True; True: of second steps."""
+    """The program of a kind, "val" or the updates of a step."""
     mesh = make_mesh(devices)
     if kind == "val":
         return train_gpt.compile_val_step(stage, c, mesh)
@@ -82,7 +82,7 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
 
     def compile_all(c, mesh, log):
         c = dataclasses.replace(c, **SAME, steps=30)
-        keys = itertools.product(range(2), (False, True, "val"))
+        keys = itertools.product(range(2), (c.updates(0), c.updates(1), "val"))
         return {key: functools.partial(program, key, c) for key in keys}
 
     code = 0
@@ -438,8 +438,9 @@ steps = itertools.count(1)
 def train_program(state, tokens, row):
     hook(next(steps))
     return state, np.float32(3) * jax.numpy.ones(())
-def compile_all(*_):
-    programs = dict.fromkeys(itertools.product(range(2), [False, True]), train_program)
+def compile_all(c, *_):
+    keys = itertools.product(range(2), [c.updates(0), c.updates(1)])
+    programs = dict.fromkeys(keys, train_program)
     return programs | dict.fromkeys([(0, "val"), (1, "val")], lambda *_: 9.0)
 train_gpt.compile_all = compile_all
 train_gpt.warm_up = lambda *_: None
@@ -562,7 +563,7 @@ for _ in range(20):
         while True:
             step += 1
             x = np.full(10**6, step, "f4")
-            state = train_gpt.State(dict(a=x, b=x), dict(a=(x, x)), dict(a=x), dict())
+            state = train_gpt.State(dict(a=x, b=x), dict(a=(x, x)), dict(a=x), dict(), [dict(a=x)])
             train_gpt.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
         time.sleep(0.01)

@@ -29,7 +29,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
 from tests.tools import FLOAT32_FLAGS, MINI, SMALL, make_mesh, text, with_tiny, write_shard
-from train_gpt import BANK, LONG, SHORT, Layer, Stage
+from train_gpt import (
+    BANK,
+    CADENCES,
+    EVERY_STEP,
+    LONG,
+    SHORT,
+    WITH_ADAM,
+    WITH_TABLES,
+    Layer,
+    Stage,
+    Updates,
+)
 
 TRAIN = Path(train_gpt.__file__).resolve()
 FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, "--steps", "10", "--val_every", "5"]
@@ -46,6 +57,8 @@ TWO = (
 TWO_DEVICES = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
 VAL = r"step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 TRAINED = r"step:(\d+)/(\d+) train_loss:(\d+\.\d{4}) train_time:(\d+)ms"
+FIRST = Updates((EVERY_STEP,), ())  # of two steps, what the first updates
+SECOND = Updates(CADENCES, (WITH_ADAM, WITH_TABLES))
 QUIET = SimpleNamespace(line=lambda _: None, facts=lambda _: None)
 DEVICES = jax.devices()[:1]
 MESH = make_mesh(1)
@@ -246,11 +259,11 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
     assert weights.keys() == params.keys()
     shard = train_gpt.open_shard(data / "x_val_000000.bin")
     program = compiled_val_step(c.stage_at(10), program_config(c), MESH)
-    places, tokens_place = program.input_shardings[0]
+    places, tokens_place, _ = program.input_shardings[0]
     batches = train_gpt.read_batches([shard], train_gpt.batch_shapes("val", c), c)
     params = jax.device_put(params, places)
-    losses = [float(program(params, batch)) for batch in train_gpt.prefetch(batches, tokens_place)]
-    loss = np.mean(losses)
+    batches = train_gpt.prefetch(batches, tokens_place)
+    loss = np.mean([float(program(params, batch, ())) for batch in batches])
     assert loss == pytest.approx(real.result["val_loss"], abs=1e-4)
 
 
@@ -268,7 +281,7 @@ def test_programs_depend_on_no_rate_and_on_no_number_of_steps(monkeypatch):
 
     def programs(*flags: str) -> list[str]:
         c = dataclasses.replace(parse(monkeypatch, ONE, *flags), attention="band")
-        return [REAL_TRAIN_STEP(0, True, c, MESH), REAL_VAL_STEP(0, c, MESH)]
+        return [REAL_TRAIN_STEP(0, c.updates(1), c, MESH), REAL_VAL_STEP(0, c, MESH)]
 
     flags = "--muon_lr 0.01 --adam_lr 0.02 --steps 20 --cooldown_start 0.2 --seed 5 --untie 0.1"
     assert programs() == programs(*flags.split())
@@ -294,8 +307,8 @@ def run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: DEVICES)
     set_tiny(monkeypatch, ONE)
 
-    def train_step(stage, second, c, mesh):
-        return compiled_train_step(stage, second, program_config(c), mesh)
+    def train_step(stage, updates, c, mesh):
+        return compiled_train_step(stage, updates, program_config(c), mesh)
 
     def val_step(stage, c, mesh):
         return compiled_val_step(stage, program_config(c), mesh)
@@ -387,7 +400,7 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
 
         return stand_in(program, noted)
 
-    wrap(monkeypatch, "compile_train_step", lambda p, stage, second, *_: noting(p, (stage, second)))
+    wrap(monkeypatch, "compile_train_step", lambda p, stage, kind, *_: noting(p, (stage, kind)))
     wrap(monkeypatch, "compile_val_step", lambda p, stage, *_: noting(p, (stage, "val")))
     wrap(monkeypatch, "warm_up", note("warm"))
     wrap(monkeypatch, "Stopwatch", note("clock"))  # first when the clock starts
@@ -399,7 +412,7 @@ def test_every_program_has_run_once_and_none_compiles_on_the_clock(run, monkeypa
     assert compiles, "no event of JAX has compile in its name any more: look for the new name"
     assert not [i for i in compiles if events.index("clock") < i < events.index("end")]
     first = [event for event in events[: events.index("warm")] if isinstance(event, tuple)]
-    assert first == [(0, False), (0, True), (0, "val"), (1, "val")]
+    assert first == [(0, FIRST), (0, SECOND), (0, "val"), (1, "val")]
 
 
 def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
@@ -426,15 +439,16 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
 
         return stand_in(info, program)
 
-    train_step = lambda stage, second, *_: fake_program(stage, second)
+    train_step = lambda stage, updates, *_: fake_program(stage, updates)
     monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
     monkeypatch.setattr(train_gpt, "compile_val_step", lambda stage, *_: fake_program(stage, "val"))
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: MagicMock())
+    state = MagicMock(params={}, averages=[])
+    monkeypatch.setattr(train_gpt, "make_state", lambda *_: state)
     programs = train_gpt.compile_all(c, MESH, QUIET)
     train_gpt.warm_up(programs, c, MESH)
-    keys = {*itertools.product(range(6), (False, True, "val"))}
+    keys = {*itertools.product(range(6), (FIRST, SECOND, "val"))}
     assert programs.keys() == beside.keys() == keys
-    assert not any((0, False) in others for others in beside.values())
+    assert not any((0, FIRST) in others for others in beside.values())
     assert max(map(len, beside.values())) == 7
     assert len(ran) == 18 and {*ran} == {(stage, kind, (8, 33 + stage)) for stage, kind in keys}
 
@@ -520,18 +534,18 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, mon
 
         return run
 
-    keys = itertools.product(range(3), (False, True, "val"))
+    keys = itertools.product(range(3), (FIRST, SECOND, "val"))
     programs = {key: program(*key) for key in keys}
-    state, shards = MagicMock(params=one), train_gpt.find_data(with_data(c, data))
+    state, shards = MagicMock(params={}, averages=[]), train_gpt.find_data(with_data(c, data))
     with signal_handlers():
         train_gpt.train(state, c, MESH, programs, shards, QUIET, {})
     short = (8, 33)
     long = (8, 65)
     val = (8, 65)
     assert ran == [
-        (0, "val", val), (0, False, short), (0, True, short), (0, False, short),
-        (1, "val", val), (1, True, long), (1, False, long), (1, True, long),
-        (1, "val", val), (1, False, long), (2, "val", val),
+        (0, "val", val), (0, FIRST, short), (0, SECOND, short), (0, FIRST, short),
+        (1, "val", val), (1, SECOND, long), (1, FIRST, long), (1, SECOND, long),
+        (1, "val", val), (1, FIRST, long), (2, "val", val),
     ]  # fmt: skip
 
 
@@ -602,7 +616,7 @@ class Device:
         return self.pending(self.queued), self.pending(self.queued)
 
     def pending(self, step: int) -> Mock:
-        """What a step returns: an array that the host may wait for."""
+        """What a step returns: a loss and a state that the host may wait for."""
 
         def wait():
             self.notes.append("wait")
@@ -612,7 +626,9 @@ class Device:
             self.finish(step)
             return float(step)
 
-        result = MagicMock(block_until_ready=wait, is_ready=lambda: self.done >= step)
+        result = MagicMock(params={}, averages=[])
+        result.block_until_ready = wait
+        result.is_ready = lambda: self.done >= step
         result.__float__ = value
         return result
 
@@ -622,7 +638,7 @@ def test_the_host_runs_a_few_steps_ahead_and_logs_losses(data, monkeypatch, now,
     """Where a device would queue all steps, the host waits for the oldest one."""
     device = Device(now, queue)
     c = parse(monkeypatch, ONE, *"--steps 20 --val_every 20".split())
-    programs = dict.fromkeys([(0, False), (0, True)], device.train)
+    programs = dict.fromkeys([(0, FIRST), (0, SECOND)], device.train)
 
     def val(*_):
         device.notes.append("val")

@@ -285,7 +285,7 @@ def test_the_record_is_refused_where_there_is_no_gpu(script, tmp_path, monkeypat
     monkeypatch.delenv("JAX_PLATFORMS")
     nothing = run_ab.machine.Machine([], why_none="this machine has no NVIDIA GPU")
     monkeypatch.setattr(run_ab.machine, "find_machine", lambda: nothing)
-    for flags in "", "-- record", "-- --steps 9":
+    for flags in "", "-- record", "-- record92", "-- --steps 9":
         with pytest.raises(SystemExit):
             run_ab.make_plan(run_ab.parse(f"{script} -n 2 --out {tmp_path}/x {flags}".split()))
         assert "because this machine has no NVIDIA GPU; to train" in capsys.readouterr().err

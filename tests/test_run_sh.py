@@ -26,6 +26,7 @@ CHECK = "data/check.py --quick --"
 TRAIN = "dev/launch.py train_gpt.py"
 TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
 RECORD = ["data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"]
+RECORD92 = f"{TRAIN} record92"
 H100 = KINDS["1×H100"]
 
 
@@ -317,6 +318,7 @@ def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine)
     assert machine.done.stderr.endswith("type  export CUDA_VISIBLE_DEVICES=0,1\n")
     assert machine.run("plan") == [] and "\nrefused    3 GPUs do not" in machine.done.stdout
     assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
+    assert machine.run("record92", CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD[:2], RECORD92)
     machine.become(KINDS["T4, on Colab"])
     assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 

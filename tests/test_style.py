@@ -85,7 +85,7 @@ def test_no_field_is_a_switch():
     """A technique is chosen in a layer or a stage, or by editing the file. Switches would leave
     branches that no run takes."""
     for field in FIELDS:
-        if field.name not in ("layers", "stages", "mudd_head", "ngrams"):
+        if field.name not in ("layers", "stages", "mudd_head", "averages", "ngrams"):
             assert field.type in (int, float, str), field.name
         assert isinstance(field.default, getattr(field.type, "__origin__", field.type)), field.name
 
@@ -93,7 +93,7 @@ def test_no_field_is_a_switch():
 def test_every_field_is_read_somewhere_and_has_a_comment():
     """On its line, or on the one before it; layers and stages are explained by their classes."""
     reads = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
-    for cls in (train_gpt.Config, train_gpt.Layer, train_gpt.Stage):
+    for cls in (train_gpt.Config, train_gpt.Layer, train_gpt.Stage, train_gpt.Average):
         source, first = inspect.getsourcelines(cls)
         for field in dataclasses.fields(cls):
             (i,) = [i for i, line in enumerate(source) if line.startswith(f"    {field.name}: ")]
@@ -120,7 +120,7 @@ def test_top_level_statements_only_define():
     assert ast.unparse(first.value) == repr(train_gpt.__doc__)
     assert ast.unparse(last.test) == "__name__ == '__main__'"
     definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    makers = {"Config", "Layer", "P", "Stage", "dict"}
+    makers = {"Average", "Config", "Layer", "P", "Stage", "dict"}
     for node in body:
         if isinstance(node, ast.Expr):
             assert re.fullmatch(r"\w+\.defvjp\(\w+, \w+\)", ast.unparse(node)), node.lineno
@@ -178,7 +178,7 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
     attributes = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
     assert not attributes & {"system", "popen", "Popen", "import_module"}
     loads = [node.value for node in NODES if getattr(node, "attr", None) == "load"]
-    assert [ast.unparse(module) for module in loads] == ["np"]  # without allow_pickle: no pickles
+    assert {ast.unparse(module) for module in loads} == {"np"}  # without allow_pickle: no pickles
     keywords = {node.arg for node in NODES if isinstance(node, ast.keyword)}
     assert not keywords & {"shell", "allow_pickle"}
 

@@ -118,7 +118,7 @@ def first_state(module: ModuleType, c, mesh):
 def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[dict]]:
     """The losses of two steps, and the parameters before, between and after them."""
     mesh = make_mesh(devices)
-    steps = [(c.stage_at(0), False), (c.stage_at(1), True)]
+    steps = [(c.stage_at(step), c.updates(step)) for step in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         programs = list(pool.map(lambda step: module.compile_train_step(*step, c, mesh), steps))
         state = first_state(module, c, mesh)
@@ -260,4 +260,4 @@ def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, me
     module = load(source)
     c = config(module, "(Layer(SHORT), Layer(None))")
     with pytest.raises((ValueError, KeyError), match=message):
-        module.compile_train_step(0, False, c, make_mesh(1))
+        module.compile_train_step(0, c.updates(0), c, make_mesh(1))

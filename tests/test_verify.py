@@ -1,6 +1,7 @@
 """verify.py has upstream's published numbers, and fails runs for every fault in the evidence."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -291,6 +292,7 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("preset", ["record", "record92"])
 @pytest.mark.parametrize("track, added, complaints", [
     ("8xh100", "", 0),
     ("8xh100", "--batch 16 --head_chunk 8192", 1),
@@ -298,9 +300,11 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     ("1xgpu", "--batch 32 --head_chunk 4096 --val_T 65536", 0),
     ("1xgpu", "--batch 32", 2),  # no row of FITS
 ])  # fmt: skip
-def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added, complaints):
+def test_the_launcher_may_add_flags_for_memory_on_one_gpu(
+    tmp_path, preset, track, added, complaints
+):
     """Its time-out changes nothing that a run does, nor does the order of GPUs."""
-    argv = ["record", "--target", "0", "--seed", "100", *added.split()]
+    argv = [preset, "--target", "0", "--seed", "100", *added.split()]
     environment = {"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     folder = write_ours(tmp_path / "x", losses=LOSSES[:1], environment=environment, argv=argv)
     write_plan(folder, [100], arguments=argv[:3])
@@ -425,6 +429,37 @@ def test_a_record_of_8xh100_has_eight(tmp_path, capsys):
     assert found == ["not the track's devices: 1 x NVIDIA H100 80GB HBM3"]
 
 
+def write_8xh100(folder: Path, preset: str) -> Path:
+    """Writes runs of a preset that have all that the track 8xh100 wants."""
+    argv = [preset, "--target", "0"]
+    write_ours(
+        folder, [3.2761, 3.2764, 3.2759, 3.2768, 3.2763], argv=argv,
+        config=dict(preset=preset, val_tokens=10485760), devices=["NVIDIA H100 80GB HBM3"] * 8,
+        data=data(verify.TRACKS["8xh100"].shards),
+    )  # fmt: skip
+    write_plan(folder, SEEDS, arguments=argv)
+    return folder
+
+
+def test_8xh100_takes_both_records_and_no_other_preset(tmp_path, capsys):
+    both = [write_8xh100(tmp_path / name, name) for name in ("record", "record92")]
+    for folder in both:
+        assert verify.infer_track(verify.collect(folder)) == "8xh100"
+        status, text = judged(capsys, folder)
+        assert status == 0 and "FAIL" not in text
+    found = fails(capsys, *both)  # as if one were a version of the other
+    assert found[0].startswith("different argv: ['record', '--target', '0'] / ['record92', ")
+    tiny = write_8xh100(tmp_path / "tiny", "tiny")
+    assert fails(capsys, tiny, "--track", "8xh100") == [
+        "run with tiny --target 0; a record is what the file does with record or record92 "
+        "--target 0"
+    ]
+    shutil.copy(log(both[0], 0), log(both[1], 0))
+    found = " ".join(fails(capsys, both[1]))
+    assert "different argv: ['record', '--target', '0'] / ['record92', " in found
+    assert "different config: preset" in found
+
+
 def test_two_equal_losses_of_four_digits_are_no_repeat(tmp_path, capsys):
     """They are one where a log has more losses. NaN is no loss."""
     folder = write_upstream(tmp_path / "x", [(3.278, 80000), (3.279, 80100), (3.2779, 80050)])
@@ -454,12 +489,14 @@ def test_the_tracks_are_what_the_presets_and_data_are(tmp_path):
     for text, name in (OTHER, "tiny-2k"), (data(f"{TRAIN_1} {VAL}"), "tiny"):
         folder = write_ours(tmp_path / name, data=text)
         assert verify.infer_track(verify.collect(folder)) == name
-    pins = dict(record=cached_fineweb10B.PINNED, tiny=source_code.SHARDS)
+    fineweb = cached_fineweb10B.PINNED
+    pins = dict(record=fineweb, record92=fineweb, tiny=source_code.SHARDS)
     today = {name: track for name, track in verify.TRACKS.items() if name != "tiny"}  # it is closed
     assert set(today) == {"8xh100", "1xgpu", "tiny-2k"}
-    for track in today.values():
-        c = train_gpt.PRESETS[track.preset]
-        known = pins[track.preset]
+    pairs = [(track, preset) for track in today.values() for preset in track.presets]
+    for track, preset in pairs:
+        c = train_gpt.PRESETS[preset]
+        known = pins[preset]
         assert (track.target, track.val_tokens) == (c.target, c.val_tokens)
         names = sorted(known, key=lambda name: ("_val_" in name, name))
         assert track.shards.split() == [known[name][:16] for name in names]

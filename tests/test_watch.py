@@ -107,6 +107,13 @@ def test_mfu_by_hand():
     assert watch.speed(run, zero, twenty) == pytest.approx((10240 / 3, both))
 
 
+def test_mfu_counts_the_rows_of_the_head_that_are_candidates():
+    stages = [dataclasses.replace(MINI.stages[0], candidates=n) for n in (0, 64, 128)]
+    c = dataclasses.replace(MINI, stages=tuple(stages), microbatch=1)
+    whole, some, more = (stage.flops for stage in watch.parse(EXAMPLE, facts(c) + RUN).stages)
+    assert whole - some == 6 * (400 - 64 * 32) and more - some == 6 * 64 * 32
+
+
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4"])
 def test_devices_without_a_peak_have_no_mfu(kind):
     assert "MFU n/a" in "\n".join(watch.summary(watch.parse(EXAMPLE, facts(devices=[kind]) + RUN)))

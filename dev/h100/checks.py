@@ -1,4 +1,4 @@
-"""What the record's programs must gather, scatter and launch, and whether a compiled one does."""
+"""What a preset's programs must gather, scatter and launch, and whether a compiled one does."""
 
 import dataclasses
 import math
@@ -9,10 +9,18 @@ from typing import NamedTuple
 import train_gpt
 from h100.estimate import Cost, Transfer, exposed_ms, traffic
 from h100.hlo import Instruction, Program, inner, kernels, operands_of, users_of, walk
+from train_gpt import CADENCES, EVERY_STEP, WITH_ADAM, WITH_TABLES, Updates
 
-# Programs: the first and the second of two steps, of which only the second updates all parameters,
-# and validation.
-KINDS = "first", "second", "val"
+# The kinds of training programs, and what they update. Of two steps, the first updates only the
+# matrices, and the second everything. Where the tables are updated half as often, the second of
+# four steps leaves them out, and in the third their gradients wait. The fourth is like a second.
+UPDATES = {
+    "first": Updates(due=(EVERY_STEP,), waiting=()),
+    "second": Updates(due=CADENCES, waiting=(WITH_ADAM, WITH_TABLES)),
+    "no tables": Updates(due=(EVERY_STEP, WITH_ADAM), waiting=(WITH_ADAM, WITH_TABLES)),
+    "third": Updates(due=(EVERY_STEP,), waiting=(WITH_TABLES,)),
+}
+KINDS = *UPDATES, "val"
 
 # Limits. All except the first two are a little above what was reached.
 MOST_COMPILE_SECONDS = 40
@@ -32,7 +40,7 @@ class Expected(NamedTuple):
     attention_layers: int
     microbatches: int  # that each device runs, one after the other
     activation: int  # elements of x in a microbatch
-    head: tuple[int, int, int]  # tokens in a chunk, rows of the table, width
+    head: tuple[int, int, int]  # tokens in a chunk, rows of the table or candidates, width
     chunks: int  # for which each device runs the head, one after the other
     gathered: int  # elements of weights
     scattered: int  # elements of gradients
@@ -45,16 +53,18 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
 
     Every training step gathers the banks and scatters the gradients of all parameters but bigrams.
     For those, the devices exchange which row each token has read, and the gradient of that row.
-    Lookups are gathered at the end of second steps, after their updates. Validation gathers all
-    weights.
+    Lookups are gathered at the end of the steps that update them. Validation gathers all weights.
     """
     train = kind != "val"
+    due = UPDATES[kind].due if train else CADENCES
     params = train_gpt.param_table(c)
     banks = [p for p in params.values() if p.sharding == train_gpt.BANK]
     lookups = [p for p in params.values() if p.sharding == train_gpt.LOOKUP]
     replicated = [p for p in params.values() if p.sharding == train_gpt.REPLICATED]
-    gathered = banks if kind == "first" else banks + lookups
+    gathered = banks + [p for p in lookups if p.cadence in due]
+    rows = params["head"].shape[0]
     if train:
+        rows = c.stages[stage].candidates or rows
         scattered = [p for p in banks + lookups if p is not params["bigram"]]
         sequences = c.batch
         T = c.sequence_length(stage)
@@ -67,14 +77,15 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
         microbatch = math.gcd(c.for_validation().microbatch, sequences // devices)
         bigrams = 0
     device_sequences = sequences // devices
+    chunk = math.gcd(c.head_chunk, microbatch * T)
     return Expected(
         train=train,
         devices=devices,
         attention_layers=len(c.attention_layers()),
         microbatches=device_sequences // microbatch,
         activation=microbatch * T * c.D,
-        head=(c.head_chunk, params["head"].shape[0], c.D),
-        chunks=device_sequences * T // c.head_chunk,
+        head=(chunk, rows, c.D),
+        chunks=device_sequences * T // chunk,
         # A bigram row is D elements and its number, which is an int32: in `ideal`, which counts
         # elements of two bytes, it is two of them.
         gathered=stored_elements(gathered) + bigrams * (c.D + 1),

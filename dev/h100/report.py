@@ -1,4 +1,4 @@
-"""The tables of records/gpu/h100_compile.md."""
+"""The tables of records/gpu/h100_compile.md and h100_compile_92.md."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -8,8 +8,15 @@ from h100.checks import Result, fp8_products
 from h100.estimate import PARTS, Cost, cause, exposed_ms, issued, moved, seconds, traffic
 from h100.hlo import kernels
 
-# Lowest and highest milliseconds of a step in upstream's logs of these shapes, by stage.
-UPSTREAM_MS = (31, 32), (57, 58), (82.6, 84), (83, 84)
+# Lowest and highest milliseconds of a step in upstream's logs of a preset's shapes, by stage.
+UPSTREAM_MS = {"record": {0: (31, 32), 1: (57, 58), 2: (82.6, 84), 3: (83, 84)}, "record92": {}}
+CADENCE = {
+    "record": "Every second step updates all parameters, the first of two only the matrices.",
+    "record92": "Every second step updates all parameters, the first of two only the matrices. "
+    "Late in the run, a step without tables and a third step, which updates only the matrices, "
+    "come between these two. Stages that share programs are counted with the first of them. The "
+    "mean is that of the stage's steps.",
+}
 LONGEST_KERNELS = 40
 SMALL_TRAFFIC = 5e6  # bytes; causes below it share a row
 
@@ -70,20 +77,29 @@ def program_table(results: list[Result]) -> str:
     )
 
 
-def time_table(results: list[Result]) -> str:
-    """Estimated milliseconds of the steps of every stage on 8 devices, beside upstream's."""
-    steps = [r for r in results if r.expected.train and r.expected.devices == 8]
-    rows = [("stage", "step", *PARTS, "ms", "upstream", "ratio")]
-    for stage, (low, high) in enumerate(UPSTREAM_MS):
-        both = [result for result in steps if result.stage == stage]
-        for result in both:
+def time_table(results: list[Result], steps: Counter, upstream: dict) -> str:
+    """Estimated milliseconds of the steps of every stage on 8 devices, beside upstream's. If there
+    are none, with the steps of a run, by kind and stage, and their seconds."""
+    trained = [r for r in results if r.expected.train and r.expected.devices == 8]
+    beside = ("upstream", "ratio") if upstream else ("steps", "seconds")
+    rows = [("stage", "step", *PARTS, "ms", *beside)]
+    blanks = [""] * len(PARTS)
+    for stage in dict.fromkeys(result.stage for result in trained):
+        of_stage = [result for result in trained if result.stage == stage]
+        for result in of_stage:
             parts = [f"{ms:.1f}" for ms in result.parts.values()]
             rows.append((stage, result.kind, *parts, f"{result.ms():.1f}", "", ""))
-        mean = sum(result.ms() for result in both) / len(both)
-        upstream = (low + high) / 2
-        blanks = [""] * len(PARTS)
-        ratio = f"{mean / upstream:.2f}"
-        rows.append((stage, "mean", *blanks, f"{mean:.1f}", f"{low} to {high}", ratio))
+        runs = sum(steps[result.kind, stage] for result in of_stage)
+        all_ms = sum(steps[result.kind, stage] * result.ms() for result in of_stage)
+        mean = all_ms / runs
+        beside = (runs, f"{all_ms / 1e3:.1f}")
+        if upstream:
+            low, high = upstream[stage]
+            beside = (f"{low} to {high}", f"{2 * mean / (low + high):.2f}")
+        rows.append((stage, "mean", *blanks, f"{mean:.1f}", *beside))
+    if not upstream:
+        all_ms = sum(steps[result.kind, result.stage] * result.ms() for result in trained)
+        rows.append(("all", "together", *blanks, "", steps.total(), f"{all_ms / 1e3:.1f}"))
     return table(*rows)
 
 
@@ -150,9 +166,15 @@ def transfer_cells(n: int, *seconds: float) -> list[str]:
     return [f"{n / 1e6:.1f}", *(f"{1e3 * s:.3f}" for s in seconds)]
 
 
-def assumptions(record_21_ms: float) -> str:
+def assumptions(record_21_ms: float, upstream: dict) -> str:
     """The paragraph on the rates."""
     T = 1e12
+    sources = ""
+    if upstream:
+        sources = (
+            "Upstream's milliseconds are from its logs of these shapes; it has no log of record 89 "
+            "as merged. "
+        )
     return (
         f"**Estimates: no GPU has run this.** Rates: products {estimate.BFLOAT16 / T:.0f} Tflop/s "
         f"in bfloat16, {estimate.FLOAT32 / T:.0f} in float32, {estimate.FP8 / T:.0f} in FP8 "
@@ -162,42 +184,57 @@ def assumptions(record_21_ms: float) -> str:
         f"longer; {1e6 * estimate.LAUNCH} µs a kernel; links {estimate.LINKS / 1e9:.0f} GB/s; and "
         f"communication takes {T * estimate.STOLEN:.0f} ms a GB from kernels. "
         f"They were fixed on record 21's file, which takes {record_21_ms:.1f} ms by them (108 ± 5 "
-        "by another calculation; PyTorch's took 102). "
-        "Upstream's milliseconds are from its logs of these shapes; it has no log of record 89 as "
-        "merged. Tuned products, cuDNN and NCCL may be faster or slower. The column `other` is of "
-        "the kernels that XLA generates."
+        f"by another calculation; PyTorch's took 102). {sources}"
+        "Tuned products, cuDNN and NCCL may be faster or slower. The column `other` is of the "
+        "kernels that XLA generates."
     )
 
 
-def page(
-    facts: str, results: list[Result], memory_table: str, record_21_ms: float, timed: bool
-) -> str:
-    """The text of records/gpu/h100_compile.md. `facts` are its lines with versions and digests."""
-    steps = [r for r in results if r.kind == "second" and r.expected.devices == 8]
-    last = steps[-1]
-    step = f"a second step on 8 devices, stage {last.stage}"
-    cores = "The programs were compiled on two CPU cores."
-    if not timed:
-        cores += " These did other work as well."
-    paragraphs = [
-        "# The record preset, compiled for H100s on a machine without a GPU",
-        "No GPU has run them. `dev/h100/estimate.py` begins with how traffic, sent and ideal bytes "
-        "are counted. `python dev/compile_8xh100.py --write` renews this file; `--lowered` finds "
-        "out in seconds whether that is necessary.",
-        facts,
-        "## Milliseconds of a step, estimated",
-        "Every second step updates all parameters, the first of two only the matrices.",
-        assumptions(record_21_ms),
-        time_table(results),
-        "## Programs",
-        cores,
-        program_table(results),
+def memory_section(memory_table: str) -> list[str]:
+    """The paragraphs on memory by the rows of FITS."""
+    return [
         "## Memory of each GPU, by the rows of FITS",
         "State is what lives between steps; training and validation are the temporaries of a "
         "second step and of a validation, in the stage of the longest sequences. Workspaces of "
         "cuDNN and cuBLAS come on top, so FITS asks for more: it is the memory that JAX must have, "
         "which is three quarters of a GPU's, or the fraction in `XLA_CLIENT_MEM_FRACTION`.",
         memory_table,
+    ]
+
+
+def page(
+    preset: str,
+    facts: str,
+    results: list[Result],
+    steps: Counter,
+    memory_table: str,
+    record_21_ms: float,
+    timed: bool,
+) -> str:
+    """The text of a preset's page. `facts` are its lines with versions and digests, `steps` the
+    number of steps that each training program runs. The memory table may be empty."""
+    second = [r for r in results if r.kind == "second" and r.expected.devices == 8]
+    last = max(second, key=Result.ms)
+    step = f"a second step on 8 devices, stage {last.stage}"
+    cores = "The programs were compiled on two CPU cores."
+    if not timed:
+        cores += " These did other work as well."
+    flags = "" if preset == "record" else f"--preset {preset} "
+    upstream = UPSTREAM_MS[preset]
+    paragraphs = [
+        f"# The {preset} preset, compiled for H100s on a machine without a GPU",
+        "No GPU has run them. `dev/h100/estimate.py` begins with how traffic, sent and ideal bytes "
+        f"are counted. `python dev/compile_8xh100.py {flags}--write` renews this file; `--lowered` "
+        "finds out in seconds whether that is necessary.",
+        facts,
+        "## Milliseconds of a step, estimated",
+        CADENCE[preset],
+        assumptions(record_21_ms, upstream),
+        time_table(results, steps, upstream),
+        "## Programs",
+        cores,
+        program_table(results),
+        *(memory_section(memory_table) if memory_table else []),
         f"## Non-GEMM traffic of {step}, by cause",
         traffic_table(last),
         f"## The longest kernels generated by XLA in {step}",
