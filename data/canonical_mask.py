@@ -2,9 +2,9 @@
 
     python data/canonical_mask.py
 
-The record gives the second token of such a pair no probability in validation, as record 91 of
-modded-nanogpt does. Upstream builds the table during the run; we read it from a file, because it is
-a property of the vocabulary. A test makes it from GPT-2's merges and compares.
+In validation, the preset record92 gives the second token of such a pair next to no probability, as
+record 91 of modded-nanogpt does. Upstream builds the table during the run. We read it from a file,
+because it is a property of the vocabulary. A test makes it from GPT-2's merges and compares.
 
 The tokenizer first cuts text into words. Within a word, it begins with single bytes, and merges
 pieces that stand side by side if together they are a token. It always merges the pair whose token
@@ -102,7 +102,7 @@ def crossed_pairs(ranks: Mapping[bytes, int], left: np.ndarray, right: np.ndarra
     time, while x's first piece may go at this time."""
     size = -(-(len(ranks) + 1) // 128) * 128
     table = np.zeros((size, size // 8), np.uint8)
-    having = beginnings(left)
+    beginning_with = beginnings(left)
     joined = joins(ranks)
     wholes = [[] for _ in right]  # tokens with this right half, in the order of their times
     for token in range(len(right)):
@@ -116,8 +116,9 @@ def crossed_pairs(ranks: Mapping[bytes, int], left: np.ndarray, right: np.ndarra
             end = NEVER if token == last else token
             while joined[last] and joined[last][-1][0] < end:
                 time, first = joined[last].pop()
-                tokens, ends = having[first]
-                crossed[tokens[np.searchsorted(ends, time) :]] = True
+                tokens, ends = beginning_with[first]
+                gone_later = np.searchsorted(ends, time)
+                crossed[tokens[gone_later:]] = True
             table[token] = shared | np.packbits(crossed, bitorder="little")
     return table
 
