@@ -418,7 +418,7 @@ def check_config(c: Config) -> None:
         plain = name.removeprefix("norm(").removesuffix(")")
         require(plain in streams, f"mudd_head reads {name!r}, there are only {streams}")
     groups = c.mudd_groups or 1
-    require(c.D % groups == 0, f"--mudd_groups {groups} does not divide --D {c.D}")
+    require(groups > 0 and c.D % groups == 0, f"--mudd_groups {groups} does not divide --D {c.D}")
     optimizer = c.matrix_optimizer
     require(optimizer in ("normuon", "anvil"), f"--matrix_optimizer {optimizer}: normuon or anvil")
     trained = sum(stage.steps > 0 for stage in c.stages)
@@ -434,7 +434,8 @@ def check_config(c: Config) -> None:
         single = stage.candidates == 0 or c.microbatch == 1
         require(single, f"stage {i}: candidates belong to one sequence: use --microbatch 1")
         require(0 <= stage.candidates <= V, f"stage {i}: {stage.candidates} candidates of {V}")
-        require(not stage.candidates or V * SWEEP < 2**31, f"stage {i}: candidates of {V} tokens")
+        fits = stage.candidates == 0 or V * SWEEP < 2**31  # in int32
+        require(fits, f"stage {i}: with candidates, --vocab {c.vocab} must be below 107,000")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
     divisor = math.gcd(c.head_chunk, *lengths)
     message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
@@ -522,9 +523,9 @@ def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int, sweep_start=None
     if c.stages[stage].candidates:
         # [sampled-softmax] The head has the rows of the candidates alone. All next tokens are
         # candidates. A prefix may be none, and is dropped then.
-        P = c.stages[stage].candidates
-        tokens_P, place_V = candidate_tokens(tokens_BS[:, 1:], sweep_start, P, c)
-        head = head.at[tokens_P].get(mode="promise_in_bounds", unique_indices=True)
+        count = c.stages[stage].candidates
+        candidates, place_V = candidate_tokens(tokens_BS[:, 1:], sweep_start, count, c)
+        head = head.at[candidates].get(mode="promise_in_bounds", unique_indices=True)
         targets_NJ = jnp.where(targets_NJ < 0, -1, place_V[targets_NJ])
     if mask:
         mask = (tokens_BS[:, :-1].reshape(-1, 1), *mask)
@@ -1034,26 +1035,26 @@ def canonical_mask(c: Config) -> tuple:
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-def candidate_tokens(targets_BT, sweep_start: Array, P: int, c: Config) -> tuple[Array, Array]:
-    """[sampled-softmax] The P tokens over which the softmax of a microbatch is taken: all of its
-    targets, filled up from a sweep over the vocabulary. Token k of the sweep is
+def candidate_tokens(targets_BT, sweep_start: Array, count: int, c: Config) -> tuple[Array, Array]:
+    """[sampled-softmax] The tokens over which the softmax of a microbatch is taken: all of its
+    targets, filled up to `count` from a sweep over the vocabulary. Token k of the sweep is
     SWEEP * (sweep_start + k) modulo V, so nothing is random. The loss is not corrected for the
     tokens that are left out. Record 92.
 
-    Returns the candidates, (P,) in ascending order, and the place of every token among them, (V,),
-    -1 if it is none.
+    Returns the candidates, (count,) in ascending order, and the place of every token among them,
+    (V,), -1 if it is none.
     """
     V = padded_vocab(c)
     is_target_V = jnp.zeros(V, bool).at[targets_BT].set(True)
     sweep_V = SWEEP * ((sweep_start + jnp.arange(V)) % V) % V
     is_free_V = ~is_target_V[sweep_V]
-    is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= P - is_target_V.sum())
+    is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= count - is_target_V.sum())
     is_candidate_V = is_target_V.at[sweep_V].max(is_next_V)
-    tokens_P = jnp.nonzero(is_candidate_V, size=P)[0]
+    candidates = jnp.nonzero(is_candidate_V, size=count)[0]
     rank_V = jnp.cumsum(is_candidate_V) - 1
-    place_V = jnp.where(is_candidate_V & (rank_V < P), rank_V, -1)
+    place_V = jnp.where(is_candidate_V & (rank_V < count), rank_V, -1)
     # The barrier keeps XLA from searching the tokens again for every element of the head's rows.
-    return lax.optimization_barrier((tokens_P, place_V))
+    return lax.optimization_barrier((candidates, place_V))
 
 
 SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
@@ -1575,7 +1576,7 @@ ANVIL_QUINTICS = (
 )
 
 
-def orthogonalize(G: Array, quintics: tuple, margin: float, dtype: str) -> Array:
+def orthogonalize(G: Array, dtype: str, quintics=POLAR_EXPRESS, margin: float = 1.02) -> Array:
     """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
     2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
     arXiv:2505.16932, record 38. First, it scales G so that none is above 1 / margin."""
@@ -1599,7 +1600,7 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         buffer, squares = state
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
-        X = orthogonalize(nesterov, POLAR_EXPRESS, 1.02, c.compute)
+        X = orthogonalize(nesterov, c.compute)
         Y, squares = equalize(X, squares)
         return Y, (buffer, squares)
 
@@ -1630,7 +1631,7 @@ def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
         slow = state.slow + (1 - 0.98) * (grad - state.slow)
         mixed = fast_share * fast + (1 - fast_share) * slow
         nesterov = grad + momentum * (mixed - grad)
-        X = orthogonalize(nesterov, ANVIL_QUINTICS, 1.05, c.compute)
+        X = orthogonalize(nesterov, c.compute, ANVIL_QUINTICS, margin=1.05)
         Y, squares = equalize(X, state.squares)
         return Y, Rails(fast, slow, squares)
 

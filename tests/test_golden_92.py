@@ -87,7 +87,7 @@ BANKS = {
 
 
 def orthogonalized(G):
-    return train_gpt.orthogonalize(G, train_gpt.ANVIL_QUINTICS, 1.05, "float32")
+    return train_gpt.orthogonalize(G, "float32", train_gpt.ANVIL_QUINTICS, 1.05)
 
 
 @pytest.mark.parametrize("bank", BANKS)
@@ -112,7 +112,7 @@ def test_matrices_of_rank_1_do_not_diverge(dtype):
     rng = np.random.default_rng(0)
     rows, cols = train_gpt.param_table(RECORD)["qk"].model_shape[1:]
     G = jnp.asarray(rng.normal(size=(20, rows, 1)) * rng.normal(size=(20, 1, cols)), "float32")
-    X = train_gpt.orthogonalize(G, train_gpt.ANVIL_QUINTICS, 1.05, dtype)
+    X = train_gpt.orthogonalize(G, dtype, train_gpt.ANVIL_QUINTICS, 1.05)
     largest = jnp.linalg.norm(X, axis=(1, 2))
     assert jnp.all((largest > 0.99) & (largest < 2)), largest
 
@@ -156,6 +156,9 @@ SS = dataclasses.replace(
     stages=tuple(dataclasses.replace(stage, candidates=META["P"]) for stage in MINI32.stages),
 )  # fmt: skip
 FULL = SS.for_validation()
+ALL = dataclasses.replace(
+    SS, stages=tuple(dataclasses.replace(stage, candidates=V) for stage in SS.stages)
+)  # fmt: skip
 
 
 def test_the_candidates_of_three_calls_in_a_row():
@@ -213,9 +216,10 @@ def test_the_loss_over_candidates_and_its_gradients(name, monkeypatch):
     assert not np.delete(dhead, candidates, axis=0).any()
 
 
-def test_the_loss_over_all_tokens(monkeypatch):
+@pytest.mark.parametrize("c", [FULL, ALL], ids=["no candidates", "all are candidates"])
+def test_the_loss_over_all_tokens(c, monkeypatch):
     x, head = normal("ss/x", (META["N"], META["Dh"])), normal("ss/w", (V, META["Dh"]))
-    loss = jax.jit(jax.value_and_grad(loss_of("three", monkeypatch, FULL)))
+    loss = jax.jit(jax.value_and_grad(loss_of("three", monkeypatch, c)))
     total, dx = loss(jnp.asarray(x), jnp.asarray(head))
     assert float(total) == pytest.approx(float(GOLDEN["ss/full/loss"].sum()), rel=1e-6)
     assert relative(dx, GOLDEN["ss/full/dx_true"]) < 1e-5

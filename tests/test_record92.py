@@ -215,6 +215,14 @@ def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
     monkeypatch.setitem(train_gpt.PRESETS, "record92", c)
     monkeypatch.chdir(tmp_path)
 
+    found = []  # what validated() returns, in turn
+
+    def validated(state, c, real=train_gpt.validated):
+        found.append(real(state, c))
+        return found[-1]
+
+    monkeypatch.setattr(train_gpt, "validated", validated)
+
     def weights_of(*flags):
         with signal_handlers():
             path = train_gpt.main(["record92", "--seed", "3", *flags])
@@ -225,8 +233,10 @@ def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
     (state,) = tmp_path.glob("logs/*/0000002.state")
     resumed, _ = weights_of("--resume", str(state))
     names = train_gpt.param_table(c).keys()
+    last = train_gpt.unpad(found[-1], c)
     for name in names:
         np.testing.assert_array_equal(resumed[name], whole[name])
+        np.testing.assert_array_equal(whole[name], last[name])
 
     # The loss of the saved weights is the one that the run has printed.
     mesh = make_mesh(1)

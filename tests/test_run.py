@@ -181,7 +181,7 @@ def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(r
 
 
 def test_the_facts_are_what_it_takes_to_run_it_again(real, data):
-    names = "data hosts versions devices driver environment git argv seed config prefixes"
+    names = "data hosts versions devices driver environment git argv seed config prefixes canonical"
     assert real.facts.keys() == {*names.split(), "parameters", "compile"}
     assert real.facts["versions"]["backend"]
     versions = dict(jax=jax.__version__, numpy=np.__version__, optax=optax.__version__)
