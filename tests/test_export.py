@@ -33,7 +33,7 @@ replace = dataclasses.replace
 LAST = replace(MINI.layers[-1], paired_heads=True, skip_from=0)
 THREE = tuple(Stage(1, 512, short, long, 0, 1.0) for short, long in ((4, 12), (6, 20), (8, 40)))
 MUDD_HEAD = (*MINI.mudd_head, ("middle3", 0.0), ("norm(layer2)", 0.0), ("norm(middle5)", 0.0))
-AVERAGES = (train_gpt.Average(("mlp", "value"), start=0.5, every=4, rate=0.1, blend=1.0),)
+AVERAGES = (train_gpt.Average(("mlp", "value0"), start=0.5, every=4, memory=0.1, blend=1.0),)
 MODELS = {  # the first two have several stages, so that YaRN has changed their frequencies
     "every technique": replace(
         MINI, layers=(*MINI.layers[:-1], LAST), mudd_head=MUDD_HEAD, mudd_groups=4,

@@ -25,15 +25,10 @@ def matrix(shape, seed=0) -> np.ndarray:
 
 
 # ---- Matrices ------------------------------------------------------------------------------------
-def orthogonalize(G, dtype: str):
-    """As normuon() does it."""
-    return train_gpt.orthogonalize(G, train_gpt.POLAR_EXPRESS, 1.02, dtype)
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_in_bfloat16_singular_values_come_near_one(shape):
     G = matrix(shape)
-    got = np.asarray(orthogonalize(G[None], "bfloat16")[0])
+    got = np.asarray(train_gpt.orthogonalize(G[None], "bfloat16")[0])
     s = np.linalg.svd(got, compute_uv=False)
     assert 0.5 < s.min() and s.max() < 1.25
     U, _, Vt = np.linalg.svd(G, full_matrices=False)
@@ -44,9 +39,9 @@ def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
     matrices = [matrix((16, 48), seed=i) for i in range(3)]
     batch = np.stack([*matrices, np.zeros((16, 48), "f4")])
     for dtype in ("float32", "bfloat16"):
-        got = np.asarray(orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
+        got = np.asarray(train_gpt.orthogonalize(batch.reshape(2, 2, 16, 48), dtype))
         assert not got[1, 1].any()
-        one = np.asarray(orthogonalize(batch[1:2], dtype)[0])
+        one = np.asarray(train_gpt.orthogonalize(batch[1:2], dtype)[0])
         np.testing.assert_allclose(got[0, 1], one, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
@@ -58,7 +53,7 @@ def test_normuon_moves_rows_equally_far_in_the_end(shape):
     state = rule.init(G)
     for _ in range(60):
         update, state = rule.update(G, state, momentum=0.9)
-    X = orthogonalize(G, "float32")
+    X = train_gpt.orthogonalize(G, "float32")
     assert np.linalg.norm(update) == pytest.approx(float(np.linalg.norm(X)), rel=1e-3)
     lengths = np.linalg.norm(update, axis=-1 if shape[0] >= shape[1] else -2)
     np.testing.assert_allclose(lengths, lengths.mean(), rtol=0.01)
