@@ -1767,8 +1767,8 @@ def validated(state: State, c: Config) -> dict[str, Array]:
             weights[name] += row.blend * (average - weights[name])
             keep_norm[name] = row.keep_norm
     for name in [name for name in keep_norm if keep_norm[name]]:
-        norm = jnp.maximum(jnp.linalg.norm(weights[name]), 1e-10)
-        weights[name] *= jnp.linalg.norm(state.params[name]) / norm
+        moved_norm = jnp.maximum(jnp.linalg.norm(weights[name]), 1e-10)
+        weights[name] *= jnp.linalg.norm(state.params[name]) / moved_norm
     return weights
 
 
