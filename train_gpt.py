@@ -68,21 +68,25 @@ SHORT, LONG = "short", "long"  # attention windows; each Stage says how long the
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One block: attention (unless window is None), then an MLP. Layers are numbered from 0."""
+    """One block: attention (unless window is None), then MLPs. Layers are numbered from 0."""
 
     window: str | None              # SHORT, LONG, or None: this layer has no attention
+    narrow_qk: bool = False         # [narrow] q and k have the first half of a head's channels
+    narrow_v: bool = False          # and so has v
     paired_heads: bool = False      # [paired-heads] two heads see each other's keys
     key_offset: bool = False        # [key-offset] half of a key is the previous token's
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
     xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
     head_gate: bool = False         # [head-gate] each token scales each head's output
     dc: bool = False                # [dc] dynamic composition: add a map that mixes all heads' maps
+    x0: bool = True                 # [x0] add the tokens' embedding after attention
     bigram: bool = False            # [bigram] add the n-grams' embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
     mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
     skip_from: int | None = None    # [u-net] add that layer's output to x first
     new_gates: bool = False         # [gates] from here on, gates come from a new net that reads x
+    mlps: int = 1                   # MLPs that read the same x; their results are added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +127,7 @@ RECORD_LAYERS = (
     Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
     Layer(SHORT, xsa=True, bigram=True, new_gates=True),
     Layer(SHORT, paired_heads=True, bigram=True),
-    Layer(None, skip_from=3),
+    Layer(None, skip_from=3, x0=False),
     Layer(SHORT, xsa=True, bigram=True),
     Layer(SHORT, attend_to=7, bigram=True, value_table=2),
     Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
@@ -139,19 +143,18 @@ RECORD_STAGES = (
     Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
 )
-# Record 92 as far as the file has it: dev/README.md lists what is missing.
 RECORD92_LAYERS = (
-    Layer(SHORT, paired_heads=True),
-    Layer(SHORT, xsa=True, bigram=True, value_table=0),
-    Layer(SHORT, paired_heads=True, bigram=True, value_table=1),
-    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
-    Layer(None, new_gates=True),
-    Layer(SHORT, paired_heads=True, bigram=True),
-    Layer(None, skip_from=3),
-    Layer(SHORT, xsa=True, bigram=True),
-    Layer(SHORT, attend_to=7, bigram=True, value_table=2),
-    Layer(None),
-    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=3,
+    Layer(SHORT, paired_heads=True, narrow_qk=True),
+    Layer(SHORT, narrow_qk=True, narrow_v=True, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, narrow_qk=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, x0=False),
+    Layer(None, bigram=True, new_gates=True),
+    Layer(SHORT, paired_heads=True, narrow_qk=True, bigram=True),
+    Layer(None, skip_from=3, x0=False),
+    Layer(None, mlps=0),
+    Layer(SHORT, attend_to=7, narrow_qk=True, narrow_v=True, value_table=2, mlps=2, x0=False),
+    Layer(None, bigram=True, x0=False),
+    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, value_table=3,
           mudd=("input", "layer7")),
 )
 # The second target's weight falls from 1/2 to 0 over the four rows of 361 steps together.
@@ -186,7 +189,7 @@ TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, bigram=True),
     Layer(SHORT, paired_heads=True, bigram=True),
-    Layer(None, skip_from=1),
+    Layer(None, skip_from=1, x0=False),
     Layer(SHORT, attend_to=2, bigram=True, value_table=1),
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
@@ -201,7 +204,7 @@ SMALL_LAYERS = (
     Layer(SHORT, bigram=True),
     Layer(LONG, key_offset=True, key_start=True, bigram=True),
     Layer(SHORT, paired_heads=True, bigram=True),
-    Layer(None, skip_from=2),
+    Layer(None, skip_from=2, x0=False),
     Layer(SHORT, attend_to=3, paired_heads=True, bigram=True),
     Layer(SHORT, attend_to=3, bigram=True),
     Layer(LONG, attend_to=3, key_offset=True, key_start=True, value_table=0),
@@ -261,6 +264,10 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
+    # [ngram-table] Each eighth of the table sends a sequence as many rows as this share of its
+    # n-grams; other n-grams are lost, and counted in the log. 1: none can be.
+    ngram_capacity: float = 0.16
+    ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
@@ -269,6 +276,7 @@ class Config:
     head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
     compute: str = "bfloat16"              # dtype of activations and gathered weights
+    qkv_forward: str = "bfloat16"          # dtype of the forward matmuls of q, k and v
     mlp_forward: str = "bfloat16"          # dtype of the MLP's forward matmuls: compute or a float8
     head_forward: str = "float8_e4m3fn"    # dtype of the head's operands
     head_backward: str = "float8_e5m2"     # dtype of the logits' gradient
@@ -277,6 +285,9 @@ class Config:
     x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
     w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
+    score_scale: float = 0.1    # q.k is multiplied by this in the first stage, see [yarn]
+    narrow_score_scale: float = 0.13  # the same of layers with narrow q and k
+    segment: int = 0            # longest piece of a document that attends to itself; 0: no limit
     attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     canonical: str = ""         # file of the [canonical-mask]; "": none
@@ -285,7 +296,7 @@ class Config:
     val_T: int = 262144         # tokens in a validation sequence
     val_tokens: int = 10485760  # fixed by the rules: the same text whatever the machine
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
-    save: int = 1               # 0: do not save the weights (2.5 GB for the record)
+    save: int = 1               # 0: do not save the weights (record: 2.5 GB, record92: 34 GB)
     seed: int = -1              # of the initial weights; -1: a fresh one
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
     resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
@@ -345,6 +356,24 @@ class Config:
         """Whether some steps compute gradients of a cadence without an update."""
         return any(cadence not in self.due(step) for step in range(self.total_steps))
 
+    def table_step(self, step: int) -> int:
+        """The number of steps since the last update of the tables."""
+        first = step
+        while first > 0 and WITH_TABLES not in self.due(first - 1):
+            first -= 1
+        return step - first
+
+    def ngram_slots(self, T: int) -> int:
+        """Rows of each eighth of the n-gram table that a sequence of T tokens may read."""
+        return math.ceil(self.ngram_capacity * len(self.ngrams) * T)
+
+    def waiting_rows(self, stage: int) -> tuple[int, int]:
+        """In a program of this stage, steps whose gradients of the n-gram table may be waiting for
+        an update, and rows in each eighth of the table that such a step may have read."""
+        steps = [i for i in range(self.total_steps) if self.program_stage(i) <= stage]
+        longest = max(self.sequence_length(i) for i in range(stage + 1))
+        return max(1, *map(self.table_step, steps)), self.batch * self.ngram_slots(longest)
+
     def program_stage(self, step: int) -> int:
         """The stage whose programs run a step, or validate before it: the first of those up to its
         own that follow each other and have equal shapes."""
@@ -371,17 +400,18 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, a softmax over all tokens, and microbatches of
-        as many tokens as in training, but of at least one sequence."""
+        """The configuration of validation: no FP8, a softmax over all tokens, documents in one
+        piece, and microbatches of as many tokens as in training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
         stages = tuple(dataclasses.replace(stage, candidates=0) for stage in self.stages)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once, stages=stages)
+        c = self.without_fp8()
+        return dataclasses.replace(c, microbatch=at_once, stages=stages, segment=0)
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
-        dtypes = dict.fromkeys(("mlp_forward", "head_forward", "head_backward"), self.compute)
-        return dataclasses.replace(self, **dtypes)
+        names = ("qkv_forward", "mlp_forward", "head_forward", "head_backward")
+        return dataclasses.replace(self, **dict.fromkeys(names, self.compute))
 
 
 VAL_SEQUENCES = 8  # in a validation step
@@ -403,8 +433,16 @@ def check_config(c: Config) -> None:
     streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
     for i, layer in enumerate(c.layers):
         require(layer.window in (SHORT, LONG, None), f"layer {i}: no window {layer.window!r}")
-        bare = Layer(None, skip_from=layer.skip_from, new_gates=layer.new_gates)
+        names = ("x0", "bigram", "skip_from", "new_gates", "mlps")
+        bare = Layer(None, **{name: getattr(layer, name) for name in names})
         require(layer.window or layer == bare, f"layer {i} has no attention: it can only be {bare}")
+        require(layer.narrow_qk or not layer.narrow_v, f"layer {i}: narrow_v needs narrow_qk")
+        halves = K % 8 == 0 or not layer.narrow_qk
+        require(halves, f"layer {i}: half of {K} channels is not a multiple of 4")
+        rotates_all = layer.narrow_qk and layer.key_offset
+        require(not rotates_all, f"layer {i}: narrow keys have no half for key_offset")
+        whole = not layer.mudd or (not layer.narrow_v and layer.mlps == 1)
+        require(whole, f"layer {i}: mudd needs v of full width and one MLP")
         for name in ("attend_to", "skip_from"):
             source = getattr(layer, name)
             earlier = source is None or 0 <= source < i
@@ -447,6 +485,9 @@ def check_config(c: Config) -> None:
     require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
     require(c.table_every > 0, "--table_every must be at least 1")
     require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
+    require(0 < c.ngram_capacity <= 1, f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]")
+    optimizer = c.ngram_optimizer
+    require(optimizer in ("adam", "row_adam"), f"--ngram_optimizer {optimizer}: adam or row_adam")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
 
 
@@ -485,6 +526,8 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         momentum_warmup=240 / 1194, momentum_cooldown=50 / 1194, momentum_high=0.93,
         untie=1175 / 1194, matrix_optimizer="anvil", engage=514 / 1194, table_lr=70.0,
         table_every=2, table_start=336 / 1194, canonical="data/gpt2_canonical.npz",
+        bigrams=21150720, ngrams=(2, 3), ngram_optimizer="row_adam", score_scale=0.085,
+        segment=2560,
     ),
     "small": Config(
         layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
@@ -495,8 +538,8 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
     ),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
-        bigrams=24576, ngrams=(2, 3, 4, 5), copy=16, eot=256, batch=2, deal=1, microbatch=4,
-        head_chunk=256, dc_window=56, prefixes="", head_forward="bfloat16",
+        bigrams=24576, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, copy=16, eot=256, batch=2, deal=1,
+        microbatch=4, head_chunk=256, dc_window=56, prefixes="", head_forward="bfloat16",
         head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.25,
         cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
         data="data/source_code", val_every=45, val_T=1024, val_tokens=65536, target=1.38,
@@ -537,8 +580,7 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
 
     w has the weights of param_table() by name. w["mlp"][i] lists layer i's matrices; likewise qk
     and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
-    Instead of the bigram table, w has "bigram_rows", a list with the rows that the tokens read,
-    (B, T, D), for every length of c.ngrams.
+    Instead of the bigram table, w has "bigram_rows", the rows of ngram_rows(), (B, N, D).
 
     Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ... and, for x between
     attention and MLP, "middle0", ...; keys of gates are "input.bigram", "layer3.x0", ..., of which
@@ -580,7 +622,8 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
     # [bigram] Random signs tell apart n-grams that share a row. train_step() has looked up the
     # rows, so only the signs are needed here. Records 62, 83 and 92.
     signed = []
-    for rows_BTD, (_, seed_BT) in zip(w["bigram_rows"], hash_ngrams(tokens_BT, c), strict=True):
+    rows_of_lengths = jnp.split(w["bigram_rows"], len(c.ngrams), axis=1)
+    for rows_BTD, (_, seed_BT) in zip(rows_of_lengths, hash_ngrams(tokens_BT, c), strict=True):
         signed.append(rows_BTD.astype(c.compute) * random_signs(seed_BT, c))
     saved["bigram"] = functools.reduce(jnp.add, signed)
     # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
@@ -597,6 +640,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
     (B, T, 1) or (B, T, H); `saved` has the streams so far, and gets "middle{i}"."""
     layer = c.layers[i]
     x = x_BTD
+    terms = []  # of the sum after attention
     if layer.window is not None:
         # [saved-source] Late layers may attend to an early output instead of x. Record 77.
         source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
@@ -607,17 +651,18 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
             value = saved[f"value{layer.value_table}"]
             gate_input = jnp.concatenate((norm(source)[..., :6], value[..., :6]), axis=-1)
             logits_BTH = gate_input.astype(jnp.float32) @ w["value_gates"][i].T
-            weight_BTD = jnp.repeat(2 * jax.nn.sigmoid(logits_BTH), c.D // c.H, axis=-1)
-            v_terms.append((weight_BTD, value))
-        keep, add = w["attn_lambdas"][i]
-        y = attention(source, v_terms, i, w, gate, pos, c, out_scale=add)
-        # [x0] Each layer may scale x down and read the embeddings again. Record 9.
-        terms = [(keep, x), (1.0, y), (gate["x0"], saved["x0"])]
-        if layer.bigram:
-            terms.append((gate["bigram"], saved["bigram"]))
-        x = weighted_sum(*terms)
+            weight_BTH1 = 2 * jax.nn.sigmoid(logits_BTH)[..., None]
+            v_terms.append((weight_BTH1, in_heads(value, c)))
+        y = attention(source, v_terms, i, w, gate, pos, c, out_scale=w["attn_lambdas"][i, 1])
+        terms.append((1.0, y))
+    # [x0] Each layer may scale x down and read the embeddings again. Record 9.
+    terms += [(gate[name], saved[name]) for name in ("x0", "bigram") if name in gate]
+    if terms:
+        x = weighted_sum((w["attn_lambdas"][i, 0], x), *terms)
     saved[f"middle{i}"] = x
     keep, add = w["mlp_lambdas"][i]
+    if layer.mlps == 0:
+        return weighted_sum((keep, x))
     return weighted_sum((keep, x), (1.0, mlp(x, i, w, c, out_scale=add)))
 
 
@@ -628,10 +673,10 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     mix = run_net(f"mudd{i}", x_BTD, w, c)
     source = x_BTD if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
     streams = [*(saved[name] for name in layer.mudd), x_BTD]
-    v_terms = per_token_terms(mix["v"], streams)
+    v_terms = per_token_terms(mix["v"][..., None, :], [in_heads(x, c) for x in streams])
     if layer.value_table is not None:
-        weight_BTD = jnp.repeat(mix["value"], c.D // 2, axis=-1)  # one for each half of the heads
-        v_terms.append((weight_BTD, saved[f"value{layer.value_table}"]))
+        weight_BTH = jnp.repeat(mix["value"], c.H // 2, axis=-1)  # one for each half of the heads
+        v_terms.append((weight_BTH[..., None], in_heads(saved[f"value{layer.value_table}"], c)))
     y = attention(source, v_terms, i, w, gate, pos, c)
     x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
     x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
@@ -641,27 +686,35 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
 
 def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
     """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
-    broadcast to (B, T, D), that are added to v; `gate` has this layer's gates by name, (B, T, 1) or
-    (B, T, H); out_scale multiplies the output.
+    broadcast to (B, T, H, K), that are added to v; `gate` has this layer's gates by name, (B, T, 1)
+    or (B, T, H); out_scale multiplies the output.
 
     out_scale and the lambdas are multiplied into weights, D x D, and not into activations, T x D:
     fewer bytes, in gradients as well.
     """
     layer = c.layers[i]
     B, T, D = x_BTD.shape
-    BTHK = (B, T, c.H, D // c.H)
+    K = D // c.H
+    # [narrow] Heads may use half of their channels: the weights of the others are not read, and do
+    # not change. Record 92.
+    K_qk = K // 2 if layer.narrow_qk else K
+    K_v = K // 2 if layer.narrow_v else K
+    w_qk = jnp.concatenate(w["qk"][i]).reshape(2 * c.H, K, D)[:, :K_qk].reshape(-1, D)
     w_v, w_o = w["vo"][i]
+    w_v = w_v.reshape(c.H, K, D)[:, :K_v].reshape(-1, D)
+    w_o = w_o.reshape(D, c.H, K)[:, :, :K_v].reshape(D, -1)
     v_lambda, o_lambda = w["vo_lambdas"][i]
-    w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)  # (3 D, D)
+    w_qkv = jnp.concatenate((w_qk, v_lambda * w_v)).astype(x_BTD.dtype)
     # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
-    qkv = norm_linear(x_BTD, w_qkv, c.compute, c, radial_from="x")
-    q, k, v = (part.reshape(BTHK) for part in jnp.split(qkv, 3, axis=-1))
-    cos, sin = pos.rope_paired if layer.paired_heads else pos.rope
+    qkv = norm_linear(x_BTD, w_qkv, c.qkv_forward, c, radial_from="x")
+    qkv_BTHK = jnp.split(qkv, (c.H * K_qk, 2 * c.H * K_qk), axis=-1)
+    q, k, v = (part.reshape(B, T, c.H, -1) for part in qkv_BTHK)
+    cos, sin, score_scale = pos.rope[rope_kind(layer)]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
-    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False)
+    q = norm_rotate(q, cos, sin, pos.doc_q, False, width=K_v)
     # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
-    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset)
-    v = weighted_sum((1.0, v.reshape(B, T, D)), *v_terms).reshape(BTHK)
+    k = norm_rotate(k, cos, sin, pos.doc_k, layer.key_offset, width=K_v)
+    v = weighted_sum((1.0, v), *((weight, x[..., :K_v]) for weight, x in v_terms))
     window = pos.windows[layer.window]
     if layer.paired_heads:
         # [paired-heads] Heads h and h + H / 2 become one head of twice the length: at token t they
@@ -669,12 +722,12 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
-        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, D // c.H) for a in (q, k, v))
-        y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(BTHK)
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K_v) for a in (q, k, v))
+        y = attend(q2, k2, v2, window, score_scale, c).reshape(v.shape)
     else:
-        y = attend(q, k, v, window, pos.score_scale, c)
+        y = attend(q, k, v, window, score_scale, c)
     if layer.dc:
-        y = y + dc_attention(q, k, v, gate["dc_in"], gate["dc_out"], pos.score_scale, c)
+        y = y + dc_attention(q, k, v, gate["dc_in"], gate["dc_out"], score_scale, c)
     if layer.xsa:
         # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
         v32 = v.astype(jnp.float32)
@@ -686,7 +739,12 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # [head-gate] Each token scales each head's output. Records 28 and 85.
         y = weighted_sum((gate["head"][..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
-    return jnp.einsum("BTD,ED->BTE", y.reshape(B, T, D), w_o)
+    return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
+
+
+def in_heads(x_BTD, c: Config) -> Array:
+    """The channels of every head, (B, T, H, K)."""
+    return x_BTD.reshape(*x_BTD.shape[:2], c.H, -1)
 
 
 def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
@@ -770,7 +828,9 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
 
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
-    fc_FD, proj_FD = w["mlp"][i]  # matrices of a bank have one shape: proj is stored transposed
+    # Matrices of a bank have one shape, so proj is stored transposed. Two MLPs are a wider one.
+    fc_FD = jnp.concatenate(w["mlp"][i][0::2])
+    proj_FD = jnp.concatenate(w["mlp"][i][1::2])
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
     return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
@@ -807,7 +867,7 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
     """A layer's gates and their initial values: one for a token, or one for each of its H heads."""
     gates = {}
-    if layer.window and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
+    if layer.x0 and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
         gates["x0"] = [0.0]
     if layer.bigram:
         gates["bigram"] = [0.05]
@@ -927,6 +987,11 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     return hashes
 
 
+def ngram_rows(tokens_BT, c: Config) -> Array:
+    """The rows of the bigram table that tokens read, (B, N): T for each length of n-grams."""
+    return jnp.concatenate([row_BT for row_BT, _ in hash_ngrams(tokens_BT, c)], axis=1)
+
+
 def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
     """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
     that text repeats itself. For each token, the longest match is the earlier place in its document
@@ -964,32 +1029,39 @@ def random_signs(seed_BT, c: Config) -> Array:
     return 1 - 2 * (bits >> 31).astype(c.compute)
 
 
+class Rope(NamedTuple):
+    """Rotations of q and k, and the scale of their product."""
+
+    cos: Array  # (T, 1, frequencies), or (T, 2, frequencies) for paired heads
+    sin: Array
+    score_scale: float
+
+
 class Positions(NamedTuple):
     """What attention needs to know of positions, documents and the stage."""
 
-    rope: tuple[Array, Array]  # cos and sin, (T, 1, K / 4)
-    rope_paired: tuple[Array, Array]  # for layers with paired heads, (T, 2, K / 4)
+    rope: dict[tuple, Rope]  # by rope_kind()
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
-    score_scale: float  # q.k is multiplied by this
     windows: dict[str, int]  # of SHORT and LONG layers
 
 
 def positions(starts_BT, c: Config, stage: int) -> Positions:
     """Angles, document codes and windows; starts_BT: whether a token starts a document."""
-    frequency, score_scale = rope_frequencies(c, stage)
-
-    def rotation(position):
-        angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
-        return jnp.cos(angle), jnp.sin(angle)
-
-    t = jnp.arange(starts_BT.shape[1])[:, None]
+    t_T = jnp.arange(starts_BT.shape[1])
+    if c.segment:  # [segment] Documents attend in pieces of this many tokens. Record 92.
+        document_start_BT = lax.cummax(jnp.where(starts_BT, t_T, 0), axis=1)
+        starts_BT = (t_T - document_start_BT) % c.segment == 0
+    rope = {}
+    for layer in c.layers:
+        if layer.window:
+            rope[rope_kind(layer)] = layer_rope(t_T[:, None], layer, c, stage)
     # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
-    # -K and K, at most 128. The scale of scores is at least 0.1, so of two keys with equal other
-    # channels, that of an earlier document has less than exp(-25.6) times the weight. Exact for
+    # -K and K, at most 128. The scale of scores is at least 0.085, so of two keys with equal other
+    # channels, that of an earlier document has less than exp(-21.7) times the weight. Exact for
     # fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
@@ -997,21 +1069,42 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
-    rope = rotation(t)
-    rope_paired = rotation(2 * t + jnp.arange(2))  # of head h: position 2 t + h % 2
-    return Positions(rope, rope_paired, doc_q, doc_k, score_scale, windows)
+    return Positions(rope, doc_q, doc_k, windows)
 
 
-def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
+def rope_kind(layer: Layer) -> tuple:
+    """Layers of one kind rotate alike."""
+    return layer.paired_heads, layer.narrow_qk, layer.narrow_v
+
+
+def layer_rope(t_T1, layer: Layer, c: Config, stage: int) -> Rope:
+    """A layer's rotations; positions t are (T, 1)."""
+    frequency, score_scale = layer_frequencies(layer, c, stage)
+    # Of a paired head h, the position is 2 t + h % 2.
+    position = 2 * t_T1 + jnp.arange(2) if layer.paired_heads else t_T1
+    angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
+    return Rope(jnp.cos(angle), jnp.sin(angle), score_scale)
+
+
+def layer_frequencies(layer: Layer, c: Config, stage: int) -> tuple[np.ndarray, float]:
+    """rope_frequencies() of a layer. Where no channel is left for the document codes, the slowest
+    four pairs do not rotate, because the codes overwrite half of them."""
+    frequency, score_scale = rope_frequencies(c, stage, layer.narrow_qk)
+    if layer.narrow_qk and layer.narrow_v:
+        frequency = np.where(np.arange(len(frequency)) < len(frequency) - 4, frequency, 0)
+    return frequency, score_scale
+
+
+def rope_frequencies(c: Config, stage: int, narrow: bool = False) -> tuple[np.ndarray, float]:
     """Frequencies, (K / 4,), of the channel pairs that rotate, and the scale of the scores.
 
-    [half-rope] Half of the channels do not rotate. Record 17. [yarn] Where the long window grows
-    from one stage with steps to the next, low frequencies fall and scores grow. arXiv:2309.00071,
-    record 31.
+    [half-rope] Half of the channels do not rotate, but those of narrow heads do. Records 17 and 92.
+    [yarn] Where the long window grows from one stage with steps to the next, low frequencies fall
+    and scores grow; for narrow heads, it is the short window. arXiv:2309.00071, record 31.
     """
     frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
-    scale = 0.1
-    windows = [s.long for s in c.stages[: stage + 1] if s.steps]
+    scale = c.narrow_score_scale if narrow else c.score_scale
+    windows = [s.short if narrow else s.long for s in c.stages[: stage + 1] if s.steps]
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * np.pi)  # in the old window
         keep = np.clip((turns - 1) / 31, 0, 1)  # YaRN's alpha = 1, beta = 32
@@ -1244,27 +1337,29 @@ def project_bwd(c: Config, residuals: tuple, dy_BTD) -> tuple:
 project.defvjp(project_fwd, project_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
-    """rotate_and_shift(norm(x)), (B, T, H, K), whose last four channels are overwritten by the
-    document code, (B, T, 1, 4). cos and sin are (T, 1 or 2, K / 4)."""
-    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> Array:
+    """rotate_and_shift(norm(x)), (B, T, H, width), whose last four channels are overwritten by the
+    document code, (B, T, 1, 4)."""
+    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset, width)[0]
 
 
-def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool) -> tuple[Array, tuple]:
-    """The result, (B, T, H, K), and what the backward pass needs."""
-    K = x_BTHK.shape[-1]
+def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> tuple[Array, tuple]:
+    """The result, (B, T, H, width), and what the backward pass needs."""
     inverse = inverse_rms(x_BTHK)
-    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset)
-    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(doc, K // 4)).astype(x_BTHK.dtype)
+    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset, width)
+    y = jnp.where(jnp.arange(width) < width - 4, y, jnp.tile(doc, width // 4)).astype(x_BTHK.dtype)
     return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
 
 
-def norm_rotate_bwd(key_offset: bool, residuals: tuple, dy_BTHK) -> tuple:
+def norm_rotate_bwd(key_offset: bool, width: int, residuals: tuple, dy_BTHK) -> tuple:
     """The transpose of the rotation, then the gradient of the norm."""
     x, inverse, cos, sin = residuals
     h = x * inverse
-    rotate = functools.partial(rotate_and_shift, cos=cos, sin=sin, key_offset=key_offset)
+
+    def rotate(h):
+        return rotate_and_shift(h, cos, sin, key_offset, width)
+
     (dh,) = jax.linear_transpose(rotate, h)(dy_BTHK.astype(jnp.float32))
     radial = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
     return ((dh - h * radial) * inverse).astype(x.dtype), None, None, None
@@ -1273,32 +1368,34 @@ def norm_rotate_bwd(key_offset: bool, residuals: tuple, dy_BTHK) -> tuple:
 norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
 
 
-def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
-    """Rotates the channel pairs (a, b) of every head by the angle of its position, (B, T, H, K):
+def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool, width: int) -> Array:
+    """Rotates the channel pairs (a, b) of every head by the angle of its position:
 
-        [ a: K/4 | b: K/4 | rest: K/2 ]  ->  [ a cos + b sin | b cos - a sin | rest ]
+        [ a: F | b: F | rest: K - 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest | zeros ]
 
-    The last four channels of the rest become 0. cos and sin are (T, 1 or 2, K/4): with two angles,
-    head h takes number h % 2. With key_offset, the rest comes from the previous position; the first
-    position uses itself. The function is linear in h, as the backward pass needs, and has no slices
-    and concatenations, because the threads of a GPU would diverge in them.
+    The result is (B, T, H, width), and its last four channels are 0. cos and sin are (T, 1 or 2,
+    F), where F is K / 4, or K / 2 for narrow heads; with two angles, head h takes number h % 2.
+    With key_offset, the rest comes from the previous position; the first position uses itself. The
+    function is linear in h, as the backward pass needs, and has no slices and concatenations,
+    because the threads of a GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
-    angles = cos.shape[1]
-    quarters = h_BTHK.reshape(B, T, H // angles, angles, 4, K // 4)  # a, b, rest, rest
-    pairs = quarters.reshape(B, T, H // angles, angles, 2, 2, K // 4)
-    partners = pairs[..., ::-1, :].reshape(quarters.shape)  # b, a, rest, rest
+    _, angles, F = cos.shape
+    parts = h_BTHK.reshape(B, T, H // angles, angles, K // F, F)  # a, b, and if wide, rest, rest
+    pairs = parts.reshape(B, T, H // angles, angles, K // (2 * F), 2, F)
+    partners = pairs[..., ::-1, :].reshape(parts.shape)  # b, a, rest, rest
     cos, sin = cos[:, None, :, None], sin[:, None, :, None]
-    quarter = jnp.arange(4)[:, None]
-    sin = jnp.where(quarter == 0, sin, jnp.where(quarter == 1, -sin, 0))
-    y = (quarters * jnp.where(quarter < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
-    channel = jnp.arange(K)
+    part = jnp.arange(K // F)[:, None]
+    sin = jnp.where(part == 0, sin, jnp.where(part == 1, -sin, 0))
+    y = (parts * jnp.where(part < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
+    no_pad = (0, 0, 0)
     if key_offset:
-        no_pad = (0, 0, 0)
         previous = lax.pad(h_BTHK, np.float32(0), [no_pad, (1, -1, 0), no_pad, no_pad])  # shifted
         is_first = jnp.arange(T)[:, None, None] == 0
-        y = jnp.where((channel < K // 2) | is_first, y, previous)
-    return jnp.where(channel < K - 4, y, 0)
+        y = jnp.where((jnp.arange(K) < K // 2) | is_first, y, previous)
+    if width > K:
+        y = lax.pad(y, np.float32(0), [no_pad, no_pad, no_pad, (0, width - K, 0)])
+    return jnp.where(jnp.arange(width) < width - 4, y, 0)
 
 
 @jax.custom_vjp
@@ -1343,24 +1440,26 @@ gelu.defvjp(gelu_fwd, gelu_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-# The three kinds of parameters, by their sharding; Param explains them.
+# The four kinds of parameters, by their sharding; Param explains them.
 BANK = P(None, "fsdp")
 LOOKUP = P("fsdp")
+EXCHANGED = P(None, "fsdp", None)
 REPLICATED = P()
-BANK_GROUP = 8  # matrices in a group of a bank
+GROUP = 8  # matrices in a group of a bank, and rows in a group of an exchanged table
 
 
 class Param(NamedTuple):
     """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
     its cadence how often it is updated; neither follows from the optimizer.
 
-    sharding    stored               each device owns   sent in Config.compute
-    BANK        [G, 8, rows, cols]   whole matrices     all-gathered every step
-    LOOKUP      [rows, D]            some rows          all-gathered after its updates
-    REPLICATED  any shape            all of it          never
+    sharding    stored               each device owns    sent in Config.compute
+    BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
+    LOOKUP      [rows, D]            some rows           all-gathered after its updates
+    EXCHANGED   [rows / 8, 8, D]     8 / n of 8 eighths  the rows that tokens read, every step
+    REPLICATED  any shape            all of it           never
     """
 
-    shape: tuple[int, ...]  # of the float32 master copy, padding included
+    shape: tuple[int, ...]  # of the master copy, padding included
     init: Callable  # (key, shape) -> array
     lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
     weight_decay: float  # a decaying weight w shrinks by base_rate**2 * lr * weight_decay * w
@@ -1371,14 +1470,15 @@ class Param(NamedTuple):
     cadence: str = WITH_ADAM  # it is updated in the steps in which Config.due() has it
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
-    rows: int = 0  # of a lookup: rows without padding
+    rows: int = 0  # of a table: rows without padding
+    dtype: str = "float32"  # of the master copy
 
     @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape without padding; of a bank, [matrices, rows, cols]."""
         if self.sharding == BANK:
             return (len(self.layers), *self.shape[2:])
-        return (self.rows, *self.shape[1:]) if self.sharding == LOOKUP else self.shape
+        return (self.rows, self.shape[-1]) if self.rows else self.shape
 
 
 def param_table(c: Config) -> dict[str, Param]:
@@ -1386,6 +1486,7 @@ def param_table(c: Config) -> dict[str, Param]:
     D, H = c.D, c.H
     n_layers = len(c.layers)
     with_attention = c.attention_layers()
+    with_mlps = [i for i, layer in enumerate(c.layers) for _ in range(layer.mlps)]
     vocab = padded_vocab(c)
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
@@ -1396,7 +1497,7 @@ def param_table(c: Config) -> dict[str, Param]:
         # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
         "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
-        "bigram": lookup(c.bigrams, D, 0.0, c.table_lr, 5, (0.75, 0.95), WITH_TABLES),
+        "bigram": ngram_table(c),
         **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95), WITH_TABLES)
            for n in c.value_tables()},
         # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
@@ -1404,7 +1505,7 @@ def param_table(c: Config) -> dict[str, Param]:
         # them for q, then half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
         "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon, decay),
         "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon, decay),
-        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon, decay),
+        "mlp": bank(c.F, D, with_mlps, [(bound, tall), (0, 2 * tall)], muon, decay),
         # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
@@ -1444,6 +1545,20 @@ def lookup(
     return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, cadence, rows=rows)
 
 
+def ngram_table(c: Config) -> Param:
+    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
+    device owns as many bigrams as trigrams. With row_adam it may have many millions of rows, so its
+    only copy is in the dtype of activations."""
+    shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
+    by_rows = c.ngram_optimizer == "row_adam"
+    return Param(
+        shape, init=jax.nn.initializers.zeros, lr=c.table_lr,
+        weight_decay=ADAM_DECAY * c.table_lr * 5,
+        optimizer=row_adam(0.95) if by_rows else adam(0.75, 0.95), sharding=EXCHANGED,
+        cadence=WITH_TABLES, rows=c.bigrams, dtype=c.compute if by_rows else "float32",
+    )  # fmt: skip
+
+
 def bank(
     rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any, decay: float
 ) -> Param:
@@ -1451,10 +1566,10 @@ def bank(
     zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
     gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
     layer_of = tuple(layer for layer in layers for _ in matrices)
-    padding = [(0, 0)] * (-len(layer_of) % BANK_GROUP)
+    padding = [(0, 0)] * (-len(layer_of) % GROUP)
     pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
-    bounds, rates = pairs.T.reshape(2, -1, BANK_GROUP, 1, 1)
-    shape = (len(bounds), BANK_GROUP, rows, cols)
+    bounds, rates = pairs.T.reshape(2, -1, GROUP, 1, 1)
+    shape = (len(bounds), GROUP, rows, cols)
     return Param(
         shape, init=uniform(bounds), lr=rates, weight_decay=decay, optimizer=optimizer,
         sharding=BANK, cadence=EVERY_STEP, base_lr="muon_lr", layers=layer_of,
@@ -1475,11 +1590,13 @@ def uniform(bound: Any) -> Callable:
 
 
 def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
-    """Whole parameters in float32, in their model_shape."""
+    """Whole parameters in their model_shape, without large_tables()."""
     whole = {}
     for name, param in param_table(c).items():
+        if name in large_tables(params):
+            continue
         array = process_allgather(params[name], tiled=True)
-        if param.sharding == BANK:
+        if param.sharding in (BANK, EXCHANGED):
             array = array.reshape(-1, *param.model_shape[1:])
         whole[name] = array[: param.model_shape[0]]
     return whole
@@ -1542,16 +1659,145 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     return weights
 
 
-def exchange_rows(index: list[Array], grads: list[Array], owned: Array) -> Array:
-    """[sparse-grads] The gradient of the bigram rows that this device owns, from lists with an
-    array for every length of n-grams, (M, B, T) and (M, B, T, D), which are joined along M. Devices
-    send only the rows that their tokens read: a gradient of all rows would be mostly zeros. Record
-    71."""
-    index_MBT = lax.all_gather(jnp.concatenate(index), mesh_axes(), tiled=True, to="invarying")
-    grad_MBTD = lax.all_gather(jnp.concatenate(grads), mesh_axes(), tiled=True, to="invarying")
-    first = lax.axis_index("fsdp") * len(owned)
-    mine_MBT = (index_MBT - first).astype(jnp.uint32)  # other devices' are out of range
-    return jnp.zeros_like(owned).at[mine_MBT].add(grad_MBTD.astype(jnp.float32), mode="drop")
+# ---- N-gram table --------------------------------------------------------------------------------
+# [ngram-table] The table of n-grams is too large to be gathered, so devices send each other only
+# the rows that their tokens read, and the gradients of these rows: all-to-all, with shapes that do
+# not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
+# Record 92.
+#
+# Shapes: B sequences of this device and Q of all devices, N n-grams of a sequence, 8 eighths of the
+# table and p of them on this device, C slots, each for one row that a sequence reads of an eighth.
+class Request(NamedTuple):
+    """The rows that a microbatch reads."""
+
+    slot_BN: Array  # where the row of each n-gram is among the 8 C of its sequence; 8 C: lost
+    wanted_QpC: Array  # rows that all sequences read in this device's eighths; past the end: none
+
+
+class RowGradients(NamedTuple):
+    """Gradients of rows in this device's eighths. A row may occur more than once."""
+
+    rows: Array  # (p, any), past the end of the eighth: none
+    gradients: Array  # (p, any, D)
+
+
+def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
+    """Sends the owners of the n-gram table what this device's tokens read."""
+    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), R=len(table_RpD))
+    slot_BN, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
+    return Request(slot_BN, lax.all_to_all(wanted_B8C, "fsdp", 1, 0, tiled=True))
+
+
+def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
+    """Gives every row that occurs in rows_N one of C slots in its eighth. Returns the slot of each
+    row, (N,), 8 C if there was none left, and the rows in the slots, (8, C), counted in their
+    eighth; R: none."""
+    place_N = rows_N % GROUP * R + rows_N // GROUP
+    order = jnp.argsort(place_N)
+    place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
+    is_first = jnp.concatenate((jnp.ones(1, bool), place[1:] != place[:-1]))
+    eighth = place // R
+    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
+    number = jnp.cumsum(is_first) - 1 - (jnp.cumsum(distinct_8) - distinct_8)[eighth]
+    slot = jnp.where(number < C, eighth * C + number, GROUP * C)
+    wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
+    return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
+
+
+def pull_rows(table_RpD, request: Request, c: Config) -> Array:
+    """The rows that were requested, (B, N, D); zeros for those that are lost."""
+    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+    rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
+    rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", 0, 1, tiled=True)
+    B = len(rows_B8CD)
+    rows_BSD = rows_B8CD.reshape(B, -1, c.D)
+    sequence = jnp.arange(B)[:, None]
+    return rows_BSD.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
+
+
+def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
+    """[sparse-grads] Sends the owners the gradients of the rows that were requested, of each
+    sequence the sum: a gradient of the whole table would be mostly zeros. Record 71."""
+    B, N, D = gradients_BND.shape
+    C = request.wanted_QpC.shape[-1]
+    sequence = jnp.arange(B)[:, None]
+    sums = jnp.zeros((B, GROUP * C, D), jnp.float32)
+    sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
+    if lax.axis_size("fsdp") > 1:  # or else nothing is sent, and nothing need be rounded
+        sums = sums.astype(c.compute)
+    sums = sums.reshape(B, GROUP, C, D)
+    received = request.wanted_QpC, lax.all_to_all(sums, "fsdp", 1, 0, tiled=True)
+    if node_axes():
+        gather = functools.partial(lax.all_gather, axis_name=node_axes(), tiled=True)
+        received = [gather(x, to="invarying") for x in received]
+    return RowGradients(*(join_sequences(x) for x in received))
+
+
+def join_sequences(x_QpC: Array) -> Array:
+    """(Q, p, C, ..) to (p, Q C, ..)."""
+    Q, p, C, *rest = x_QpC.shape
+    return jnp.moveaxis(x_QpC, 0, 1).reshape(p, Q * C, *rest)
+
+
+def lost_ngrams(request: Request) -> Array:
+    """How many n-grams of this device have no slot."""
+    return jnp.sum(request.slot_BN == GROUP * request.wanted_QpC.shape[-1])
+
+
+def add_rows(table_RpD, rows: RowGradients) -> Array:
+    """The table, plus the gradients of rows."""
+    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+    return table_RpD.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
+
+
+def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
+    """Every row once, with the sum of its gradients in float32. What is left over has numbers past
+    the end of the eighth, R, all of them different."""
+
+    def one_eighth(row, gradient_SD):
+        S = len(row)
+        order = jnp.argsort(row)
+        is_first = jnp.concatenate((jnp.zeros(1, bool), row[order][1:] != row[order][:-1]))
+        number = jnp.zeros(S, jnp.int32).at[order].set(jnp.cumsum(is_first))
+        total_SD = jnp.zeros(gradient_SD.shape, jnp.float32).at[number].add(
+            gradient_SD.astype(jnp.float32)
+        )
+        return (R + jnp.arange(S)).at[number].set(row), total_SD
+
+    return RowGradients(*jax.vmap(one_eighth)(*rows))
+
+
+def wait_for_update(waiting: RowGradients, new: RowGradients, row, c: Config, stage: int, updates):
+    """Gradients of rows wait until the tables are updated. Returns those of all steps since the
+    last update, if one is due, else the new ones; and those that wait after this step."""
+    steps, slots = c.waiting_rows(stage)
+    if WITH_TABLES in updates.due:
+        used = jax.tree.map(lambda x: x[:steps, :, :slots], waiting)
+        joined = []
+        for new_array, waiting_array in zip(new, used, strict=True):
+            joined.append(jnp.concatenate((new_array, *waiting_array), axis=1))
+        return RowGradients(*joined), waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
+    n = new.rows.shape[1]
+    rows = waiting.rows.at[row.table_step, :, :n].set(new.rows)
+    gradients = new.gradients.astype(waiting.gradients.dtype)
+    gradients = waiting.gradients.at[row.table_step, :, :n].set(gradients)
+    return new, RowGradients(rows, gradients)
+
+
+def take_table_rows(table_RpD, rows_pS) -> Array:
+    """Rows of each eighth in float32, (p, S, D); those past the end are any."""
+    eighth = jnp.arange(len(rows_pS))[:, None]
+    return table_RpD.at[rows_pS, eighth].get(mode="clip").astype(jnp.float32)
+
+
+def set_table_rows(table_RpD, rows_pS, new_pSD) -> Array:
+    """The table with new rows; nothing is done with those past the end."""
+    eighth = jnp.arange(len(rows_pS))[:, None]
+    new_pSD = new_pSD.astype(table_RpD.dtype)
+    return table_RpD.at[rows_pS, eighth].set(new_pSD, mode="drop", unique_indices=True)
+
+
+NO_ROW = 2**31 - 1  # past the end of any table
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
@@ -1670,6 +1916,35 @@ def adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2).init, update)
 
 
+class RowAdam(NamedTuple):
+    """The state of row_adam()."""
+
+    count: Array  # of updates
+    squares: Array  # running averages of squared gradients, a number for each row, [R, p, 1]
+
+
+def row_adam(b2: float) -> optax.GradientTransformationExtraArgs:
+    """[row-adam] Adam without momentum, with one second moment for each row of a table, for the
+    gradients of some rows; those that nobody has read do not move. Of `cycle` updates at once, as
+    in adam(). Record 92."""
+
+    def init(params):
+        return RowAdam(jnp.zeros((), jnp.int32), jnp.zeros((*params.shape[:2], 1)))
+
+    def update(rows: RowGradients, state, params=None, *, cycle, **_):
+        decay = b2**cycle
+        count = state.count + 1
+        index = rows.rows, jnp.arange(len(rows.rows))[:, None]
+        mean = jnp.square(rows.gradients).mean(axis=-1, keepdims=True)
+        squares = (decay * state.squares).at[index].add((1 - decay) * mean, mode="drop")
+        correction = jnp.sqrt(1 - decay**count)
+        rms = jnp.sqrt(squares.at[index].get(mode="clip"))
+        update = rows.gradients * (correction / (rms + 1e-10))
+        return update, RowAdam(count, squares)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def apply_update(p: Array, update: Array, gate: Array, rate: Array, lr: Any, weight_decay: Any):
     """One step of a parameter. [cautious-decay] A weight decays only where the gate, usually the
     update, also shrinks it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402,
@@ -1689,6 +1964,7 @@ class ScheduleRow(NamedTuple):
     loss_weights: Any  # (J,): of the targets, in the order of target_weights()
     engaged: Any  # whether the slow rail of [anvil] counts
     table_cycle: Any  # the tables are updated in every n-th of Adam's steps
+    table_step: Any  # steps since the last update of the tables
     sweep_start: Any  # of [sampled-softmax], in the first microbatch of all devices
     average_rates: Any  # of Config.averages: how far each moves
 
@@ -1728,6 +2004,7 @@ def schedule(c: Config) -> list[ScheduleRow]:
             loss_weights=np.float32(weights),
             engaged=np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else (),
             table_cycle=np.float32(c.table_cycle(step)) if c.table_every > 1 else (),
+            table_step=np.int32(c.table_step(step)) if c.waits(WITH_TABLES) else (),
             sweep_start=np.int32(sweep_start) if samples else (),
             average_rates=tuple(np.float32(rates[step]) for rates in average_rates),
         )
@@ -1750,11 +2027,12 @@ def rates_of_average(average: Average, progress: np.ndarray) -> np.ndarray:
 class State(NamedTuple):
     """Everything that a step changes."""
 
-    params: dict[str, Array]  # float32 master copies
+    params: dict[str, Array]  # master copies
     opt_state: dict[str, Any]  # of each parameter's optimizer
-    waiting_grads: dict[str, Array]  # of parameters whose update comes only in a later step
+    waiting_grads: dict[str, Any]  # of parameters whose update comes only in a later step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
     averages: list[dict[str, Array]]  # of parameters, in the order of Config.averages
+    lost_ngrams: Array  # n-grams that were read as zeros so far, because there was no slot
 
 
 def validated(state: State, c: Config) -> dict[str, Array]:
@@ -1779,7 +2057,7 @@ def initial_state(seed: Array, c: Config) -> State:
     params = {}
     for name, param in table.items():
         key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
-        params[name] = param.init(key, param.shape)
+        params[name] = param.init(key, param.shape).astype(param.dtype)
     # [tie] Until c.untie, embedding and head are one table, so their rows in param_table() must be
     # equal, and both start from the head's random numbers. Records 51 and 53.
     params["embed"] = params["head"]
@@ -1787,10 +2065,14 @@ def initial_state(seed: Array, c: Config) -> State:
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
     waits = [name for name in params if c.waits(table[name].cadence)]
     waiting = {name: jnp.zeros_like(params[name]) for name in waits}
+    if "bigram" in waits:  # the gradients of rows, for each step that waits
+        steps, slots = c.waiting_rows(len(c.stages) - 1)
+        rows = jnp.full((steps, GROUP, slots), NO_ROW)
+        waiting["bigram"] = RowGradients(rows, jnp.zeros((*rows.shape, c.D), c.compute))
     tables = [name for name in params if table[name].sharding == LOOKUP]
     lookups = {name: jnp.array(params[name], c.compute) for name in tables}
     averages = [{name: jnp.array(params[name]) for name in row.params} for row in c.averages]
-    return State(params, opt_state, waiting, lookups, averages)
+    return State(params, opt_state, waiting, lookups, averages, jnp.zeros((), jnp.int32))
 
 
 def start_keys_as_queries(qk: Array, c: Config) -> Array:
@@ -1813,10 +2095,11 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     table = param_table(c)
 
     def shape_of(tree_path, x):  # the path has a field of State and the name of a parameter
-        name = [key.key for key in tree_path if isinstance(key, jax.tree_util.DictKey)][0]
-        everywhere = tree_path[0].name == "lookups" or x.ndim == 0
-        sharding = NamedSharding(mesh, REPLICATED if everywhere else table[name].sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        spec = REPLICATED
+        if tree_path[0].name != "lookups" and x.ndim > 0:
+            name = [key.key for key in tree_path if isinstance(key, jax.tree_util.DictKey)][0]
+            spec = table[name].sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map_with_path(shape_of, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
 
@@ -1840,17 +2123,18 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     all-gather       banks                            fsdp   compute   every step
     reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
     all-reduce       the same, beyond 8 devices       nodes  compute   every step
-    all-gather       bigram: int32 rows, gradients    all    compute   every step
+    all-to-all       rows of bigram, and gradients    fsdp   compute   every step
+    all-gather       gradients of rows, beyond 8      nodes  compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
     all-gather       lookups that were updated        fsdp   compute   after their updates
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
     # gathered when they were updated.
-    owned = {name: p for name, p in state.params.items() if table[name].sharding != LOOKUP}
+    gathered = (BANK, REPLICATED)
+    owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
-    bigram_table = lookups.pop("bigram")
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
 
     # Gradients, added up over microbatches. The loss is a mean over the batch's sequences and a sum
@@ -1866,20 +2150,34 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
 
     def microbatch(total, inputs):
         tokens_BS, sweep_start = inputs
-        index = [index_BT for index_BT, _ in hash_ngrams(tokens_BS[:, :-1], c)]
-        w = weights | {"bigram_rows": [take_rows(bigram_table, index_BT) for index_BT in index]}
+        request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
+        w = weights | {"bigram_rows": pull_rows(state.params["bigram"], request, c)}
         loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep_start)
-        bigram_grads = grads.pop("bigram_rows")
-        return jax.tree.map(jnp.add, total, (loss, grads)), (index, bigram_grads)
+        row_grads = push_gradients(grads.pop("bigram_rows"), request, c)
+        total = jax.tree.map(jnp.add, total, (loss, grads))
+        return total, (row_grads, lost_ngrams(request))
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    (loss, grads), (index, bigram_grads) = lax.scan(microbatch, zero, (tokens_MBS, sweep_start_M))
+    total, (row_grads, lost) = lax.scan(microbatch, zero, (tokens_MBS, sweep_start_M))
+    loss, grads = total
 
     # Every owner gets its gradients, summed over all devices.
     lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
-    grads["bigram"] = exchange_rows(index, bigram_grads, state.params["bigram"])
+    row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
+    waiting = dict(state.waiting_grads)
+    if "bigram" in waiting:
+        rows_and_waiting = wait_for_update(waiting["bigram"], row_grads, row, c, stage, updates)
+        row_grads, waiting["bigram"] = rows_and_waiting
+    if WITH_TABLES in updates.due:
+        bigram = state.params["bigram"]
+        if c.ngram_optimizer == "row_adam":
+            grads["bigram"] = sum_equal_rows(row_grads, len(bigram))
+        else:
+            grads["bigram"] = add_rows(jnp.zeros_like(bigram), row_grads)
+    lost = state.lost_ngrams + lax.psum(lost.sum(), mesh_axes())
+    state = state._replace(waiting_grads=waiting, lost_ngrams=lost)
     state = update_parameters(state, grads, row, c, updates)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
@@ -1892,7 +2190,7 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     due = [name for name, param in table.items() if param.cadence in updates.due]
     grads = dict(grads)
     waiting = dict(state.waiting_grads)
-    for name in waiting:
+    for name in waiting.keys() - {"bigram"}:  # see wait_for_update()
         if table[name].cadence in updates.waiting:
             grads[name] = waiting[name] + grads[name]
         if name not in due:  # else it is used up, and a later step overwrites it
@@ -1906,8 +2204,10 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
         param = table[name]
         has_cycles = c.table_every > 1 and param.cadence == WITH_TABLES
         cycle = row.table_cycle if has_cycles else 1
+        by_rows = isinstance(grads[name], RowGradients)
+        old = take_table_rows(params[name], grads[name].rows) if by_rows else params[name]
         update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
-            grads[name], opt_state[name], params[name],
+            grads[name], opt_state[name], old,
             momentum=row.momentum, engaged=row.engaged, cycle=cycle,
         )  # fmt: skip
         # [cautious-decay] The gate is the update, but for [anvil] its slow rail.
@@ -1918,7 +2218,8 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
         decay = cycle * param.weight_decay
-        params[name] = apply_update(params[name], update, gate, rate, lr, decay)
+        new = apply_update(old, update, gate, rate, lr, decay)
+        params[name] = set_table_rows(params[name], grads[name].rows, new) if by_rows else new
     if "embed" in due:  # a copy, because XLA may round the two updates differently
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
     lookups = dict(state.lookups)
@@ -1927,7 +2228,10 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
     averages = move_averages(state.averages, params, row.average_rates)
-    return State(params, opt_state, waiting, lookups, averages)
+    return state._replace(
+        params=params, opt_state=opt_state, waiting_grads=waiting, lookups=lookups,
+        averages=averages,
+    )  # fmt: skip
 
 
 def move_averages(averages: list[dict], params: dict, rates: tuple) -> list[dict[str, Array]]:
@@ -1938,19 +2242,23 @@ def move_averages(averages: list[dict], params: dict, rates: tuple) -> list[dict
     return moved
 
 
-def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage: int) -> Array:
-    """Mean next-token loss of a validation batch, under shard_map; c is from for_validation(), the
-    mask from canonical_mask(). All-gathers banks and lookups, all-reduces the loss."""
+def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage: int) -> tuple:
+    """Mean next-token loss of a validation batch, and how many n-grams were read as zeros; under
+    shard_map. c is from for_validation(), the mask from canonical_mask(). All-gathers banks and
+    lookups, exchanges the rows of n-grams, all-reduces the results."""
+    params = dict(params)
+    bigram = params.pop("bigram")
     weights = whole_weights(params, c)
 
     def microbatch(tokens_BS):
-        rows = [take_rows(weights["bigram"], i) for i, _ in hash_ngrams(tokens_BS[:, :-1], c)]
-        w = weights | {"bigram_rows": rows}
-        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, mask=mask)
+        request = request_rows(tokens_BS[:, :-1], bigram, c)
+        w = weights | {"bigram_rows": pull_rows(bigram, request, c)}
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, mask=mask), lost_ngrams(request)
 
-    loss = lax.map(microbatch, tokens_MBS).sum()
+    loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
-    return lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
+    loss = lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
+    return loss, lax.psum(lost, mesh_axes()) // nodes
 
 
 OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
@@ -1982,8 +2290,8 @@ def compile_train_step(stage: int, updates: Updates, c: Config, mesh: Mesh) -> j
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens, mask) -> loss, with the windows of a stage, compiled from
-    shapes. The mask is that of canonical_mask()."""
+    """The program (params, tokens, mask) -> (loss, lost n-grams), with the windows of a stage,
+    compiled from shapes. The mask is that of canonical_mask()."""
     params = state_shapes(c, mesh).params
     mask = shapes_on(mesh, P(), canonical_mask(c))
     c = c.for_validation()
@@ -2006,7 +2314,7 @@ def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: b
     """Compiles a step from the shapes of its arguments. A training step gives the memory of the
     state, its first argument, to the new state."""
     specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
-    out_specs = (specs[0], P()) if is_training else P()
+    out_specs = (specs[0], P()) if is_training else (P(), P())
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
     # keep_unused: warm_up() expects the shapes of all arguments.
     program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
@@ -2116,10 +2424,11 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
         refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
     # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
     for _, T, max_doc in set(shapes):
+        most = 4095 - (1 + T // c.segment if c.segment else 0)  # segments count as documents
         taken = np.minimum(sizes, max_doc or len(shard))
         begins = np.cumsum(taken) - taken
-        if np.any(begins[4095:] - begins[:-4095] < T):
-            refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
+        if np.any(begins[most:] - begins[:-most] < T):
+            refuse(f"{path}: a sequence of {T} tokens would hold more than {most:,} documents")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     counts = {"tokens": len(shard), "documents": len(starts), "largest_token": largest}
@@ -2251,17 +2560,70 @@ def saved_arrays(state: State) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
+def large_tables(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that are stored in bfloat16. They have files of their own, because no process
+    could hold all of one: each writes the parts of its devices."""
+    return {name: x for name, x in params.items() if x.dtype == jnp.bfloat16}
+
+
+def write_tables(stem: Path, params: dict[str, Any]) -> None:
+    """Writes large_tables() as <stem>.<name>.npy, the bits of bfloat16 as uint16. Several processes
+    need a disk that they share."""
+    for name, table in large_tables(params).items():
+        path = Path(f"{stem}.{name}.npy")
+        part = path.with_suffix(".part")
+        error = make_file(part, table.shape) if jax.process_index() == 0 else None
+        if process_allgather(np.int32(error is not None)).any():  # the others wait for the file
+            part.unlink(missing_ok=True)
+            raise error or OSError(f"process 0 cannot write {path}")
+        array = np.lib.format.open_memmap(part, "r+")
+        for shard in table.addressable_shards:
+            if shard.replica_id == 0:
+                array[shard.index] = np.asarray(shard.data).view(np.uint16)
+        array.flush()
+        process_allgather(np.int32(0))
+        if jax.process_index() == 0:
+            part.replace(path)
+
+
+def make_file(path: Path, shape: tuple[int, ...]) -> OSError | None:
+    """Makes a file for an array of uint16, and reserves room for it: else a full disk would end the
+    process later. Returns the error, if there is one."""
+    try:
+        np.lib.format.open_memmap(path, "w+", np.uint16, shape=shape)
+        if hasattr(os, "posix_fallocate"):
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        return error
+    return None
+
+
+def as_saved(x: np.ndarray) -> np.ndarray:
+    """The array as NumPy's files can hold it: the bits of bfloat16 as uint16."""
+    return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+
+
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
     """Writes a checkpoint under another name, renames it, and deletes all but the newest two.
     Returns False, and writes nothing, if a number is not finite."""
-    arrays = {key: process_allgather(x, tiled=True) for key, x in saved_arrays(state).items()}
-    if not all(np.isfinite(x).all() for x in arrays.values()):
+    tables = large_tables(state.params)
+    small = {name: x for name, x in state.params.items() if name not in tables}
+    leaves = saved_arrays(state._replace(params=small))
+    arrays = {key: process_allgather(x, tiled=True) for key, x in leaves.items()}
+    all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+    finite = [np.isfinite(x).all() for x in arrays.values()]
+    finite += [all_finite(table) for table in tables.values()]
+    if not all(finite):
         return False
+    path.parent.mkdir(exist_ok=True)
+    write_tables(path.with_suffix(""), tables)
+    facts = facts | {"tables": [*tables]}
     if jax.process_index() == 0:
-        path.parent.mkdir(exist_ok=True)
         part = path.with_name("next.part")
         try:
             with part.open("wb") as file:
+                arrays = {key: as_saved(x) for key, x in arrays.items()}
                 np.savez(file, facts=json.dumps(facts), **arrays)
                 file.flush()
                 os.fsync(file.fileno())
@@ -2270,6 +2632,8 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
             part.unlink(missing_ok=True)
         for old in sorted(path.parent.glob("*.state"), key=os.path.getmtime)[:-2]:
             old.unlink()
+            for table in old.parent.glob(f"{old.stem}.*.npy"):
+                table.unlink()
     return True
 
 
@@ -2285,7 +2649,11 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                 if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
-            return json.loads(arrays.pop("facts").item()), arrays
+            facts = json.loads(arrays.pop("facts").item())
+            for name in facts.pop("tables"):
+                table = f"{path.with_suffix('')}.{name}.npy"
+                arrays[f".params['{name}']"] = np.load(table, mmap_mode="r")
+            return facts, arrays
         except Exception as error:
             warn(f"{path} is not an intact checkpoint: {error!r}")
     refuse(f"--resume {source}: there is no intact checkpoint")
@@ -2323,8 +2691,13 @@ def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
 
     def put(tree_path, x):  # a lookup is its parameter, rounded
         key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
-        array = arrays[key].astype(x.dtype)
-        return jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
+
+        def part(index):
+            saved = np.asarray(arrays[key][index])
+            is_bits = saved.dtype == np.uint16  # see as_saved()
+            return saved.view(x.dtype) if is_bits else saved.astype(x.dtype)
+
+        return jax.make_array_from_callback(x.shape, x.sharding, part)
 
     return jax.tree.map_with_path(put, state_shapes(c, mesh))
 
@@ -2476,7 +2849,10 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             stopwatch.stop()
             ms = 1e3 * stopwatch.seconds
             if c.validates_before(step):
-                val_loss = validate(weights, step, c, mesh, programs, shards)
+                val_loss, lost = validate(weights, step, c, mesh, programs, shards)
+                lost += int(state.lost_ngrams)
+                if lost:
+                    log.line(f"warning: {lost} n-grams were read as zeros: raise --ngram_capacity")
                 log.line(
                     f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
                     f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
@@ -2498,6 +2874,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         show_losses()
 
     result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": resumed}
+    result["lost_ngrams"] = lost
     return weights, result_facts(val_loss, step, c, mesh) | result
 
 
@@ -2534,14 +2911,16 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 
 
 def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict):
-    """Mean loss over the validation tokens, nats a token."""
+    """Mean loss over the validation tokens, nats a token, and how many n-grams were lost."""
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
     mask = jax.device_put(canonical_mask(c), NamedSharding(mesh, P()))
     program = programs[c.program_stage(step), "val"]
-    return float(np.mean([float(program(weights, batch, mask)) for batch in batches]))
+    results = [jax.tree.map(float, program(weights, batch, mask)) for batch in batches]
+    losses, lost = zip(*results, strict=True)
+    return float(np.mean(losses)), int(sum(lost))
 
 
 class Stopwatch:
@@ -2659,6 +3038,7 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     path = log.path.with_suffix(".npz")
     try:
         if c.save:
+            write_tables(path.with_suffix(""), weights)
             save_weights(path, unpad(weights, c), c, result)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end

@@ -557,6 +557,7 @@ def attention_line(c: Config, T: int, heads: int, trained: bool) -> Line:
     starts[T - near] = 1  # the long document
     starts[T - tail // 2 :: tail // 16] = 1  # and the short ones
     pos = train_gpt.positions(starts[None], c, stage)
+    _, scale = train_gpt.rope_frequencies(c, stage)
 
     document = np.cumsum(starts)[-near:]
     j = np.arange(near)
@@ -569,12 +570,12 @@ def attention_line(c: Config, T: int, heads: int, trained: bool) -> Line:
     def run(q, k, v):
         q = with_code(q, pos.doc_q)
         k = with_code(k, pos.doc_k)
-        return train_gpt.attend(q, k, v, window, pos.score_scale, c)[:, -tail:]
+        return train_gpt.attend(q, k, v, window, scale, c)[:, -tail:]
 
     def exact(q, k, v):
         q = with_code(q, 0)[:, -tail:]
         k = with_code(k, 0)[:, -near:]
-        options = {"mask": mask, "scale": pos.score_scale, "implementation": "xla"}
+        options = {"mask": mask, "scale": scale, "implementation": "xla"}
         return jax.nn.dot_product_attention(q, k, v[:, -near:], **options)
 
     qkv = [normal(seed, 1, T, heads, c.D // c.H, dtype=c.compute) for seed in range(3)]
@@ -637,13 +638,16 @@ def check_norms(c: Config) -> Iterator[Line]:
 
     x = x.reshape(1, N, c.H, -1)
     pos = train_gpt.positions(jnp.zeros((1, N), jnp.int32), c, 0)
+    cos, sin, _ = train_gpt.layer_rope(jnp.arange(N)[:, None], Layer(LONG), c, 0)
+    K = c.D // c.H
     for key_offset in False, True:
 
         def rotation(x, key_offset=key_offset):
-            return train_gpt.norm_rotate(x, *pos.rope, pos.doc_k, key_offset)[..., :-4]
+            return train_gpt.norm_rotate(x, cos, sin, pos.doc_k, key_offset, K)[..., :-4]
 
         def exact_rotation(x, key_offset=key_offset):
-            return train_gpt.rotate_and_shift(train_gpt.norm(x), *pos.rope, key_offset)[..., :-4]
+            x = train_gpt.norm(x)
+            return train_gpt.rotate_and_shift(x, cos, sin, key_offset, K)[..., :-4]
 
         name = "norm and rotation" + (", with key_offset" if key_offset else "")
         yield compare(name, 0.02, rotation, exact_rotation, x)

@@ -27,6 +27,8 @@ from train_gpt import LONG, Config, Layer  # noqa: E402
 STYLE = {"font.size": 9, "svg.hashsalt": "jNanoGPT", "svg.fonttype": "none"}
 # What a mark in a layer means, by field of Layer, in the order of the notes.
 MARKS = {
+    "narrow_qk": "queries and keys have half of a head's channels",
+    "narrow_v": "and so have values",
     "key_offset": "half of a key comes from the token before",
     "key_start": "key weights start as copies of the query weights",
     "paired_heads": "two heads see each other's keys, over half as many tokens",
@@ -102,7 +104,7 @@ def arrow(ax, start: tuple, end: tuple, color: str = "black", name: str | None =
 
 def reads_x0(layer: Layer) -> bool:
     """Whether the layer adds x0. A MUDD layer weighs "input" instead."""
-    return bool(layer.window and not layer.mudd)
+    return bool(layer.x0 and not layer.mudd)
 
 
 def reads_bigram(layer: Layer) -> bool:
@@ -116,7 +118,7 @@ def layer_bottom(i: int) -> float:
 
 
 def draw_layer(ax, i: int, c: Config) -> None:
-    """Draws layer i: attention, whose bar is as long as its window, then the MLP."""
+    """Draws layer i: attention, whose bar is as long as its window, then its MLPs."""
     layer = c.layers[i]
     y = layer_bottom(i)
     upper = y + 0.69 * BOX
@@ -133,8 +135,10 @@ def draw_layer(ax, i: int, c: Config) -> None:
     ax.text(LEFT + 0.1, upper, f"layer {i}", va="center", weight="bold")
     ax.text(LEFT + 0.72, upper, title, va="center")
     ax.text(LEFT + 0.1, lower, " · ".join(marks(layer)), va="center", fontsize=8.5)
-    box(ax, MIDDLE + 0.1, y + 0.16, RIGHT - 0.06, 0.23, GREY)
-    ax.text((MIDDLE + RIGHT) / 2 + 0.02, y + 0.275, "MLP", ha="center", va="center")
+    if layer.mlps:
+        words = "MLP" if layer.mlps == 1 else f"{layer.mlps} MLPs"
+        box(ax, MIDDLE + 0.1, y + 0.16, RIGHT - 0.06, 0.23, GREY)
+        ax.text((MIDDLE + RIGHT) / 2 + 0.02, y + 0.275, words, ha="center", va="center")
     arrow(ax, (LEFT + 2, y + BOX), (LEFT + 2, y + PITCH), name=f"from layer {i}")
     if reads_x0(layer):
         arrow(ax, (X0, upper), (LEFT, upper), ORANGE, f"x0 to layer {i}")

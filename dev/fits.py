@@ -8,6 +8,11 @@ from __future__ import annotations
 # What the record has. If a flag or a copy of train_gpt.py sets one of these, nothing is fitted.
 RECORD = {"batch": 8, "microbatch": 1, "head_chunk": 16384, "val_T": 262144, "bigrams": 377280}
 
+# Rows of record92's n-gram table, and the gigabytes of it and of its waiting gradients on all
+# devices together. They come on top of what FITS says, which is of the preset record.
+BIGRAMS_92 = 21150720
+TABLE_92_GB = 38.0
+
 # Flags, and the gigabytes that JAX must have of every device, by the number of devices.
 # `dev/compile_8xh100.py --memory` checks them. With twice the batch, a step has as many tokens, in
 # sequences half as long: the same model from another stream of tokens. The last row is another

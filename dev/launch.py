@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,8 @@ def main(argv: list[str]) -> None:
         _, c = script.fit_devices(preset, c)
         if any(getattr(stage, "candidates", 0) for stage in c.stages):
             check_candidates(script, c)
+        if jax.process_index() == 0:
+            check_disk(script, c)
         if jax.process_count() > 1:
             compare_tokens(script, c)
             if c.seed < 0 and not c.resume:
@@ -187,8 +190,9 @@ def load_script(path: Path) -> ModuleType:
 
 
 UNFINISHED = {  # what to know of a preset before one waits for it
-    "record92": "record92 misses 3.28: it lacks record 92's large n-gram table, without which "
-    "upstream's runs ended at 3.315; ./run.sh record is what should reach 3.28"
+    "record92": "record92 may miss 3.28: upstream's runs with a quarter of its n-gram table, as "
+    "here, ended at 3.2825 and 3.2863, and those with all of it (--bigrams 84602880) at 3.279; "
+    "./run.sh record is what should reach 3.28"
 }
 
 
@@ -207,6 +211,27 @@ def check_candidates(script: ModuleType, c: Any) -> None:
             )
 
 
+def check_disk(script: ModuleType, c: Any) -> None:
+    """Exits with status 2 if the disk has no room for the weights and, with --save_every, for three
+    checkpoints: the newest two and the one that is being written."""
+    tables = script.param_table(c).values()
+    weights = sum(math.prod(p.shape) * jnp.dtype(p.dtype).itemsize for p in tables)
+    state = jax.eval_shape(lambda: script.initial_state(np.uint32(0), c))
+    arrays = jax.tree.leaves(state._replace(lookups={}))
+    checkpoint = sum(x.size * x.dtype.itemsize for x in arrays)
+    need = weights * bool(c.save) + 3 * checkpoint * bool(c.save_every)
+    folder = Path("logs") if Path("logs").is_dir() else Path()
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        refuse(
+            f"{folder.absolute()} has {free / 1e9:.1f} GB of room, but the weights take "
+            f"{weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB: delete something, "
+            "or add --save 0 --save_every 0"
+        )
+    if need > 10e9:
+        print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
+
+
 # ---- Before and after a run ----------------------------------------------------------------------
 WORDS = {  # what a field of Layer adds to the layer, for a person
     "paired_heads": "paired heads",
@@ -215,6 +240,9 @@ WORDS = {  # what a field of Layer adds to the layer, for a person
     "xsa": "exclusive",
     "head_gate": "head gates",
     "dc": "dynamic composition",
+    "x0": "x0",
+    "narrow_qk": "narrow q and k",
+    "narrow_v": "narrow v",
     "bigram": "bigram",
     "new_gates": "new gates",
 }
@@ -226,7 +254,7 @@ def layer_table(c: Any) -> str:
     long = ", ".join(str(stage.long) for stage in c.stages)
     lines = [
         f"windows by stage, in positions: short {short}; long {long}",
-        "attention of each layer, which also has an MLP (words: class Layer in train_gpt.py):",
+        "attention of each layer, which also has MLPs (words: class Layer in train_gpt.py):",
     ]
     for number, layer in enumerate(c.layers):
         fields = vars(layer)  # a copy of train_gpt.py may have left some out
@@ -239,7 +267,9 @@ def layer_table(c: Any) -> str:
             words.append(f"adds layer {layer.skip_from}")
         if fields.get("mudd"):
             words.append(f"mixes {', '.join(layer.mudd)}")
-        window = f"{layer.window} window" if fields.get("window") else "MLP only"
+        if fields.get("mlps", 1) != 1:
+            words.append(f"{layer.mlps or 'no'} MLPs")
+        window = f"{layer.window} window" if fields.get("window") else "no attention"
         lines.append(f"layer {number:2}  {window:12}  {', '.join(words)}".rstrip())
     return "\n".join(lines)
 
@@ -479,13 +509,17 @@ def fit(argv: list[str], c: Any, memory: float) -> list[str]:
     what it is. Exits with status 2 if the memory is too short for any row of fits.FITS."""
     typed = {argument.partition("=")[0] for argument in argv}
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
+    devices = min(len(jax.devices()), c.batch)
+    if sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
+        sizes["bigrams"] = fits.RECORD["bigrams"]
+        memory -= fits.TABLE_92_GB / devices
     if sizes != fits.RECORD or typed & {f"--{name}" for name in sizes}:
         return argv
-    devices = min(len(jax.devices()), c.batch)
     flags = fits.fit(memory, devices)
     if flags is None:
         refuse(
-            f"JAX has {memory:.1f} GB of each of {devices} devices, but the record needs "
+            f"JAX has {memory:.1f} GB (without record92's n-gram table, if that is the preset) of "
+            f"each of {devices} devices, but the record needs "
             f"{fits.least(devices)} GB: use ./run.sh tiny, or more devices; to try the record all "
             f"the same: --batch {c.batch}"
         )
@@ -549,6 +583,7 @@ def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
     query, key = np.ogrid[:T, :T]
     mask = (key <= query) & (query - key <= window) & (document[:, None] == document)
     pos = script.positions(np.diff(document, prepend=0)[None], c, 0)
+    _, scale = script.rope_frequencies(c, 0)
 
     def with_code(x: Array, code: Any) -> Array:
         return x.at[..., -4:].set(jnp.broadcast_to(code, (*x.shape[:-1], 4)))
@@ -556,15 +591,13 @@ def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
     def kernel(q, k, v):
         q = with_code(q, pos.doc_q)
         k = with_code(k, pos.doc_k)
-        return script.attend(q, k, v, window, pos.score_scale, c)
+        return script.attend(q, k, v, window, scale, c)
 
     def reference(q, k, v):
         q = with_code(q, 0).astype(jnp.float32)
         k = k.astype(jnp.float32)
         v = v.astype(jnp.float32)
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=pos.score_scale, implementation="xla"
-        )
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="xla")
 
     q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
 

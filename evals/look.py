@@ -3,6 +3,7 @@ terms of the sums in the last layer and for the head (streams); singular values 
 It prints a line for each picture. WEIGHTS may also be a log, logs/<run>.txt. From a log without
 weights it draws the losses only."""
 
+import dataclasses
 import math
 from pathlib import Path
 from types import ModuleType
@@ -61,7 +62,7 @@ TITLES = {
 }
 BLOCKS = "block", "mudd_block"
 RECORDED = (
-    "attend attention mlp run_net named_stream weighted_sum copied_term block mudd_block"
+    "attend attention in_heads mlp run_net named_stream weighted_sum copied_term block mudd_block"
 ).split()
 
 
@@ -145,21 +146,30 @@ def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
 
 
 def sums_of(calls: list[Call]) -> list[Call]:
-    """The calls of weighted_sum() that add several terms to a stream or to v, (B, T, D)."""
-    sums = [call for call in calls if call.name == "weighted_sum"]
-    return [call for call in sums if call.result.ndim == 3 and len(call.arguments) > 1]
+    """The calls of weighted_sum() that add several terms to a stream, (B, T, D), or to v,
+    (B, T, H, K), which is the first sum in attention()."""
+    sums = []
+    with_v = set()  # layers
+    for call in calls:
+        if call.name != "weighted_sum" or (call.caller == "attention" and call.layer in with_v):
+            continue
+        if call.caller == "attention":
+            with_v.add(call.layer)
+        if len(call.arguments) > 1:
+            sums.append(call)
+    return sums
 
 
 def value_gates(w: Weights, calls: list[Call]) -> dict[tuple[str, int], Array]:
     """The gates (B, T, H) of layers with a value table, by name and layer: the weight of the second
-    term of v, which is the same for all channels of a head. In MUDD layers a net computes it."""
+    term of v. In MUDD layers a net computes it."""
     gates = {}
     for call in sums_of(calls):
         if call.caller == "attention":
             layer = w.c.layers[call.layer]
             if layer.value_table is not None and not layer.mudd:
-                _, (weight, _) = call.arguments  # two terms: (weight, array)
-                gates["value_gates", call.layer] = weight[..., :: w.c.D // w.c.H]
+                _, (weight_BTH1, _) = call.arguments  # two terms: (weight, array)
+                gates["value_gates", call.layer] = weight_BTH1[..., 0]
     return gates
 
 
@@ -167,7 +177,7 @@ def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array
     """(place, names of the terms, shares of the terms) for the sums in the last layer and for the
     head. A term that is the same object as a saved stream, or as an output of attention or MLP, has
     its name; rows of copied tokens are "copied". Any other term is x, also between attention and
-    MLP, or for v the product with x."""
+    MLP. The terms of v are its product with x, and those that attention() got."""
     blocks = [call for call in calls if call.name in BLOCKS]
     saved = blocks[0].arguments[4]  # forward() passes the same dict to every block
     names_by_id = {id(x): name for name, x in saved.items() if not name.startswith("middle")}
@@ -179,6 +189,13 @@ def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array
         if call.name == "copied_term":
             _, rows_BTD = call.result
             names_by_id[id(rows_BTD)] = "copied"
+    v_names = {}  # by layer
+    for call in calls:
+        if call.name == "in_heads":
+            names_by_id[id(call.result)] = names_by_id.get(id(call.arguments[0]), "x")
+        if call.name == "attention":
+            _, v_terms, *_ = call.arguments
+            v_names[call.layer] = ["w_v x", *(names_by_id[id(x)] for _, x in v_terms)]
     last = len(w.c.layers) - 1
     sums = []
     for call in sums_of(calls):
@@ -189,8 +206,8 @@ def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array
             place = f"layer {last}, v" if is_v else f"layer {last}, stream"
         else:
             continue
-        other = "w_v x" if is_v else "x"
-        names = [names_by_id.get(id(x), other) for _, x in call.arguments]
+        names = [names_by_id.get(id(x), "x") for _, x in call.arguments]
+        names = v_names[last] if is_v else names
         sums.append((place, names, term_shares(call)))
     return sums
 
@@ -235,18 +252,24 @@ def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
     return np.array([[head.trace(-t) for t in range(T)] for head in heads])
 
 
-def describe(layer: object) -> str:
-    """A layer in a few lines of words: its window, and the fields that are set."""
+def describe(layer: Any) -> str:
+    """A layer in a few lines of words: its window, and the fields that do not have their default
+    values."""
     lines = [layer.window or "no attention"]
-    for name, value in vars(layer).items():
-        if name == "window" or value in (False, None, ()):
+    for field in dataclasses.fields(layer):
+        value = getattr(layer, field.name)
+        if field.name == "window" or value == field.default:
             continue
-        words = name.replace("_", " ")
-        if name == "attend_to":
+        words = field.name.replace("_", " ")
+        if field.name == "attend_to":
             lines.append(f"attends to layer {value}")
-        elif name == "skip_from":
+        elif field.name == "skip_from":
             lines.append(f"adds layer {value}")
-        elif value is True or name == "mudd":
+        elif field.name == "mlps":
+            lines.append(f"{value} MLPs" if value else "no MLP")
+        elif value is False:
+            lines.append(f"no {words}")
+        elif value is True or field.name == "mudd":
             lines.append(words)
         else:
             lines.append(f"{words} {value}")
@@ -294,26 +317,29 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
 
 def used_lambdas(w: Weights) -> dict[tuple[str, int], np.ndarray]:
     """The learned factors by name and layer, (1, n) each, of the layers that use them. Layer -1 is
-    before all layers."""
-    layers = dict(enumerate(w.c.layers))
-    users = {
-        "attn_lambdas": [n for n, layer in layers.items() if layer.window and not layer.mudd],
-        "mlp_lambdas": [n for n, layer in layers.items() if not layer.mudd],
-        "vo_lambdas": [n for n, layer in layers.items() if layer.window],
-        "skip_lambdas": [n for n, layer in layers.items() if layer.skip_from is not None],
-    }
+    before all layers. A layer without attention or MLP uses only the factor of x, the first one."""
+    counts = {}  # of the numbers that are used
+    for n, layer in enumerate(w.c.layers):
+        if layer.window:
+            counts["vo_lambdas", n] = 2
+        if layer.skip_from is not None:
+            counts["skip_lambdas", n] = 1
+        if layer.mudd:  # its own net weighs the sums
+            continue
+        if layer.window or layer.x0 or layer.bigram:
+            counts["attn_lambdas", n] = 2 if layer.window else 1
+        counts["mlp_lambdas", n] = 2 if layer.mlps else 1
     found = {}
-    for name, used in users.items():
-        for layer in used:
-            found[name, layer] = w.arrays[name][layer].reshape(1, -1)
+    for (name, layer), count in counts.items():
+        found[name, layer] = w.arrays[name][layer].reshape(1, -1)[:, :count]
     for name in ("gate_scale", "smear_lambda"):
         found[name, -1] = w.arrays[name].reshape(1, -1)
     return found
 
 
 def term_names(w: Weights, name: str, layer: int) -> list[str] | None:
-    """What the numbers of a gate or lambda belong to, in their order; None: to the heads, or there
-    is only one."""
+    """What the numbers of a gate or lambda belong to, in their order, also where only the first of
+    them are used; None: to the heads, or there is only one."""
     if name == "mudd_head":
         return [stream for stream, _ in w.c.mudd_head]
     if name in ("mudd_v", "mudd_x"):
@@ -370,7 +396,7 @@ def draw_panel(ax, w: Weights, name: str, by_layer: dict[int, np.ndarray]) -> No
         n = x.shape[1]
         low, high = np.quantile(x, (0.1, 0.9), axis=0)
         terms = term_names(w, name, layer) or [None] * n
-        for i, term in enumerate(terms):
+        for i, term in enumerate(terms[:n]):
             gate_x = layer - 0.4 + (i + 0.5) / n * 0.8
             label = term if term not in colors else None
             color = colors.setdefault(term, f"C{len(colors)}")
@@ -408,6 +434,34 @@ def draw_streams(out: Path, sums: list[tuple]) -> None:
     save(figure, out / "streams")
 
 
+def used_matrices(w: Weights, n: int) -> list[tuple[str, np.ndarray]]:
+    """The matrices of layer n, with names. A narrow head's are those of the channels that it uses.
+    A layer may have no attention, and any number of MLPs."""
+    c = w.c
+    layer = c.layers[n]
+    table = w.code.param_table(c)
+    banks = {}
+    for name in ("qk", "vo", "mlp"):
+        pairs = zip(table[name].layers, w.arrays[name], strict=True)
+        banks[name] = [matrix for owner, matrix in pairs if owner == n]
+    found = []
+    if banks["qk"]:
+        w_v, w_o = banks["vo"]
+        K = c.D // c.H
+
+        def used(rows_ED, is_narrow):
+            heads_HKD = rows_ED.reshape(c.H, K, c.D)
+            return heads_HKD[:, : K // 2 if is_narrow else K].reshape(-1, c.D)
+
+        for name, x in zip("qk", np.split(np.concatenate(banks["qk"]), 2), strict=True):
+            found.append((name, used(x, layer.narrow_qk)))
+        found.append(("v", used(w_v, layer.narrow_v)))
+        found.append(("o", used(w_o.T, layer.narrow_v).T))
+    for number, x in enumerate(banks["mlp"]):
+        found.append(("proj" if number % 2 else "fc", x))
+    return found
+
+
 def draw_singular(out: Path, w: Weights) -> None:
     """Draws the singular values of every layer's matrices, each curve divided by its largest."""
     titles = {
@@ -421,26 +475,18 @@ def draw_singular(out: Path, w: Weights) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained")
     panels = dict(zip(titles, axes.T.flat, strict=True))
     L = len(w.c.layers)
-    table = w.code.param_table(w.c)
+    lines = {}  # one for each layer that has matrices
     for n in range(L):
-        banks = {}
-        for name in ("qk", "vo", "mlp"):
-            pairs = zip(table[name].layers, w.arrays[name], strict=True)
-            banks[name] = [matrix for layer, matrix in pairs if layer == n]
-        matrices = dict(zip(("fc", "proj"), banks["mlp"], strict=True))
-        if banks["qk"]:  # the layer has attention
-            matrices["q"], matrices["k"] = np.split(np.concatenate(banks["qk"]), 2)
-            matrices["v"], matrices["o"] = banks["vo"]
-        for name, x in matrices.items():
+        for name, x in used_matrices(w, n):
             values = np.linalg.svd(x, compute_uv=False)
             # Every layer has its color and its marker, which it draws at ranks of its own.
             every = max(1, len(values) // 6)
-            panels[name].plot(
-                values / values[0], color=f"C{n % 10}", label=n, lw=1,
-                marker="os^vDPX*<>hd"[n % 12], markersize=4, markevery=(every * n // L, every),
+            (lines[n],) = panels[name].plot(
+                values / values[0], color=f"C{n % 10}", lw=1, marker="os^vDPX*<>hd"[n % 12],
+                markersize=4, markevery=(every * n // L, every),
             )  # fmt: skip
             panels[name].set(title=f"{titles[name]} ({name})", yscale="log", ylim=(1e-3, 1.2))
-    figure.legend(*panels["fc"].get_legend_handles_labels(), loc="outside right", title="layer")
+    figure.legend(lines.values(), lines.keys(), loc="outside right", title="layer")
     figure.supxlabel("rank: the largest singular value is number 0")
     figure.supylabel("singular value, divided by the largest of its matrix")
     save(figure, out / "singular")

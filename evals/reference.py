@@ -29,8 +29,10 @@ def load(folder):
     weights = {}
     for name in header.keys() - {"__metadata__"}:
         first, last = header[name]["data_offsets"]
-        values = file[start + first : start + last].view("<f4")
-        weights[name] = values.reshape(header[name]["shape"])
+        values = file[start + first : start + last]
+        if header[name]["dtype"] == "BF16":  # the upper half of the bits of a float32
+            values = values.view("<u2").astype("<u4") << 16
+        weights[name] = values.view("<f4").reshape(header[name]["shape"])
     return c, weights
 
 
@@ -176,6 +178,7 @@ def matrices(name, i, c, weights):
 def block(x, i, gate, saved, document_T, c, weights):
     """One layer, (T, D) to (T, D); gate has the layer's gates of shape (T, n), by name."""
     layer = c.layers[i]
+    y = 0
     if layer.window is not None:
         source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
         extra = 0
@@ -184,11 +187,11 @@ def block(x, i, gate, saved, document_T, c, weights):
             gate_input = np.concatenate((norm(source)[:, :6], value[:, :6]), axis=1)
             gate_TH = 2 * sigmoid(gate_input @ weights["value_gates"][i].T)
             extra = np.repeat(gate_TH, c.D // c.H, axis=1) * value
-        keep, add = weights["attn_lambdas"][i]
         y = attention(source, extra, i, gate, document_T, c, weights)
-        x = keep * x + add * y + gate["x0"] * saved["x0"]
-        if layer.bigram:
-            x = x + gate["bigram"] * saved["bigram"]
+    embeddings = [gate[name] * saved[name] for name in ("x0", "bigram") if name in gate]
+    if layer.window is not None or embeddings:
+        keep, add = weights["attn_lambdas"][i]
+        x = keep * x + add * y + sum(embeddings)
     saved[f"middle{i}"] = x
     keep, add = weights["mlp_lambdas"][i]
     return keep * x + add * mlp(x, i, c, weights)
@@ -216,21 +219,25 @@ def attention(x, extra, i, gate, document_T, c, weights):
     """(T, D); extra is added to v, beside the product with x."""
     layer = c.layers[i]
     T = len(x)
+    K = c.D // c.H
+    K_qk = K // 2 if layer.narrow_qk else K  # channels that a head uses
+    K_v = K // 2 if layer.narrow_v else K
     h = norm(x)
     w_v, w_o = matrices("vo", i, c, weights)
+    w_o = w_o.reshape(c.D, c.H, K)[:, :, :K_v].reshape(c.D, -1)
     v_lambda, o_lambda = weights["vo_lambdas"][i]
     w_qk = np.concatenate(matrices("qk", i, c, weights))
-    q, k = (part.reshape(T, c.H, -1) for part in np.split(h @ w_qk.T, 2, axis=1))
-    v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, -1)
-    q = rotate(norm(q), layer, c)
-    k = rotate(norm(k), layer, c, offset=layer.key_offset)
+    qk = (h @ w_qk.T).reshape(T, 2, c.H, K)[..., :K_qk]
+    v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, K)[..., :K_v]
+    q = rotate(norm(qk[:, 0]), layer, K_v)
+    k = rotate(norm(qk[:, 1]), layer, K_v, offset=layer.key_offset)
     # Two paired heads see each other's keys: they become one head with twice the positions.
     pair = 1 + layer.paired_heads
     fold = lambda y_THK: y_THK.reshape(pair * T, c.H // pair, -1)
-    A_HTS = attend(fold(q), fold(k), layer.window, np.repeat(document_T, pair), c)
+    A_HTS = attend(fold(q), fold(k), layer.window, np.repeat(document_T, pair), layer)
     y = np.einsum("HTS,SHK->THK", A_HTS, fold(v)).reshape(v.shape)
     if layer.dc:  # all heads also read v through one mixture of their attention to near keys
-        A_HTS = attend(q, k, c.dc_window - 1, document_T, c)
+        A_HTS = attend(q, k, c.dc_window - 1, document_T, layer)
         A_TS = np.einsum("HTS,TH->TS", A_HTS, norm(gate["dc_in"], 1e-6))
         y = y + gate["dc_out"][..., None] * np.einsum("TS,SHK->THK", A_TS, v)
     if layer.xsa:  # each head may remove from y what is parallel to v of the same position
@@ -238,38 +245,42 @@ def attention(x, extra, i, gate, document_T, c, weights):
         y = y - np.tanh(gate["xsa"])[..., None] * dot(y, v) / np.maximum(dot(v, v), 1e-8) * v
     if layer.head_gate:
         y = gate["head"][..., None] * y
-    return y.reshape(T, c.D) @ (o_lambda * w_o).T
+    return y.reshape(T, -1) @ (o_lambda * w_o).T
 
 
-def rotate(h_THK, layer, c, offset=False):
-    """RoPE of the pairs of channels j and j + K/4, for j < K/4. With offset, the other half of the
-    channels comes from the previous position. The last four channels become 0: in training they
-    hold document codes, here attend() masks other documents."""
+def rotate(h_THK, layer, width, offset=False):
+    """RoPE of the pairs of channels j and j + F, for F frequencies. With offset, the other channels
+    come from the previous position. In training, q and k have `width` channels, of which the last
+    four hold document codes. Here they are 0, and attend() masks other documents."""
     T, H, K = h_THK.shape
     pair = 1 + layer.paired_heads
     t_TH = pair * np.arange(T)[:, None] + np.arange(H) % pair  # positions of paired heads alternate
-    angle = t_TH[..., None].astype(np.float32) * np.float32(c.rotation.frequencies)
+    angle = t_TH[..., None].astype(np.float32) * np.float32(layer.rotation.frequencies)
     cos, sin = np.cos(angle), np.sin(angle)
-    a, b, rest = np.split(h_THK, [K // 4, K // 2], axis=2)
+    F = len(layer.rotation.frequencies)
+    a, b, rest = np.split(h_THK, [F, 2 * F], axis=2)
     rest = np.concatenate((rest[:1], rest[:-1])) if offset else rest
     rotated = np.concatenate((a * cos + b * sin, b * cos - a * sin, rest), axis=-1)
-    return np.where(np.arange(K) < K - 4, rotated, 0)
+    return np.where(np.arange(K) < width - 4, rotated, 0)
 
 
-def attend(q_THK, k_SHK, window, document, c):
+def attend(q_THK, k_SHK, window, document, layer):
     """(H, T, S): a query attends to itself and the `window` keys before it, if they are of the same
     document."""
     back = np.arange(len(q_THK))[:, None] - np.arange(len(k_SHK))
     sees = (back >= 0) & (back <= window) & (document[:, None] == document)
-    scores = c.rotation.score_scale * np.einsum("THK,SHK->HTS", q_THK, k_SHK)
+    scores = layer.rotation.score_scale * np.einsum("THK,SHK->HTS", q_THK, k_SHK)
     A_HTS = np.where(sees, np.exp(scores), 0)  # does not overflow, because q and k are normalised
     return A_HTS / A_HTS.sum(axis=-1, keepdims=True)
 
 
 def mlp(x, i, c, weights):
-    """(T, D); the activation is a squared ReLU."""
-    fc_FD, proj_FD = matrices("mlp", i, c, weights)
-    return np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
+    """(T, D): the sum over the layer's MLPs; the activation is a squared ReLU."""
+    mlps = matrices("mlp", i, c, weights)
+    y = np.zeros_like(x)
+    for fc_FD, proj_FD in zip(mlps[0::2], mlps[1::2], strict=True):
+        y += np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
+    return y
 
 
 def sigmoid(x):

@@ -23,8 +23,8 @@ sys.path += [str(ROOT / "data"), str(ROOT / "records")]
 import shards  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
-    "Layer Stage Average param_table rope_frequencies make_mesh whole_weights forward hash_ngrams "
-    "take_rows norm softcap attend attention block mlp run_net named_stream weighted_sum "
+    "Layer Stage Average param_table layer_frequencies make_mesh whole_weights forward ngram_rows "
+    "norm softcap attend attention in_heads block mlp run_net named_stream weighted_sum "
     "fit_kernels copied_term canonical_mask apply_mask set_compilation_cache"
 )
 
@@ -37,7 +37,7 @@ class Weights(NamedTuple):
     c: Any  # its Config with the number formats of validation, and attention for this machine
     devices: list[jax.Device]  # 1, 2, 4 or 8
     stage: int  # the last validation used this stage's windows and rotations
-    arrays: dict[str, np.ndarray]  # by name, float32, without padding
+    arrays: dict[str, np.ndarray]  # by name, without padding; float32, large tables bfloat16
     config: dict[str, Any]  # the run's Config as JSON
     result: dict[str, Any]  # the run's RESULT
 
@@ -110,6 +110,9 @@ def open_weights(path: Path, script: Path) -> Weights:
             if broken:
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
+        for file in path.parent.glob(f"{path.stem}.*.npy"):  # tables in bfloat16
+            name = file.name.removeprefix(f"{path.stem}.").removesuffix(".npy")
+            arrays[name] = np.load(file, mmap_mode="r").view(jnp.bfloat16)
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
@@ -127,7 +130,14 @@ def open_weights(path: Path, script: Path) -> Weights:
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
         refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
-    found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
+    for name in arrays.keys() & table.keys():
+        if arrays[name].dtype == jnp.bfloat16:
+            rows = arrays[name].reshape(-1, *table[name].model_shape[1:])
+            arrays[name] = rows[: table[name].rows]
+    found = {}
+    for name, x in arrays.items():
+        if x.dtype in (np.float32, jnp.bfloat16):
+            found[name] = x.shape
     shapes = {name: param.model_shape for name, param in table.items()}
     for name in shapes | arrays:
         shape = found.get(name)
@@ -167,7 +177,10 @@ def runner(w: Weights, read: Callable, devices: int | None = None, shared: tuple
     c = w.c
     stored = {}
     specs = {}
+    table = w.arrays["bigram"]  # it stays in the host's memory: a device gets the rows it reads
     for name, param in w.code.param_table(c).items():
+        if name == "bigram":
+            continue
         padded = np.zeros(param.shape, np.float32)
         is_bank = param.sharding == w.code.BANK
         rows = padded.reshape(-1, *param.shape[2:]) if is_bank else padded  # a view
@@ -180,16 +193,21 @@ def runner(w: Weights, read: Callable, devices: int | None = None, shared: tuple
     shared = jax.device_put(shared, NamedSharding(mesh, P()))
 
     def on_device(whole: dict, shared: tuple[Array, ...], arguments: tuple[Array, ...]) -> Any:
-        tokens, *more = arguments
-        hashes = w.code.hash_ngrams(tokens[:, :-1], c)
-        rows = [w.code.take_rows(whole["bigram"], row) for row, _ in hashes]
+        tokens, rows, *more = arguments
         weights = whole | {"bigram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
         return read(x, whole["head"], tokens, *more, *shared)
 
     program = on_mesh(on_device, in_specs=(P(), P(), P("fsdp")), out_specs=P("fsdp"))
     program = jax.jit(program, compiler_options=w.code.OPTIONS.get(w.devices[0].platform))
-    return lambda tokens, *more: program(whole, shared, (jnp.asarray(tokens, "int32"), *more))
+    ngram_rows = jax.jit(functools.partial(w.code.ngram_rows, c=c))
+
+    def run(tokens, *more):
+        tokens = jnp.asarray(tokens, "int32")
+        rows = table[np.asarray(ngram_rows(tokens[:, :-1]))]
+        return program(whole, shared, (tokens, jnp.asarray(rows), *more))
+
+    return run
 
 
 def logits(w: Weights, x: Array, head: Array) -> Array:

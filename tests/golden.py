@@ -45,8 +45,9 @@ def config(windows=None, **changes) -> train_gpt.Config:
         size = {"tokens": T, "short": short * BLOCK, "long": long * BLOCK}
         stages.append(dataclasses.replace(stage, **size))
     small = dict(
-        D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, batch=1, head_chunk=T // 4,
-        val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band", **FLOAT32,
+        D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, ngram_capacity=1.0, batch=1,
+        head_chunk=T // 4, val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band",
+        **FLOAT32,
     )  # fmt: skip
     return dataclasses.replace(RECORD, **small | changes)
 
@@ -147,6 +148,7 @@ NETS = {
 }
 VALUE_LAYERS = [1, 2, 8, 9]  # layers with a gate of their value table
 SKIP_LAYER = 6
+GROUPED = train_gpt.BANK, train_gpt.EXCHANGED  # their first two axes are one of the fixture's
 
 
 def net_rows(net: str) -> np.ndarray:
@@ -238,7 +240,7 @@ def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np
     out = {}
     for name, param in table.items():
         shape = param.shape
-        if param.sharding == train_gpt.BANK:
+        if param.sharding in GROUPED:
             shape = (shape[0] * shape[1], *shape[2:])
         array = np.zeros(shape, np.float32)
         array[tuple(slice(n) for n in ours[name].shape)] = ours[name]
@@ -254,9 +256,9 @@ def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
         if isinstance(array, dict):  # a bank's matrices by layer
             array = np.stack([matrix for layer in array for matrix in array[layer]])
         array = np.asarray(array)
-        if param.sharding == train_gpt.BANK:
-            array = array.reshape(-1, *param.shape[2:])[: len(param.layers)]
-        out[name] = array[:ROWS] if name == "bigram" else array
+        if param.sharding in GROUPED:
+            array = array.reshape(-1, *param.shape[2:])[: param.model_shape[0]]
+        out[name] = array
     return out
 
 

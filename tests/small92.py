@@ -44,8 +44,9 @@ def small_averages() -> tuple[train_gpt.Average, ...]:
 # For training, it needs the files of with_files().
 SMALL92 = dataclasses.replace(
     RECORD92, stages=small_stages(), averages=small_averages(), D=48, H=2, F=88, R=8,
-    vocab=257, eot=256, bigrams=512, head_chunk=64, dc_window=12, attention="band",
-    val_T=64, val_tokens=1024, val_every=6, canonical="", target=0.0, seed=3, **FLOAT32,
+    vocab=257, eot=256, bigrams=512, ngram_capacity=1.0, head_chunk=64, dc_window=12,
+    attention="band", val_T=64, val_tokens=1024, val_every=6, canonical="", target=0.0, seed=3,
+    **FLOAT32,
 )  # fmt: skip
 
 

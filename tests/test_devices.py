@@ -3,6 +3,7 @@ programs communicate no more than they should. Most tests leave out 4 devices, t
 
 import dataclasses
 import functools
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from tests.tools import (
     text,
     whole_loss,
 )
-from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
+from train_gpt import BANK, LONG, LOOKUP, REPLICATED, SHORT, Layer, Stage
 
 COUNTS = (1, 2, 8)
 # Two layers that use every kind of parameter. The untie is between the first second step and the
@@ -55,6 +56,7 @@ T = MINI.sequence_length(1)
 TABLE = train_gpt.param_table(MINI)
 LOOKUPS = sorted(name for name, param in TABLE.items() if param.sharding == LOOKUP)
 BANKS = [name for name, param in TABLE.items() if param.sharding == BANK]
+SLOTS = len(MINI.ngrams) * T  # of a sequence in each eighth of the n-gram table: none can be lost
 
 
 def batch(step: int) -> np.ndarray:
@@ -74,6 +76,15 @@ def val_program(devices: int, c: train_gpt.Config = MINI32):
     return train_gpt.compile_val_step(1, c, make_mesh(devices))
 
 
+def dense(waiting: train_gpt.RowGradients, c: train_gpt.Config) -> np.ndarray:
+    """The gradient of the whole n-gram table, from those of its rows that wait."""
+    gradient = np.zeros(train_gpt.param_table(c)["bigram"].shape, np.float32)
+    for rows, gradients in zip(*jax.tree.map(np.asarray, waiting), strict=True):
+        eighth, slot = np.nonzero(rows < len(gradient))
+        np.add.at(gradient, (rows[eighth, slot], eighth), gradients[eighth, slot])
+    return gradient
+
+
 @functools.cache
 def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]:
     """The loss and the gradients of the first step. Adam's gradients wait for the next step; those
@@ -82,6 +93,7 @@ def first_step(devices: int, c: train_gpt.Config = MINI32) -> tuple[float, dict]
     tokens, row = place_on(mesh, batch(0)), schedule_row(c, 0, mesh)
     state, loss = train_program(0, 0, devices, c)(make_random_state(c, mesh), tokens, row)
     grads = dict(state.waiting_grads)
+    grads["bigram"] = dense(grads["bigram"], c)
     for name in BANKS:
         buffer, _ = state.opt_state[name]
         grads[name] = np.asarray(buffer) / (1 - 0.85)
@@ -122,7 +134,8 @@ SMALL_STAGES = [
 SMALL32 = dataclasses.replace(
     train_gpt.PRESETS["small"], stages=tuple(SMALL_STAGES), D=32, H=2, F=64, bigrams=512,
     vocab=MINI.vocab, eot=MINI.eot, batch=MINI.batch, microbatch=MINI.batch, head_chunk=32,
-    dc_window=12, val_T=128, val_tokens=2048, attention="band", seed=3, **FLOAT32,
+    dc_window=12, val_T=128, val_tokens=2048, attention="band", seed=3, ngram_capacity=1.0,
+    **FLOAT32,
 )  # fmt: skip
 
 
@@ -179,7 +192,7 @@ def test_a_step_takes_the_memory_of_the_state_before_it(step):
     state = make_random_state(MINI32, mesh)
     tokens, row = place_on(mesh, batch(0)), schedule_row(MINI32, step, mesh)
     jax.block_until_ready(train_program(step, step, 8)(state, tokens, row))  # stage 0 or 1
-    assert all(x.is_deleted() for x in state.waiting_grads.values())
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.waiting_grads))
 
 
 # ---- Losses and gradients ------------------------------------------------------------------------
@@ -219,8 +232,9 @@ def by_hand() -> tuple[float, dict, float]:
 def test_validation_is_the_same(devices):
     mesh = make_mesh(devices)
     params = make_random_state(MINI32, mesh).params
-    loss = val_program(devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)), ())
+    loss, lost = val_program(devices)(params, place_on(mesh, sequences(MINI, MINI.val_T)), ())
     assert float(loss) == pytest.approx(by_hand()[2], rel=1e-6)
+    assert int(lost) == 0
 
 
 @pytest.mark.parametrize(
@@ -303,7 +317,7 @@ def test_all_of_the_model_changes_and_none_of_its_padding(devices):
     first, last = snapshots[0].params, snapshots[-1].params
     padding = 0
     for name, param in TABLE.items():
-        shape = param.shape[2:] if name in BANKS else param.shape[1:]
+        shape = param.shape[1:] if param.sharding in (LOOKUP, REPLICATED) else param.shape[2:]
         changed = (last[name] != first[name]).reshape(-1, *shape)
         real = np.zeros(changed.shape, bool)
         real[: param.model_shape[0]] = True
@@ -312,7 +326,7 @@ def test_all_of_the_model_changes_and_none_of_its_padding(devices):
         assert not (changed & ~real).any(), f"padding of {name}"
         if name in BANKS:  # every matrix
             assert changed[: param.model_shape[0]].any(axis=(1, 2)).all(), name
-        elif name in LOOKUPS:
+        elif name in LOOKUPS or name == "bigram":
             assert changed.any(), name
         elif name == "copy_gains":  # those of the matches that occur
             assert match_lengths() == [*range(MINI.copy + 1)] and changed.all()
@@ -332,23 +346,23 @@ def test_lookups_are_those_of_the_parameters(devices):
 
 
 # ---- The compiled program ------------------------------------------------------------------------
-SHAPE = re.compile(r"(?:bf16|f32)\[([\d,]*)\]")
-
-
-def collectives(text: str, kind: str) -> list[int]:
-    """The sizes, in elements, of all arrays that collectives of a kind return; of tuples, of every
-    element."""
+def collectives(text: str, kind: str, dtype: str = "bf16|f32") -> list[list[int]]:
+    """The sizes, in elements, of what each collective of a kind returns: of arrays of these dtypes.
+    It may return a tuple."""
+    shape = re.compile(rf"\b(?:{dtype})\[([\d,]*)\]")
     sizes = []
     for line in re.findall(rf"= (.*?) {kind}(?:-start)?\(", text):
-        for dims in SHAPE.findall(line):
-            sizes.append(int(np.prod([int(n) for n in dims.split(",") if n], initial=1)))
+        found = [[int(n) for n in dims.split(",") if n] for dims in shape.findall(line)]
+        if found:
+            sizes.append([int(np.prod(dims, initial=1)) for dims in found])
     return sizes
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_each_weight_is_sent_once_and_none_is_all_reduced(step):
     """All-gathers: matrices in every step, lookups in second steps. Reduce-scatters: gradients, to
-    their owners. Only the gradients of bigram rows are all-gathered, token by token."""
+    their owners. Of the n-gram table, devices exchange the rows that they read: first the numbers
+    of the rows, then the rows, then their gradients."""
     hlo = train_program(1, step, 8, MINI).as_text()
     sizes = {name: int(np.prod(TABLE[name].shape)) for name in TABLE}
     groups = []
@@ -356,16 +370,18 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(step):
         count = TABLE[name].shape[0]
         groups += [sizes[name] // count] * count
     lookups = [sizes[name] for name in LOOKUPS]
-    sent = [len(MINI.ngrams) * MINI.batch * T * MINI.D, *groups]
-    if step == 1:
-        sent += lookups
-    assert sorted(collectives(hlo, "all-gather")) == sorted(sent)
-    owned = sum(groups + lookups) - sizes["bigram"]
-    assert sum(collectives(hlo, "reduce-scatter")) == owned // 8
+    sent = [*groups, *lookups] if step == 1 else groups
+    assert sorted(itertools.chain(*collectives(hlo, "all-gather"))) == sorted(sent)
+    owned = sum(groups + lookups)
+    assert sum(itertools.chain(*collectives(hlo, "reduce-scatter"))) == owned // 8
     # Only the gradients of replicated parameters and the loss are all-reduced. They are smaller
     # than any part that a device owns.
     smallest = min(groups + lookups) // 8
-    assert 0 < max(collectives(hlo, "all-reduce")) < smallest
+    assert 0 < max(itertools.chain(*collectives(hlo, "all-reduce"))) < smallest
+    # A device reads two sequences in one microbatch.
+    rows = MINI.batch // 8 * 8 * SLOTS
+    assert [sum(x) for x in collectives(hlo, "all-to-all", "s32")] == [rows]
+    assert [sum(x) for x in collectives(hlo, "all-to-all")] == [rows * MINI.D] * 2
 
 
 def test_training_is_in_fp8_and_validation_is_not():

@@ -54,3 +54,16 @@ def test_it_is_what_the_layers_of_today_give(tmp_path):
     text, arrows = drawn(tiny)
     assert "key start" in text and "MUDD" not in text and "own mix" not in text
     assert {"layer 1 to layer 3", "layer 2 to layer 4", "layer 2 to layer 5"} <= arrows
+
+
+def test_record92_has_narrow_heads_and_layers_of_fewer_and_more_parts(tmp_path):
+    draw_model.draw(tmp_path / "92.svg", train_gpt.PRESETS["record92"])
+    text, arrows = drawn(tmp_path / "92.svg")
+    # The word MLP is in nine layers and once in the notes; layer 7 has none, and layer 8 has two.
+    assert len(re.findall("^MLP$", text, re.M)) == 10 and "\n2 MLPs\n" in text
+    assert len(re.findall("^no attention$", text, re.M)) == 4
+    assert "narrow q and k · narrow v · value table 0 · exclusive" in text
+    assert "paired heads" in text and "queries and keys have half of a head's channels" in text
+    embeddings = {f"x0 to layer {i}" for i in (0, 1, 2, 4, 5, 7)}
+    embeddings |= {f"bigram to layer {i}" for i in (1, 4, 5, 9, 10)}
+    assert {name for name in arrows if name.startswith(("x0", "bigram"))} == embeddings

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 import train_gpt
 from tests.tools import MINI, sequences, whole_weights
-from train_gpt import Stage
+from train_gpt import LONG, SHORT, Layer, Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 TRAIN = ROOT / "train_gpt.py"
@@ -34,13 +34,25 @@ LAST = replace(MINI.layers[-1], paired_heads=True, skip_from=0)
 THREE = tuple(Stage(1, 512, short, long, 0, 1.0) for short, long in ((4, 12), (6, 20), (8, 40)))
 MUDD_HEAD = (*MINI.mudd_head, ("middle3", 0.0), ("norm(layer2)", 0.0), ("norm(middle5)", 0.0))
 AVERAGES = (train_gpt.Average(("mlp", "value0"), start=0.5, every=4, memory=0.1, blend=1.0),)
-MODELS = {  # the first two have several stages, so that YaRN has changed their frequencies
+# What only record92 has.
+NARROW = (
+    Layer(SHORT, paired_heads=True, narrow_qk=True, xsa=True, bigram=True, value_table=0, mlps=2),
+    Layer(SHORT, narrow_qk=True, narrow_v=True, value_table=1, xsa=True, x0=False),
+    Layer(None, bigram=True, mlps=0, new_gates=True),
+    Layer(None, skip_from=0, x0=False),
+    Layer(SHORT, narrow_qk=True, narrow_v=True, paired_heads=True, attend_to=1, mlps=0),
+    Layer(LONG, key_offset=True, head_gate=True, mudd=("input", "layer1")),
+)
+MODELS = {  # the first three have several stages, so that YaRN has changed their frequencies
     "every technique": replace(
         MINI, layers=(*MINI.layers[:-1], LAST), mudd_head=MUDD_HEAD, mudd_groups=4,
         averages=AVERAGES),
     "record": replace(
         train_gpt.Config(), D=64, H=4, F=128, R=8, bigrams=80000, dc_window=12, head_chunk=64,
         stages=THREE),
+    "narrow": replace(
+        MINI, layers=NARROW, mudd_head=(("norm(middle2)", 0.0),), D=64, stages=THREE, segment=40,
+        ngram_optimizer="row_adam"),
     "tiny": replace(train_gpt.PRESETS["tiny"], D=32, F=64, bigrams=512),
 }  # fmt: skip
 
@@ -112,7 +124,7 @@ def test_the_reference_is_the_model(exports, name):
 
 # Faults to plant in reference.py; more are in dev/faults/evals.toml.
 MUTATIONS = """
-np.float32(c.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
+np.float32(layer.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
 tokens_T[t - n + 1 : t + 1][::-1] -> tokens_T[t - n + 1 : t + 1]
 n >= length -> n > length
 back <= window -> back < window
@@ -124,6 +136,10 @@ norm(source)[:, :6] -> source[:, :6]
 c.dc_window - 1 -> c.dc_window
 norm(saved[name[5:-1]]) -> saved[name[5:-1]]
 np.repeat(net["groups"] -> np.repeat(net["groups"][..., ::-1]
+< width - 4, rotated -> < K - 4, rotated
+if layer.window is not None or embeddings: -> if layer.window is not None:
+for name in ("x0", "bigram") if name in gate -> for name in ("x0",) if name in gate
+y += np.maximum -> y = np.maximum
 """
 
 
@@ -134,7 +150,8 @@ def test_a_fault_in_the_reference_is_noticed(exports, mutation):
     assert old in SOURCE
     exec(SOURCE.replace(old, new.strip()), vars(mutant))
     # Some faults show only with the record's four heads or its large tables.
-    assert any(distance(mutant, exports[name]) > 1e-3 for name in ("every technique", "record"))
+    names = "every technique", "record", "narrow"
+    assert any(distance(mutant, exports[name]) > 1e-3 for name in names)
 
 
 TIKTOKEN = """import types

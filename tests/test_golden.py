@@ -46,6 +46,7 @@ from tests.tools import FLOAT32, whole_loss
 from train_gpt import (
     BANK,
     EVERY_STEP,
+    EXCHANGED,
     LOOKUP,
     REPLICATED,
     SHORT,
@@ -273,7 +274,9 @@ def test_rotation(size):
         for name, stage in ("stage1", 0), ("ext", 3):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
-            cos, sin = pos.rope_paired if table == "paired" else pos.rope
+            layer = Layer(SHORT, paired_heads=table == "paired")
+            cos, sin, score_scale = pos.rope[train_gpt.rope_kind(layer)]
+            assert score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
             cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
             sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
             half = c.D // c.H // 2  # of a head's channels; the other half does not rotate
@@ -325,7 +328,7 @@ def component(name: str, extra: bool, layer: Layer) -> None:
         }
         gate = {"xsa": p.get("xsa"), "head": p.get("gate")}
         gate |= {"dc_in": p.get("dc1"), "dc_out": p.get("dc2")}
-        terms = [(1.0, p["aux"])] if extra else []
+        terms = [(1.0, train_gpt.in_heads(p["aux"], c))] if extra else []
         pos = train_gpt.positions(starts, c, 1)
         return train_gpt.attention(p["x"], terms, 0, weights, gate, pos, c)
 
@@ -571,8 +574,11 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
             muon = train_gpt.normuon(C)
             rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, EVERY_STEP, "muon_lr", layers)
         else:
-            is_lookup = name in ("lm_head", "embed", "value_embeds", "bigram_embed")
-            sharding = LOOKUP if is_lookup else REPLICATED
+            sharding = REPLICATED
+            if name in ("lm_head", "embed", "value_embeds"):
+                sharding = LOOKUP
+            if name == "bigram_embed":
+                sharding = EXCHANGED
             adam = train_gpt.adam(*about["adam_betas"])
             decay = 0.005 * lr_mul * wd_mul
             rows[key] = Param(start.shape, None, lr_mul, decay, adam, sharding)
@@ -597,16 +603,19 @@ def optimizer_gradient(name: str, step: int, shape: tuple) -> np.ndarray:
 
 
 def test_eight_steps_of_the_optimizers(monkeypatch):
-    """update_parameters(), with the fixture's gradients."""
+    """update_parameters(), with the fixture's gradients. It is train_step() that adds up those of
+    the bigram table, so that the test does it here."""
     rows, starts = optimizer_table()
     monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
     params = {name: jnp.asarray(start) for name, start in starts.items()}
+    waits = [name for name in params if rows[name].sharding in (LOOKUP, REPLICATED)]
     state = train_gpt.State(
         params,
         {name: rows[name].optimizer.init(p) for name, p in params.items()},
-        {name: jnp.zeros_like(p) for name, p in params.items() if rows[name].sharding != BANK},
+        {name: jnp.zeros_like(params[name]) for name in waits},
         {name: p for name, p in params.items() if rows[name].sharding == LOOKUP},
         [],
+        jnp.zeros((), jnp.int32),
     )
     programs = []
     for step in (0, 1):
@@ -621,6 +630,8 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
             momentum=np.float32(GOLDEN["optim/muon_momentum"][step]), tied=np.bool_(tied),
         )  # fmt: skip
         gradients = {name: optimizer_gradient(name, step, p.shape) for name, p in params.items()}
+        if step % 2:
+            gradients["bigram"] += optimizer_gradient("bigram", step - 1, starts["bigram"].shape)
         state = programs[step % 2](state, gradients, row)
         history.append({name: np.asarray(array) for name, array in state.params.items()})
         for name, table in state.lookups.items():

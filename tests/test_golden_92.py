@@ -1,5 +1,6 @@
 """Parts of record 92 compute the numbers of upstream's own functions: schedule, rotation, quintics,
-anvil, candidates of the softmax and its gradients, averages, value tables, and the head's mix.
+anvil, candidates of the softmax and its gradients, averages, value tables, the table of n-grams,
+and the head's mix.
 
 Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 2e-6 for averages,
 1e-6 for the rest.
@@ -16,7 +17,16 @@ import pytest
 import train_gpt
 from tests.golden_r92 import GOLDEN, META, normal, relative
 from tests.tools import FLOAT32, MINI32
-from train_gpt import EVERY_STEP, LONG, PREFIX, WITH_ADAM, WITH_TABLES, Layer
+from train_gpt import (
+    CADENCES,
+    EVERY_STEP,
+    LONG,
+    PREFIX,
+    SHORT,
+    WITH_ADAM,
+    WITH_TABLES,
+    Layer,
+)
 
 RECORD = dataclasses.replace(train_gpt.PRESETS["record92"], canonical="", **FLOAT32)
 ROWS = train_gpt.schedule(RECORD)
@@ -66,16 +76,75 @@ def test_what_each_step_updates():
     np.testing.assert_array_equal(tables, GOLDEN["schedule/table_event"][:N])
 
 
-def test_rotations_of_wide_heads():
-    """Upstream's scale begins at 0.085, ours at 0.1, as in record 89; both grow by the same."""
-    # The stages in which the long window grows, and the last row with steps.
-    first = [0, 1, 5, 7, 8]
-    for stage, frequencies, scale in zip(
-        first, GOLDEN["yarn/wide/freq"], GOLDEN["yarn/wide/scale"], strict=True
-    ):
-        found, found_scale = train_gpt.rope_frequencies(RECORD, stage)
+# ---- Rotation ------------------------------------------------------------------------------------
+# Our stages in which upstream's five begin.
+FIRST = [0, 1, 5, 7, 8]
+NARROW = Layer(SHORT, narrow_qk=True)
+PAIRED = Layer(SHORT, narrow_qk=True, paired_heads=True)
+WIDE = Layer(LONG, key_offset=True)
+NARROWEST = Layer(SHORT, narrow_qk=True, narrow_v=True)
+
+
+@pytest.mark.parametrize("heads", ["narrow", "wide"])
+def test_frequencies_and_scales(heads):
+    scales = []
+    for stage, frequencies in zip(FIRST, GOLDEN[f"yarn/{heads}/freq"], strict=True):
+        found, scale = train_gpt.rope_frequencies(RECORD, stage, narrow=heads == "narrow")
         assert relative(found, frequencies) < 1e-6
-        assert found_scale * 0.85 == pytest.approx(scale, rel=1e-6)
+        scales.append(scale)
+    assert relative(scales, GOLDEN[f"yarn/{heads}/scale"]) < 1e-6
+
+
+def test_the_last_validation_changes_no_rotation():
+    last = len(RECORD.stages) - 1
+    for narrow in False, True:
+        frequencies, scale = train_gpt.rope_frequencies(RECORD, last, narrow)
+        before, scale_before = train_gpt.rope_frequencies(RECORD, last - 1, narrow)
+        np.testing.assert_array_equal(frequencies, before)
+        assert scale == scale_before
+
+
+def rotated(name: str, layer: Layer, width: int) -> tuple:
+    """q and k of the golden file's heads as this layer rotates them in the first stage, and those
+    of the golden file, in our order; (5, 6, width) and (5, 6, channels)."""
+    golden = [GOLDEN[f"rope/{name}/{array}"] for array in "qk"]
+    K = golden[0].shape[-1]
+    # Upstream rotates channels 2j and 2j + 1 of the first 64, we rotate j and j + 32.
+    order = np.r_[0:64:2, 1:64:2, 64:K]
+    x = jnp.asarray(normal(f"rope/{name}", (1, 5, 12, K)))[..., order]
+    c = dataclasses.replace(RECORD, layers=(layer,), mudd_head=())
+    pos = train_gpt.positions(jnp.zeros((1, 5), bool), c, 0)
+    cos, sin, _ = pos.rope[train_gpt.rope_kind(layer)]
+    q = train_gpt.norm_rotate(x[:, :, :6], cos, sin, pos.doc_q, False, width)
+    k = train_gpt.norm_rotate(x[:, :, 6:], cos, sin, pos.doc_k, layer.key_offset, width)
+    assert (q[..., -4:] == pos.doc_q).all() and (k[..., -4:] == pos.doc_k).all()
+    return [y[0] for y in (q, k)], [array[..., order].reshape(5, 6, K) for array in golden]
+
+
+@pytest.mark.parametrize("name, layer, compared", [
+    ("narrow", NARROW, 64),
+    ("paired", PAIRED, 64),
+    ("wide", WIDE, 124),  # the other four channels are codes of documents
+])  # fmt: skip
+def test_rotated_queries_and_keys(name, layer, compared):
+    """Those with 64 channels are followed by zeros and the codes, as where v is wide."""
+    ours, golden = rotated(name, layer, 128)
+    for y, expected in zip(ours, golden, strict=True):
+        assert relative(y[..., :compared], expected[..., :compared]) < 1e-6
+        assert not y[..., expected.shape[-1] : 124].any()
+
+
+def test_rotated_queries_and_keys_where_codes_take_their_channels():
+    """Where v is narrow as well, codes overwrite half of the slowest four pairs, of 32. The other
+    half is not rotated, and the faster pairs are upstream's."""
+    ours, golden = rotated("narrow", NARROWEST, 64)
+    fast = np.r_[0:28, 32:60]
+    for y, expected in zip(ours, golden, strict=True):
+        assert relative(y[..., fast], expected[..., fast]) < 1e-6
+    x = normal("rope/narrow", (5, 12, 64))
+    slow = np.asarray(train_gpt.norm(jnp.asarray(x)))[..., 56::2]
+    for y, expected in zip(ours, np.split(slow, 2, axis=1), strict=True):
+        assert relative(y[..., 28:32], expected) < 1e-6
 
 
 # ---- Matrices ------------------------------------------------------------------------------------
@@ -243,11 +312,11 @@ def weights_after(step: int, name: str) -> np.ndarray:
 
 def validated(params: dict, averages: list[dict]) -> dict:
     """train_gpt.validated() of these."""
-    return train_gpt.validated(train_gpt.State(params, {}, {}, {}, averages), SHORT)
+    return train_gpt.validated(train_gpt.State(params, {}, {}, {}, averages, 0), ONE_TABLE)
 
 
 # The preset with one value table, as the golden file has it.
-SHORT = dataclasses.replace(RECORD, averages=tuple(
+ONE_TABLE = dataclasses.replace(RECORD, averages=tuple(
     dataclasses.replace(average, params=tuple(n for n in average.params if n in NAMES.values()))
     for average in RECORD.averages
 ))  # fmt: skip
@@ -257,7 +326,7 @@ TAGS = ["tail-ema", "tail-avg", "value-embed-avg", "bank-blend", "bank-blend"]
 def test_the_averages_and_what_is_validated():
     params = {ours: weights_after(890, theirs) for theirs, ours in NAMES.items()}
     averages = [
-        {name: jnp.zeros_like(params[name]) for name in row.params} for row in SHORT.averages
+        {name: jnp.zeros_like(params[name]) for name in row.params} for row in ONE_TABLE.averages
     ]
     move = jax.jit(train_gpt.move_averages)
     for step in range(890, N):
@@ -332,6 +401,59 @@ def test_value_tables():
     assert relative(p[~tiny], GOLDEN["value/final"][~tiny]) < 1e-6
     assert relative(state.mu, GOLDEN["value/m"]) < 1e-6
     assert relative(state.nu, GOLDEN["value/v"]) < 1e-6
+
+
+# ---- The table of n-grams ------------------------------------------------------------------------
+# A table of as many rows as the golden one, in eighths: row r is at [r // 8, r % 8].
+TABLE = dataclasses.replace(
+    RECORD, D=META["Dt"], H=2, F=META["Dt"], bigrams=META["R"], mudd_groups=0
+)
+
+
+def rows_of_event(event: int, R: int) -> train_gpt.RowGradients:
+    """The gradients of an event: of every row as many as there are ranks that hit it. Where a rank
+    does not hit a row, there is row R, past the end."""
+    hit = GOLDEN["table/hit"][event]
+    gradients = normal(f"table/grad/{event}", (*hit.shape, TABLE.D), 1e-2) / 8  # a mean over ranks
+    ranks, rows = hit.shape
+    shape = ranks, rows // 8, 8
+    numbers = np.where(hit.reshape(shape), np.arange(rows // 8)[:, None], R)
+    by_eighth = np.moveaxis(numbers, 2, 0).reshape(8, -1)
+    gradients = np.moveaxis(gradients.reshape(*shape, -1), 2, 0).reshape(8, -1, TABLE.D)
+    return train_gpt.RowGradients(jnp.asarray(by_eighth), jnp.asarray(gradients))
+
+
+def test_row_adam(monkeypatch):
+    """update_parameters() of the table over the events around the first cycle of four steps."""
+    table = {"bigram": train_gpt.param_table(TABLE)["bigram"]}
+    monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
+    start = GOLDEN["table/start"]
+    R = table["bigram"].shape[0]
+    params = np.zeros((R * 8, TABLE.D), np.float32)
+    params[: len(start)] = start  # the rest is padding
+    params = {"bigram": jnp.asarray(params.reshape(R, 8, -1))}
+    opt_state = {"bigram": table["bigram"].optimizer.init(params["bigram"])}
+    state = train_gpt.State(params, opt_state, {}, {}, [], 0)
+
+    @jax.jit
+    def update(state, gradients, row):
+        once = train_gpt.sum_equal_rows(gradients, R)
+        updates = train_gpt.Updates(CADENCES, ())
+        return train_gpt.update_parameters(state, {"bigram": once}, row, TABLE, updates)
+
+    for event, step in enumerate(GOLDEN["table/events"]):
+        row = ROWS[step]._replace(average_rates=())
+        state = update(state, rows_of_event(event, R), row)
+        rows = np.asarray(state.params["bigram"]).reshape(R * 8, -1)
+        squares = np.asarray(state.opt_state["bigram"].squares).reshape(-1)
+        assert relative(squares[: len(start)], GOLDEN["table/second_moment"][event]) < 1e-6
+        if f"table/after{event}" in GOLDEN:
+            assert relative(rows[: len(start)], GOLDEN[f"table/after{event}"]) < 1e-6
+        assert not rows[len(start) :].any() and not squares[len(start) :].any()
+    assert relative(rows[: len(start)], GOLDEN["table/final"]) < 1e-6
+    moved = rows[: len(start)] - start
+    assert relative(moved, GOLDEN["table/final"] - start) < 1e-6
+    assert state.opt_state["bigram"].count == len(GOLDEN["table/events"])
 
 
 # ---- The head's mix of streams -------------------------------------------------------------------

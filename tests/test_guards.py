@@ -96,6 +96,9 @@ def refusal(capsys):
     ("tiny --matrix_optimizer muon", "--matrix_optimizer muon: normuon or anvil"),
     ("tiny --mudd_groups 12", "--mudd_groups 12 does not divide --D 128"),
     ("tiny --bigrams 7", r"--bigrams 7: too few for \(2, 3, 4, 5\)"),
+    ("tiny --ngram_capacity 0", r"--ngram_capacity 0.0 is not in \(0, 1\]"),
+    ("tiny --ngram_capacity 1.1", r"--ngram_capacity 1.1 is not in \(0, 1\]"),
+    ("tiny --ngram_optimizer anvil", "--ngram_optimizer anvil: adam or row_adam"),
 ])  # fmt: skip
 def test_wrong_flags_are_refused(refusal, argv, message):
     assert re.search(message, refusal(argv))
@@ -162,7 +165,24 @@ TWEAKS = dict(  # the second layer, changes of Config, the message
     xsa=(Layer(None, xsa=True), {}, NO_ATTENTION),
     head_gate=(Layer(None, head_gate=True), {}, NO_ATTENTION),
     dc=(Layer(None, dc=True), {}, NO_ATTENTION),
-    bigram=(Layer(None, bigram=True), {}, NO_ATTENTION),
+    narrow_qk=(Layer(None, narrow_qk=True), {}, NO_ATTENTION),
+    narrow_v=(Layer(None, narrow_v=True), {}, NO_ATTENTION),
+    narrow_v_alone=(Layer(LONG, narrow_v=True), {}, "layer 1: narrow_v needs narrow_qk"),
+    narrow_offset=(
+        Layer(LONG, narrow_qk=True, key_offset=True),
+        {},
+        "layer 1: narrow keys have no half for key_offset",
+    ),
+    narrow_mudd=(
+        Layer(LONG, narrow_qk=True, narrow_v=True, mudd=("input",)),
+        {},
+        "layer 1: mudd needs v of full width and one MLP",
+    ),
+    mudd_mlps=(
+        Layer(LONG, mlps=2, mudd=("input",)),
+        {},
+        "layer 1: mudd needs v of full width and one MLP",
+    ),
     value_table=(Layer(None, value_table=1), {}, NO_ATTENTION),
     attend_to=(Layer(None, attend_to=0), {}, NO_ATTENTION),
     mudd=(Layer(None, mudd=("layer0",)), {}, NO_ATTENTION + ".*skip_from=None"),
@@ -223,6 +243,8 @@ def test_a_right_tweak_does_not_fail():
         FIRST,
         Layer(None, skip_from=0, new_gates=True),
         Layer(SHORT, attend_to=0, value_table=1, mudd=("x0", "bigram", "input", "value1")),
+        Layer(None, bigram=True, x0=False, mlps=0),
+        Layer(SHORT, narrow_qk=True, narrow_v=True, paired_heads=True, mlps=2),
     )
     streams = ("layer2", 0.5), ("value0", 0.0), ("norm(middle1)", 0.0)
     changes = dict(mudd_head=streams, layers=layers, mudd_groups=4)

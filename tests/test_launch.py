@@ -38,7 +38,7 @@ def compile_all(c, mesh, log):
         HOOK(next(steps))
         return state, jnp.zeros(())
     def val_program(params, tokens, mask):
-        return 9.0
+        return 9.0, 0
     programs = {(0, c.updates(step)): train_program for step in range(c.total_steps)}
     return programs | {(0, "val"): val_program}
 
@@ -465,11 +465,15 @@ def test_the_table_of_layers_has_a_line_for_each_and_a_word_for_every_field():
     assert lines[0].endswith("short 128, 384, 640, 768, 768; long 384, 896, 1408, 1664, 2560")
     layers = lines[2:]
     assert len(layers) == 11
-    assert layers[6] == "layer  6  MLP only      adds layer 3"
+    assert layers[6] == "layer  6  no attention  adds layer 3"
     assert layers[10].startswith("layer 10  long window   key offset, head gates, dynamic compos")
+    lines = launch.layer_table(train_gpt.PRESETS["record92"]).splitlines()
+    assert lines[9] == "layer  7  no attention  x0, no MLPs"
+    words = "narrow q and k, narrow v, value table 2, attends to layer 7, 2 MLPs"
+    assert lines[10] == f"layer  8  short window  {words}"
     layer = SimpleNamespace(window=None)  # a copy may have fewer fields
     bare = SimpleNamespace(layers=[layer], stages=RECORD.stages)
-    assert launch.layer_table(bare).endswith("layer  0  MLP only")
+    assert launch.layer_table(bare).endswith("layer  0  no attention")
     switches = {f.name for f in dataclasses.fields(train_gpt.Layer) if f.type is bool}
     assert switches == {*launch.WORDS}
 
@@ -537,7 +541,9 @@ def fitted(line: str) -> list[str]:
 def test_what_is_fitted_is_the_record_as_it_is(preset):
     """And the record can have the flags of every row."""
     c = train_gpt.PRESETS[preset]
-    assert {name: getattr(c, name) for name in fits.RECORD} == fits.RECORD
+    bigrams = fits.BIGRAMS_92 if preset == "record92" else fits.RECORD["bigrams"]
+    expected = fits.RECORD | {"bigrams": bigrams}
+    assert {name: getattr(c, name) for name in fits.RECORD} == expected
     for flags, _ in fits.FITS:
         dataclasses.replace(c, **flags)
 
@@ -565,6 +571,13 @@ def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monk
     line = capsys.readouterr().out
     assert fits.command_line(flags) in line
     assert ("as it is: --batch 8" in line) == bool(flags) and ("not the rec" in line) == (row == 3)
+
+
+@pytest.mark.parametrize("devices, GB, row", [(8, 64, 0), (4, 64, 0), (1, 120, 0), (2, 40, 2)])
+def test_record92_needs_room_for_its_table_as_well(devices, GB, row, monkeypatch):
+    """38 GB on all devices together."""
+    have(monkeypatch, *[GB] * devices)
+    assert fitted("record92") == fits.command_line(fits.FITS[row][0]).split()
 
 
 @pytest.mark.parametrize("line", [

@@ -14,7 +14,7 @@ import weights
 
 import train_gpt
 from tests.test_export import save
-from tests.tools import text, write_shard
+from tests.tools import noise, text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN = weights.ROOT / "train_gpt.py"
@@ -24,11 +24,12 @@ STAGES = (Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),)
 MODELS = [
     dataclasses.replace(train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES),
     dataclasses.replace(
-        train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES, R=8,
+        train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES | {"D": 64}, R=8,
         layers=(
-            Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+            Layer(SHORT, paired_heads=True, narrow_qk=True, narrow_v=True, xsa=True, bigram=True,
+                  value_table=0, mlps=2),
             Layer(LONG, key_offset=True, key_start=True, head_gate=True, new_gates=True),
-            Layer(None, skip_from=0),
+            Layer(None, skip_from=0, x0=False, bigram=True, mlps=0),
             Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=1, attend_to=1,
                   mudd=("input", "layer1")),
         ),
@@ -123,8 +124,9 @@ def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypat
     history = np.minimum(t, (64 * np.arange(4)[:, None] + t) % 50)
     least = int(np.quantile(history, 0.75))
     assert lines == [(least,)] and 20 < least < 49
-    for window, (_, _, *given, far) in zip([8, 24, 24], asked, strict=True):  # in positions
-        assert given == [window, np.float32(0.1)] and np.all(far == (history >= least))
+    known = [(8, 0.13), (24, 0.1), (24, 0.1)]  # windows in positions, scales of scores
+    for (window, scale), (_, _, *given, far) in zip(known, asked, strict=True):
+        assert given == [window, np.float32(scale)] and np.all(far == (history >= least))
     far = [[*{*map(float, x.get_ydata().round(4))}] for x in figure.axes[0].lines]
     assert far == [[6.8], [5], [10]]  # mean, and within which half and 90 % lie
 
@@ -172,7 +174,12 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
         for n, layer in enumerate(w.c.layers):
             if not layer.mudd:
                 mean, _ = dots_and_spans(panels["mlp_lambdas"], n)
-                np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n])
+                used = 2 if layer.mlps else 1  # without an MLP, only x has a factor
+                np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n][:used])
+                if layer.window or layer.bigram:
+                    mean, _ = dots_and_spans(panels["attn_lambdas"], n)
+                    used = 2 if layer.window else 1
+                    np.testing.assert_array_equal(mean, w.arrays["attn_lambdas"][n][:used])
             if layer.value_table is not None and not layer.mudd:
                 mean, ends = dots_and_spans(panels["value_gates"], n)
                 assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
@@ -225,6 +232,39 @@ def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
     styles = {(x.get_color(), x.get_marker()) for x in panels["fc"].lines}
     assert len(styles) == 6  # a layer can be told from the others
     assert second == dict(q=[1] * 5, k=[0] * 5, v=[0] * 5, o=[1] * 5, fc=[1] * 6, proj=[0] * 6)
+
+
+def test_singular_values_are_those_of_channels_that_are_used(trained, drawn):
+    """Of layer 0, whose heads are narrow and which has two MLPs; layer 2 has no matrices."""
+    w = trained[2][0]
+    K = w.c.D // w.c.H
+    used = np.arange(64) % K < K // 2  # rows of a matrix, or columns
+    qk = [np.where(used[:32, None], noise(str(n), (32, 64)), 99) for n in range(4)]
+    vo = [np.where(used[:, None], np.eye(64), 99), np.where(used, np.eye(64), 99)]
+    arrays = w.arrays | dict(qk=[*qk, *w.arrays["qk"][4:]], vo=[*vo, *w.arrays["vo"][2:]])
+    figure = drawn(look.draw_singular, w._replace(arrays=arrays))
+    curves = {}
+    for name, ax in names_in_parentheses(figure.axes).items():
+        curves[name] = [line.get_ydata() for line in ax.lines]
+    assert {name: len(ys) for name, ys in curves.items()} == dict(q=3, k=3, v=3, o=3, fc=4, proj=4)
+    assert [len(y) for y in curves["q"]] == [32, 64, 64]
+    for name in "vo":
+        np.testing.assert_allclose(curves[name][0], np.ones(32), rtol=1e-5)
+    values = np.linalg.svd(np.concatenate(qk[:2])[used], compute_uv=False)
+    np.testing.assert_allclose(curves["q"][0], values / values[0], rtol=1e-4)
+    (legend,) = figure.legends
+    assert [label.get_text() for label in legend.get_texts()] == ["0", "1", "3"]
+
+
+def test_a_layer_is_described_by_what_is_not_as_usual():
+    first, _, third, last = MODELS[1].layers
+    assert look.describe(first).split("\n") == [
+        "short", "narrow qk", "narrow v", "paired heads", "xsa", "bigram", "value table 0", "2 MLPs"
+    ]  # fmt: skip
+    assert look.describe(third).split("\n") == [
+        "no attention", "no x0", "bigram", "adds layer 0", "no MLP"
+    ]  # fmt: skip
+    assert "attends to layer 1\nmudd" in look.describe(last)
 
 
 def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ RECORD = train_gpt.PRESETS["record"]
 # Every technique, and every kind of source of a MUDD layer, in as few layers as possible.
 SMALL_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
-    Layer(None, skip_from=0),
+    Layer(None, skip_from=0, x0=False),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, xsa=True, new_gates=True, attend_to=0,
           value_table=1, mudd=("input", "layer0")),
 )  # fmt: skip
@@ -208,20 +208,22 @@ def attend(q, k, v, first, window, paired: bool, by_code: bool):
     """Attention of q, k, v (B, T, H, K) within documents, which start where `first` (B, T) is true:
     train_gpt's, by its document code, or plain attention with a mask."""
     B, T, H, K = q.shape
-    c = dataclasses.replace(MINI, D=2 * K, H=2, compute=q.dtype.name)
+    layer = Layer(SHORT, paired_heads=paired)
+    sizes = {"D": 2 * K, "H": 2, "layers": (layer,), "mudd_head": ()}
+    c = dataclasses.replace(MINI, **sizes, compute=q.dtype.name)
     pos = train_gpt.positions(jnp.asarray(first), c, 0)
     rows = 2 if paired else 1  # positions of a token
-    cos, sin = pos.rope_paired if paired else pos.rope
+    cos, sin, score_scale = pos.rope[train_gpt.rope_kind(layer)]
     codes = [code if by_code else jnp.zeros_like(code) for code in (pos.doc_q, pos.doc_k)]
-    q, k = (train_gpt.norm_rotate(x, cos, sin, code, False)
+    q, k = (train_gpt.norm_rotate(x, cos, sin, code, False, K)
             for x, code in zip((q, k), codes, strict=True))  # fmt: skip
     q, k, v = (x.reshape(B, rows * T, H // rows, K) for x in (q, k, v))
     if by_code:
-        return train_gpt.attend(q, k, v, window, pos.score_scale, c)
+        return train_gpt.attend(q, k, v, window, score_scale, c)
     document = np.repeat(np.cumsum(first, axis=1), rows, axis=1)
     i, j = np.indices((rows * T,) * 2)
     mask = (j <= i) & (i - j <= window) & (document[:, :, None] == document[:, None, :])
-    return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
+    return jax.nn.dot_product_attention(q, k, v, scale=score_scale, mask=mask[:, None])
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -423,27 +425,40 @@ def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("offset, channels, width", [
+    (False, 32, 32),
+    (True, 32, 32),
+    (False, 16, 32),  # narrow q and k; v is wide
+    (False, 16, 16),  # and so is v
+])  # fmt: skip
 @BOTH
-def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tolerance):
+def test_norm_rotate_has_the_gradients_of_its_formula(
+    offset, channels, width, paired, dtype, tolerance
+):
     """With offset, a key's channels that do not rotate come from the token before, also across
-    documents; the first token keeps its own."""
+    documents; the first token keeps its own. Narrow heads have 16 channels, which all rotate."""
     first = np.zeros((1, 40), bool)
     first[0, [0, 7, 30]] = True
     x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 4, 32)).astype(dtype)
-    pos = train_gpt.positions(jnp.asarray(first), of_dtype(dtype, D=128, H=4), 0)
-    angles = pos.rope_paired if paired else pos.rope
+    x, dy = x[..., :channels], dy[..., :width]
+    layer = Layer(SHORT, paired_heads=paired, narrow_qk=channels < 32, narrow_v=width < 32)
+    c = of_dtype(dtype, D=128, H=4, layers=(layer,), mudd_head=())
+    pos = train_gpt.positions(jnp.asarray(first), c, 0)
+    cos, sin, _ = pos.rope[train_gpt.rope_kind(layer)]
 
     def formula(x):
-        cos, sin = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in angles)
+        turns = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in (cos, sin))
+        cos_THF, sin_THF = turns
         a, b, still = jnp.split(plain_norm(x), [8, 16], axis=-1)
         if offset:
             still = still[:, np.maximum(np.arange(40) - 1, 0)]
+        zeros = jnp.zeros((1, 40, 4, width - channels))
+        turned = a * cos_THF + b * sin_THF, b * cos_THF - a * sin_THF
+        y = jnp.concatenate((*turned, still, zeros), axis=-1)
         code = jnp.broadcast_to(pos.doc_k.astype("float32"), (1, 40, 4, 4))
-        parts = (a * cos + b * sin, b * cos - a * sin, still[..., :-4], code)
-        return jnp.concatenate(parts, axis=-1)
+        return jnp.concatenate((y[..., :-4], code), axis=-1)
 
-    ours = lambda x: train_gpt.norm_rotate(x, *angles, pos.doc_k, offset)
+    ours = lambda x: train_gpt.norm_rotate(x, cos, sin, pos.doc_k, offset, width)
     expected = gradients(formula, (x.astype("float32"),), dy.astype("float32"))
     close(gradients(ours, (x,), dy), expected, tolerance)
 

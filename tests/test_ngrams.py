@@ -1,4 +1,5 @@
-"""n-grams have rows and seeds of signs of record 92, and copies are what a slow search finds.
+"""n-grams have rows and seeds of signs of record 92, devices exchange the rows that they read,
+row_adam moves those, and copies are what a slow search finds.
 
 The golden file has numbers of the original record's own functions, in float32: tokens (T,); for
 bigrams and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the
@@ -11,11 +12,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import P
 
 import train_gpt
+from tests.golden import on_one_device
 from tests.golden_r92 import GOLDEN, META, normal
-from tests.tools import MINI32
-from train_gpt import SHORT, Layer
+from tests.tools import (
+    MINI32,
+    bigram_rows,
+    make_mesh,
+    make_random_state,
+    place_on,
+    random_params,
+    schedule_row,
+)
+from train_gpt import EXCHANGED, SHORT, Layer, RowGradients, Stage
 
 TOKENS = jnp.asarray(GOLDEN["ngram/tokens"])[None]
 SMALL_TABLE = GOLDEN["ngram/rows_small_of"].item()
@@ -55,9 +67,8 @@ def test_the_embedding_and_its_gradient_are_those_of_record_92(monkeypatch):
     }
 
     def embedding(table):
-        hashes = train_gpt.hash_ngrams(TOKENS, SMALL)
-        rows = [train_gpt.take_rows(table, index) for index, _ in hashes]
-        saved = train_gpt.embed_tokens(weights | {"bigram_rows": rows}, TOKENS, SMALL)
+        w = bigram_rows(weights | {"bigram": table}, TOKENS, SMALL)
+        saved = train_gpt.embed_tokens(w, TOKENS, SMALL)
         return saved["bigram"][0]
 
     found, vjp = jax.vjp(embedding, jnp.asarray(normal("ngram/table", (SMALL_TABLE, SMALL.D))))
@@ -65,6 +76,163 @@ def test_the_embedding_and_its_gradient_are_those_of_record_92(monkeypatch):
     (gradient,) = vjp(jnp.asarray(normal("ngram/dy", found.shape)))
     norms = np.linalg.norm(gradient, axis=1)
     np.testing.assert_allclose(norms, GOLDEN["ngram/embedding_drows_sum"], atol=1e-5)
+
+
+# ---- Exchange ------------------------------------------------------------------------------------
+T = 29
+EXCHANGE = dataclasses.replace(SMALL, D=32, vocab=257, eot=256, bigrams=400)
+R = 64  # rows in an eighth of its table, padding included
+# Eight sequences of few different tokens, so that n-grams occur more than once.
+TEXT = np.random.default_rng(5).integers(0, 6, (8, T)).astype(np.int32)
+NUMBERS = np.random.default_rng(6)
+TABLE = NUMBERS.normal(size=(R, 8, EXCHANGE.D)).astype("f4")
+# Sums of whole numbers do not depend on their order.
+GRADIENTS = NUMBERS.integers(-9, 10, (8, 2 * T, EXCHANGE.D)).astype("f4")
+
+
+def exchange(devices: int, c: train_gpt.Config) -> tuple:
+    """What devices exchange for TEXT, with GRADIENTS of the rows: the rows, the dense gradient, how
+    many n-grams are lost, and for each sequence and eighth the rows that it asks for."""
+
+    def on_device(tokens, table, gradients):
+        request = train_gpt.request_rows(tokens, table, c)
+        rows = train_gpt.pull_rows(table, request, c)
+        pushed = train_gpt.push_gradients(gradients, request, c)
+        dense = train_gpt.add_rows(jnp.zeros_like(table), pushed)
+        lost = jax.lax.psum(train_gpt.lost_ngrams(request), "fsdp")
+        return rows, dense, lost, request.wanted_QpC
+
+    specs = P("fsdp"), EXCHANGED, P("fsdp")
+    results = P("fsdp"), EXCHANGED, P(), P(None, "fsdp")
+    mesh = make_mesh(devices)
+    program = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=results))
+    return jax.tree.map(np.asarray, program(TEXT, TABLE, GRADIENTS))
+
+
+def read_rows(c: train_gpt.Config) -> np.ndarray:
+    """The rows that the n-grams of TEXT read, (8, 2 T)."""
+    return np.asarray(train_gpt.ngram_rows(jnp.asarray(TEXT), c))
+
+
+def slow_exchange(slots: int, c: train_gpt.Config) -> tuple:
+    """The same, one n-gram after the other. Of the rows that a sequence reads in an eighth, the
+    first ones get its slots."""
+    rows = np.zeros_like(GRADIENTS)
+    dense = np.zeros_like(TABLE)
+    lost = 0
+    asked = []
+    for q, numbers in enumerate(read_rows(c)):
+        read = [sorted({row // 8 for row in numbers if row % 8 == eighth}) for eighth in range(8)]
+        asked.append([rows_of_eighth[:slots] for rows_of_eighth in read])
+        for n, row in enumerate(numbers):
+            place = row // 8, row % 8
+            if place[0] in asked[q][place[1]]:
+                rows[q, n] = TABLE[place]
+                dense[place] += GRADIENTS[q, n]
+            else:
+                lost += 1
+    return rows, dense, lost, asked
+
+
+@pytest.mark.parametrize("capacity, slots", [(0.02, 2), (0.08, 5), (0.11, 7), (1.0, 58)])
+def test_devices_exchange_the_rows_for_which_there_are_slots(capacity, slots):
+    """Other n-grams read zeros, their gradients are dropped, and they are counted."""
+    c = dataclasses.replace(EXCHANGE, ngram_capacity=capacity)
+    assert c.ngram_slots(T) == slots
+    rows, dense, lost, asked = slow_exchange(slots, c)
+    zeros = ~rows.any(axis=-1)
+    assert lost == zeros.sum() and (lost > 0) == (capacity < 1)
+    for devices in 1, 2, 4, 8:
+        found = exchange(devices, c)
+        np.testing.assert_array_equal(found[0], rows)
+        np.testing.assert_array_equal(found[1], dense)
+        assert found[2] == lost
+        for wanted_8C, asked_8 in zip(found[3], asked, strict=True):
+            assert [[row for row in wanted if row < R] for wanted in wanted_8C] == asked_8
+    assert sum(len(numbers) - len(np.unique(numbers)) for numbers in read_rows(c)) > 50
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_training_and_validation_count_what_is_lost(devices):
+    """Two steps on the same tokens, one sequence after the other."""
+    stages = (Stage(2, 8 * T, short=8, long=8, max_doc=0, lr=1.0),)
+    c = dataclasses.replace(
+        EXCHANGE, stages=stages, batch=8, microbatch=1, adam_every=1, ngram_capacity=0.08,
+        head_chunk=1, val_T=T, val_tokens=8 * T,
+    )  # fmt: skip
+    _, _, lost, _ = slow_exchange(5, c)
+    mesh = make_mesh(devices)
+    tokens = place_on(mesh, np.pad(TEXT, ((0, 0), (0, 1))))
+    program = train_gpt.compile_train_step(0, c.updates(0), c, mesh)
+    state = make_random_state(c, mesh)
+    for step in 0, 1:
+        state, _ = program(state, tokens, schedule_row(c, step, mesh))
+        assert int(state.lost_ngrams) == (step + 1) * lost
+    val = train_gpt.compile_val_step(0, c, mesh)
+    assert int(val(state.params, tokens, ())[1]) == lost
+
+
+# ---- Row Adam ------------------------------------------------------------------------------------
+ROWS = dataclasses.replace(
+    EXCHANGE, ngram_optimizer="row_adam", table_every=2, table_start=0.5, adam_every=1,
+    stages=(Stage(8, 64, short=8, long=8, max_doc=0, lr=1.0),), batch=1, head_chunk=8,
+)  # fmt: skip
+
+
+def row_gradients(seed: int) -> RowGradients:
+    """Gradients of 40 rows in each eighth. Some rows are there several times, some are none."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 30, (8, 40)).astype(np.int32)
+    rows[:, ::9] = R
+    rows[:, 1::9] = train_gpt.NO_ROW
+    return RowGradients(rows, rng.normal(size=(8, 40, ROWS.D)).astype("f4"))
+
+
+def test_row_adam_is_its_formula_for_rows_that_are_read_and_leaves_the_others_alone():
+    """In float64, of a whole table. The last two updates are of two steps each."""
+    schedule = train_gpt.schedule(ROWS)
+    params = {name: jnp.asarray(p) for name, p in random_params(ROWS).items()}
+    state = train_gpt.initial_state(np.uint32(0), ROWS)._replace(params=params)
+    p = np.float64(params["bigram"])
+    squares = np.zeros((R, 8, 1))
+    ever_read = np.zeros((R, 8), bool)
+
+    def update(state, rows, row):
+        grads = {name: jnp.zeros_like(p) for name, p in state.params.items()}
+        grads["bigram"] = train_gpt.sum_equal_rows(rows, R)
+        updates = train_gpt.Updates(train_gpt.CADENCES, ())
+        return train_gpt.update_parameters(state, grads, row, ROWS, updates)
+
+    update = on_one_device(update)
+    for count, step in enumerate((0, 1, 5, 7), start=1):
+        given = row_gradients(step)
+        total = np.zeros((R, 8, ROWS.D))
+        read = np.zeros((R, 8), bool)
+        for eighth in range(8):
+            for row, gradient in zip(given.rows[eighth], given.gradients[eighth], strict=True):
+                if row < R:
+                    total[row, eighth] += gradient
+                    read[row, eighth] = True
+        assert 0 < read.sum() < (given.rows < R).sum()
+        before = np.asarray(state.params["bigram"])
+        state = update(state, given, schedule[step])
+
+        cycle = schedule[step].table_cycle
+        assert cycle == (1 if step < 4 else 2)
+        decay = 0.95**cycle
+        squares = decay * squares + (1 - decay) * np.mean(total**2, axis=-1, keepdims=True)
+        correction = 1 - decay**count
+        direction = total / (np.sqrt(squares / correction) + 1e-10)
+        lr = schedule[step].adam_lr * 75
+        shrinks = np.where(direction * p > 0, p, 0)
+        moved = p - lr * direction - lr**2 * 0.005 * 5 * cycle * shrinks
+        p = np.where(read[..., None], moved, p)
+        after = np.asarray(state.params["bigram"])
+        np.testing.assert_array_equal(after[~read], before[~read])
+        np.testing.assert_allclose(after, p, atol=1e-4)
+        np.testing.assert_allclose(state.opt_state["bigram"].squares, squares, rtol=1e-4)
+        ever_read |= read
+    assert not ever_read.all()
 
 
 def slow_copy(tokens: list[int], t: int, first: int, longest: int) -> tuple[int, int]:

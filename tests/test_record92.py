@@ -34,7 +34,9 @@ from train_gpt import LONG, SHORT, Average, Layer, Stage
 
 RECORD92 = train_gpt.PRESETS["record92"]
 LAYERS = (
-    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, narrow_qk=True, bigram=True, value_table=0),
+    Layer(SHORT, narrow_qk=True, narrow_v=True, xsa=True, mlps=2, x0=False),
+    Layer(None, bigram=True, mlps=0),
     Layer(LONG, key_offset=True, head_gate=True, value_table=1, attend_to=0,
           mudd=("input", "layer0"), new_gates=True),
 )  # fmt: skip
@@ -50,9 +52,10 @@ AVERAGES = (
 # averages and the untie begin in the middle.
 C = dataclasses.replace(
     MINI, layers=LAYERS, stages=STAGES, averages=AVERAGES, D=48, F=88, mudd_groups=12,
-    mudd_head=(("input", 0.0), ("value1", 0.0), ("norm(middle1)", 0.0), ("norm(layer0)", -0.5)),
-    batch=8, microbatch=1, copy=0, adam_every=1, table_every=2, matrix_optimizer="anvil",
-    engage=2 / 4, untie=1 / 4, cooldown_start=1 / 4, cooldown_end=3 / 4, **FLOAT32,
+    mudd_head=(("input", 0.0), ("value1", 0.0), ("norm(middle3)", 0.0), ("norm(layer0)", -0.5)),
+    ngram_optimizer="row_adam", segment=20, batch=8, microbatch=1, copy=0, adam_every=1,
+    table_every=2, matrix_optimizer="anvil", engage=2 / 4, untie=1 / 4, cooldown_start=1 / 4,
+    cooldown_end=3 / 4, **FLOAT32,
 )  # fmt: skip
 T = C.sequence_length(0)
 
@@ -112,12 +115,32 @@ def test_the_first_loss_is_the_mean_over_single_sequences():
     assert run(1)[0][0] == pytest.approx(np.mean(losses) / T, rel=1e-6)
 
 
+def test_narrow_heads_use_and_change_half_of_their_channels():
+    """Also of the first layer, whose heads are paired. Other layers change all of them."""
+    first = train_gpt.unpad(make_random_state(C, make_mesh(1)).params, C)
+    _, last, _ = run(1)
+    K = C.D // C.H
+    narrow = K // 2
+    table = train_gpt.param_table(C)
+    changed = {name: last[name] != first[name] for name in ("qk", "vo")}
+    for i, matrix in zip(table["qk"].layers, changed["qk"], strict=True):
+        share = matrix.reshape(2, K, C.D).mean(axis=(0, 2))  # of a matrix's two heads
+        used = narrow if C.layers[i].narrow_qk else K
+        assert share[:used].min() > 0.9 and not share[used:].any(), i
+    for n, (i, matrix) in enumerate(zip(table["vo"].layers, changed["vo"], strict=True)):
+        channels = matrix.T if n % 2 else matrix  # w_v has a row for each channel, w_o a column
+        share = channels.reshape(C.H, K, C.D).mean(axis=(0, 2))
+        used = narrow if C.layers[i].narrow_v else K
+        assert share[:used].min() > 0.9 and not share[used:].any(), i
+
+
 # ---- Updates -------------------------------------------------------------------------------------
 # The smallest model with a matrix and a table. Adam works in every second step and moves the tables
 # in every fourth.
 SLOW = dataclasses.replace(
     C, layers=(Layer(LONG, value_table=0),), mudd_head=(), mudd_groups=0, averages=(),
     stages=(dataclasses.replace(STAGES[0], steps=8),), adam_every=2, untie=0.0, engage=1.0,
+    ngram_optimizer="adam",
 )  # fmt: skip
 
 
@@ -203,10 +226,18 @@ def test_averages_change_what_is_validated_but_not_its_norm():
 
 
 def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
-    """With averages in the checkpoint and a mask in validation."""
+    """With averages in the checkpoint and a mask in validation. Two layers are enough."""
     c = with_files(tmp_path, C)
     c = dataclasses.replace(
-        c, val_every=4, val_T=64, val_tokens=1024, data=str(tmp_path), target=0.0, stall=0
+        c,
+        layers=(LAYERS[0], LAYERS[-1]),
+        mudd_head=C.mudd_head[:2],
+        val_every=4,
+        val_T=64,
+        val_tokens=1024,
+        data=str(tmp_path),
+        target=0.0,
+        stall=0,
     )
     for name in "train_000001", "val_000000":
         write_shard(tmp_path / f"x_{name}.bin", text(4000))
@@ -252,7 +283,7 @@ def test_a_run_resumes_and_saves_what_it_has_validated(tmp_path, monkeypatch):
         one = dataclasses.replace(c, canonical=canonical)
         program = train_gpt.compile_val_step(1, one, mesh)
         programs = {(one.program_stage(4), "val"): program}
-        losses[canonical] = train_gpt.validate(params, 4, one, mesh, programs, shards)
+        losses[canonical], _ = train_gpt.validate(params, 4, one, mesh, programs, shards)
     assert losses[c.canonical] == pytest.approx(result["val_loss"], rel=1e-5)
     assert losses[""] != pytest.approx(result["val_loss"], rel=1e-3)
 
@@ -266,11 +297,13 @@ def test_stages_of_equal_shapes_share_programs():
     assert sorted(val) == [0, 1, 5, 6, 9]
 
 
-def test_record_89_has_neither_averages_nor_new_arguments():
+def test_record_89_has_neither_averages_nor_their_arguments():
     c = train_gpt.PRESETS["record"]
     state = jax.eval_shape(lambda: train_gpt.initial_state(np.uint32(0), c))
     assert state.averages == []
-    assert len(jax.tree.leaves(train_gpt.schedule(c)[0])) == 5
+    row = train_gpt.schedule(c)[0]
+    used = [name for name, number in zip(row._fields, row, strict=True) if jax.tree.leaves(number)]
+    assert used == ["adam_lr", "muon_lr", "momentum", "tied", "loss_weights", "table_step"]
 
 
 # ---- Candidates and mask -------------------------------------------------------------------------

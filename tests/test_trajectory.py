@@ -23,7 +23,7 @@ LAYERS = (
     Layer(SHORT, xsa=True, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
     Layer(SHORT, paired_heads=True, bigram=True, new_gates=True),
-    Layer(None, skip_from=1),
+    Layer(None, skip_from=1, x0=False),
     Layer(SHORT, attend_to=2, bigram=True, value_table=1),
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, head_gate=True, dc=True,
           value_table=2, mudd=("input", "layer2")),

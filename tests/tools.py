@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import train_gpt
-from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer, Stage
+from train_gpt import BANK, EXCHANGED, LONG, LOOKUP, SHORT, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS = "compute", "mlp_forward", "head_forward", "head_backward"
+FORMATS = "compute", "qkv_forward", "mlp_forward", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
 FLOAT32_FLAGS = [argument for name in FORMATS for argument in (f"--{name}", "float32")]
 
@@ -26,7 +26,7 @@ MINI_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
     Layer(SHORT, paired_heads=True, bigram=True, value_table=1, new_gates=True),
-    Layer(None, skip_from=1),
+    Layer(None, skip_from=1, x0=False),
     Layer(SHORT, xsa=True, bigram=True, attend_to=2),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=2, attend_to=2,
           mudd=("input", "layer2")),
@@ -121,8 +121,8 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def bigram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
     """Weights as forward() takes them: with the rows of the bigram table that tokens (B, T) use."""
-    hashes = train_gpt.hash_ngrams(tokens, c)
-    return w | {"bigram_rows": [train_gpt.take_rows(w["bigram"], rows) for rows, _ in hashes]}
+    table = w["bigram"].reshape(-1, c.D)
+    return w | {"bigram_rows": train_gpt.take_rows(table, train_gpt.ngram_rows(tokens, c))}
 
 
 def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) -> jax.Array:
@@ -146,7 +146,7 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
         if param.sharding == BANK:
             matrices = jnp.asarray(c.D**-0.5 * noise(name, param.model_shape, seed))
             weights[name] = bank_matrices(name, matrices, c)
-        elif param.sharding == LOOKUP:
+        elif param.sharding in (LOOKUP, EXCHANGED):
             weights[name] = jnp.asarray(0.3 * noise(name, param.shape, seed))
         else:  # near their first values, some of which keep the residual stream small
             first = np.asarray(param.init(jax.random.key(seed), param.shape))

@@ -103,7 +103,7 @@ def moved(program: Program, kernel: Kernel) -> Moved:
         source = behind_bitcasts(output, body.instructions)
         if updates_a_parameter(source, body.instructions):
             in_place.add(source.name)
-            n = elements_updated(program, kernel, body, source)
+            n = elements_updated(body, source)
             accesses = 2 if source.kind == "scatter" else 1  # it adds, so it reads first
             written += accesses * n * BYTES[source.dtype()]
             largest = max(largest, n)
@@ -111,7 +111,7 @@ def moved(program: Program, kernel: Kernel) -> Moved:
             written += source.bytes()
             largest = max(largest, source.elements())
     read = 0.0
-    needed = elements_needed(program, kernel, body, in_place)
+    needed = elements_needed(body, in_place)
     for part in body.instructions.values():
         if part.kind == "parameter":
             n = min(part.elements(), needed[part.name])
@@ -120,9 +120,7 @@ def moved(program: Program, kernel: Kernel) -> Moved:
     return Moved(round(read + written), round(largest))
 
 
-def elements_needed(
-    program: Program, kernel: Kernel, body: KernelBody, in_place: set[str]
-) -> dict[str, float]:
+def elements_needed(body: KernelBody, in_place: set[str]) -> dict[str, float]:
     """How many elements of every value the outputs need: goes from the outputs backward."""
     needed = dict.fromkeys(body.instructions, 0.0)
     for output in body.outputs:
@@ -135,11 +133,8 @@ def elements_needed(
             operand = body.instructions[name]
             read = elements_read(part, position, operand, n)
             is_target = position == 0 and part.name in in_place
-            is_update = position == 2 and part.kind == "scatter"
             if is_target:
                 read = 0.0
-            if is_update:
-                read /= devices_that_share(program, kernel, body, part)
             needed[name] += read
     return needed
 
@@ -169,30 +164,10 @@ def updates_a_parameter(part: Instruction, body: Computation) -> bool:
     return behind_bitcasts(part.operands[0], body).kind == "parameter"
 
 
-def elements_updated(
-    program: Program, kernel: Kernel, body: KernelBody, part: Instruction
-) -> float:
-    """Elements of a parameter that an update in place changes, on this device."""
-    if part.kind == "dynamic-update-slice":
-        return body.instructions[part.operands[1]].elements()
-    updates = body.instructions[part.operands[2]].elements()
-    return updates / devices_that_share(program, kernel, body, part)
-
-
-def devices_that_share(
-    program: Program, kernel: Kernel, body: KernelBody, scatter: Instruction
-) -> int:
-    """The number of devices if a scatter's updates were all-gathered, else 1. A device uses only
-    the updates of its rows."""
-    views = {"bitcast", "get-tuple-element", "all-gather-done"}
-    for part in walk(scatter.operands[2], body.instructions, operands_of):
-        if part.name not in body.operand_of:
-            continue
-        outside = body.operand_of[part.name]
-        for source in walk(outside, kernel.computation, operands_of, views):
-            if source.collective() == "all-gather":
-                return program.devices
-    return 1
+def elements_updated(body: KernelBody, part: Instruction) -> float:
+    """Elements of a parameter that an update in place changes."""
+    position = 1 if part.kind == "dynamic-update-slice" else 2
+    return body.instructions[part.operands[position]].elements()
 
 
 def traffic(program: Program, kernel: Kernel) -> int:
@@ -373,13 +348,13 @@ def exposed_ms(program_transfers: Iterable[Transfer]) -> float:
 
 def collective_name(program: Program, kernel: Kernel) -> str:
     """A collective and the parameters whose values or gradients it sends. Those of an all-reduce
-    are too many to name them."""
+    are too many to name them, and all-to-alls are of n-grams alone."""
     kind = kernel.instruction.collective()
     names = []
     if kind == "all-gather":
         operands = kernel.instruction.operands
         names = sorted(parameters_behind(program, name, kernel.computation) for name in operands)
-    elif kind != "all-reduce":
+    elif kind == "reduce-scatter":
         names = [parameters_updated_by(program, kernel.instruction.name, kernel.computation)]
     return f"{kind} {once_each(names, ' ')}".strip()
 

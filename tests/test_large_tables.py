@@ -1,0 +1,149 @@
+"""Tables in bfloat16, which are saved in files of their own: checkpoints, weights, and room for
+both on the disk."""
+
+import dataclasses
+import errno
+import json
+import os
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import pytest
+
+import train_gpt
+from evals import weights
+from tests.tools import MINI, make_mesh, noise
+
+C = dataclasses.replace(MINI, ngram_optimizer="row_adam", copy=0)  # which computes in bfloat16
+
+
+def make_state(devices: int) -> train_gpt.State:
+    """A state in which every number of the n-gram table, and of what waits for it, is another."""
+    state = train_gpt.make_state(C, make_mesh(devices))
+
+    def fill(tree_path, x):
+        key = jax.tree_util.keystr(tree_path)
+        if "bigram" in key and x.dtype != jnp.int32:
+            return jax.device_put(noise(key, x.shape).astype(x.dtype), x.sharding)
+        return x
+
+    return jax.tree.map_with_path(fill, state)
+
+
+def save(tmp_path, step: int, devices: int = 2) -> bool:
+    facts = {"step": step}
+    return train_gpt.save_checkpoint(make_state(devices), facts, tmp_path / f"{step:07}.state")
+
+
+def as_numbers(state: train_gpt.State) -> dict[str, np.ndarray]:
+    leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_checkpoint_is_restored_on_any_number_of_devices(tmp_path, devices):
+    assert save(tmp_path, 4)
+    facts, arrays = train_gpt.load_checkpoint(tmp_path)
+    assert facts == {"step": 4}
+    state = train_gpt.restore(arrays, C, make_mesh(devices))
+    expected = as_numbers(make_state(1))
+    found = as_numbers(state)
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        assert found[key].dtype == x.dtype
+        np.testing.assert_array_equal(found[key], x, key)
+
+
+def test_a_table_is_written_without_a_copy_in_float32_and_old_ones_are_deleted(tmp_path):
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["0000004.bigram.npy", "0000004.state", "0000006.bigram.npy", "0000006.state"]
+    rows = -(-C.bigrams // 128) * 128
+    bytes_of_bits = 2 * rows * C.D
+    assert (tmp_path / "0000004.bigram.npy").stat().st_size == bytes_of_bits + 128  # its header
+    assert "bigram" not in "".join(np.load(tmp_path / "0000004.state").files).partition("opt")[0]
+
+
+def test_a_checkpoint_whose_table_is_missing_or_short_is_not_intact(tmp_path, capsys):
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    os.truncate(tmp_path / "0000006.bigram.npy", 1000)
+    facts, _ = train_gpt.load_checkpoint(tmp_path)
+    assert facts["step"] == 4
+    assert "0000006.state is not an intact checkpoint" in capsys.readouterr().err
+    (tmp_path / "0000004.bigram.npy").unlink()
+    with pytest.raises(SystemExit):
+        train_gpt.load_checkpoint(tmp_path)
+
+
+def test_a_table_that_is_not_finite_is_not_saved(tmp_path):
+    state = make_state(2)
+    state.params["bigram"] = state.params["bigram"].at[1, 2, 3].set(jnp.nan)
+    assert not train_gpt.save_checkpoint(state, {"step": 2}, tmp_path / "0000002.state")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_read_with_their_table(tmp_path):
+    state = make_state(8)
+    params = train_gpt.validated(state, C)
+    path = tmp_path / "run.npz"
+    train_gpt.write_tables(path.with_suffix(""), params)
+    result = {"steps": C.total_steps, "val_loss": 5.0}
+    train_gpt.save_weights(path, train_gpt.unpad(params, C), C, result)
+    w = weights.open_weights(path, weights.ROOT / "train_gpt.py")
+    expected = np.asarray(state.params["bigram"]).reshape(-1, C.D)[: C.bigrams]
+    assert w.arrays["bigram"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(w.arrays["bigram"], expected)
+
+
+Usage = namedtuple("Usage", "free")
+
+
+def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatch, capsys):
+    c = train_gpt.PRESETS["record92"]
+    GB = 1e9
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(34 * GB))
+    launch.check_disk(train_gpt, c)
+    assert "This run will write 34 GB" in capsys.readouterr().out
+    launch.check_disk(train_gpt, dataclasses.replace(c, save=0))
+    assert capsys.readouterr().out == ""
+    for changes in dict(save_every=100), dict(save=0, save_every=100):
+        with pytest.raises(SystemExit):
+            launch.check_disk(train_gpt, dataclasses.replace(c, **changes))
+        assert "GB of room, but the weights take 33.7 GB" in capsys.readouterr().err
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(33 * GB))
+    with pytest.raises(SystemExit):
+        launch.check_disk(train_gpt, c)
+
+
+def test_facts_of_a_checkpoint_stay_as_they_are(tmp_path):
+    """The list of its tables is not among what a resumed run goes on with."""
+    save(tmp_path, 2)
+    facts, _ = train_gpt.load_checkpoint(tmp_path)
+    assert json.dumps(facts) == '{"step": 2}'
+
+
+@pytest.mark.parametrize("steps", [100, 333, 1194])
+def test_a_program_has_room_for_all_gradients_that_wait(steps):
+    c = dataclasses.replace(train_gpt.PRESETS["record92"], steps=steps)
+    all_blocks, all_slots = c.waiting_rows(len(c.stages) - 1)
+    for step in range(0, steps, 11):
+        blocks, slots = c.waiting_rows(int(c.program_stage(step)))
+        assert c.table_step(step) <= blocks <= all_blocks == 3
+        cycle = range(step - c.table_step(step), step + 1)
+        longest = max(c.sequence_length(c.stage_at(i)) for i in cycle)
+        assert c.batch * c.ngram_slots(longest) <= slots <= all_slots
