@@ -55,7 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, P, lax
-from jax.experimental.multihost_utils import process_allgather
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be edited during the run
@@ -71,8 +71,8 @@ class Layer:
     """One block: attention (unless window is None), then MLPs. Layers are numbered from 0."""
 
     window: str | None              # SHORT, LONG, or None: this layer has no attention
-    narrow_qk: bool = False         # [narrow] q and k have the first half of a head's channels
-    narrow_v: bool = False          # and so has v
+    narrow_qk: bool = False         # [narrow] q and k use only the first half of a head's channels
+    narrow_v: bool = False          # [narrow] and so does v
     paired_heads: bool = False      # [paired-heads] two heads see each other's keys
     key_offset: bool = False        # [key-offset] half of a key is the previous token's
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
@@ -264,8 +264,9 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] Each eighth of the table sends a sequence as many rows as this share of its
-    # n-grams; other n-grams are lost, and counted in the log. 1: none can be.
+    # [ngram-table] Of each eighth of the table, a sequence may read as many different rows as this
+    # share of its n-grams. Further n-grams are lost: they read zeros, have no gradient, and are
+    # counted in the log. 1: none are.
     ngram_capacity: float = 0.16
     ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
@@ -286,8 +287,8 @@ class Config:
     w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
     score_scale: float = 0.1    # q.k is multiplied by this in the first stage, see [yarn]
-    narrow_score_scale: float = 0.13  # the same of layers with narrow q and k
-    segment: int = 0            # longest piece of a document that attends to itself; 0: no limit
+    narrow_score_scale: float = 0.13  # the same for layers with narrow q and k
+    segment: int = 0            # attention cuts documents into pieces of so many tokens; 0: never
     attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
     canonical: str = ""         # file of the [canonical-mask]; "": none
@@ -711,6 +712,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     q, k, v = (part.reshape(B, T, c.H, -1) for part in qkv_BTHK)
     cos, sin, score_scale = pos.rope[rope_kind(layer)]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
+    # cuDNN wants q, k and v of one width, so narrow q and k are padded with zeros.
     q = norm_rotate(q, cos, sin, pos.doc_q, False, width=K_v)
     # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
     k = norm_rotate(k, cos, sin, pos.doc_k, layer.key_offset, width=K_v)
@@ -1060,9 +1062,9 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
-    # -K and K, at most 128. The scale of scores is at least 0.085, so of two keys with equal other
-    # channels, that of an earlier document has less than exp(-21.7) times the weight. Exact for
-    # fewer than 4,096 documents.
+    # -K and K, at most 128. In the presets, the scale of scores is at least 0.085: of two keys with
+    # equal other channels, that of an earlier document has less than exp(-21.7) times the weight.
+    # Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
@@ -1087,11 +1089,12 @@ def layer_rope(t_T1, layer: Layer, c: Config, stage: int) -> Rope:
 
 
 def layer_frequencies(layer: Layer, c: Config, stage: int) -> tuple[np.ndarray, float]:
-    """rope_frequencies() of a layer. Where no channel is left for the document codes, the slowest
-    four pairs do not rotate, because the codes overwrite half of them."""
+    """rope_frequencies() of a layer. Where q, k and v are narrow, the document codes replace one
+    channel of each of the four slowest pairs, so that these must not rotate."""
     frequency, score_scale = rope_frequencies(c, stage, layer.narrow_qk)
-    if layer.narrow_qk and layer.narrow_v:
-        frequency = np.where(np.arange(len(frequency)) < len(frequency) - 4, frequency, 0)
+    if layer.narrow_v:
+        frequency = frequency.copy()
+        frequency[-4:] = 0
     return frequency, score_scale
 
 
@@ -1665,8 +1668,9 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes: B sequences of this device and Q of all devices, N n-grams of a sequence, 8 eighths of the
-# table and p of them on this device, C slots, each for one row that a sequence reads of an eighth.
+# Shapes: B sequences of a microbatch on this device, and Q on all devices of the node; N n-grams of
+# a sequence; p of the table's 8 eighths on this device; C slots, each for one row that a sequence
+# reads of an eighth.
 class Request(NamedTuple):
     """The rows that a microbatch reads."""
 
@@ -1677,8 +1681,8 @@ class Request(NamedTuple):
 class RowGradients(NamedTuple):
     """Gradients of rows in this device's eighths. A row may occur more than once."""
 
-    rows: Array  # (p, any), past the end of the eighth: none
-    gradients: Array  # (p, any, D)
+    rows: Array  # (p, S), in an eighth; past its end: none
+    gradients: Array  # (p, S, D)
 
 
 def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
@@ -1689,9 +1693,9 @@ def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
 
 
 def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
-    """Gives every row that occurs in rows_N one of C slots in its eighth. Returns the slot of each
-    row, (N,), 8 C if there was none left, and the rows in the slots, (8, C), counted in their
-    eighth; R: none."""
+    """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
+    highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
+    slots, (8, C), counted in their eighth; R: none."""
     place_N = rows_N % GROUP * R + rows_N // GROUP
     order = jnp.argsort(place_N)
     place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
@@ -1751,8 +1755,8 @@ def add_rows(table_RpD, rows: RowGradients) -> Array:
 
 
 def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
-    """Every row once, with the sum of its gradients in float32. What is left over has numbers past
-    the end of the eighth, R, all of them different."""
+    """Adds up the gradients of equal rows, in float32. Entries that are left over have row numbers
+    past the end of the eighth, R, so that all rows differ."""
 
     def one_eighth(row, gradient_SD):
         S = len(row)
@@ -1768,24 +1772,26 @@ def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
 
 
 def wait_for_update(waiting: RowGradients, new: RowGradients, row, c: Config, stage: int, updates):
-    """Gradients of rows wait until the tables are updated. Returns those of all steps since the
-    last update, if one is due, else the new ones; and those that wait after this step."""
+    """Keeps the gradients of rows until the tables are updated. Returns two: in a step with an
+    update, the gradients of all steps since the last one, and an empty `waiting`; else the new
+    gradients, and `waiting` with them added."""
     steps, slots = c.waiting_rows(stage)
     if WITH_TABLES in updates.due:
-        used = jax.tree.map(lambda x: x[:steps, :, :slots], waiting)
-        joined = []
-        for new_array, waiting_array in zip(new, used, strict=True):
-            joined.append(jnp.concatenate((new_array, *waiting_array), axis=1))
-        return RowGradients(*joined), waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
-    n = new.rows.shape[1]
-    rows = waiting.rows.at[row.table_step, :, :n].set(new.rows)
-    gradients = new.gradients.astype(waiting.gradients.dtype)
-    gradients = waiting.gradients.at[row.table_step, :, :n].set(gradients)
-    return new, RowGradients(rows, gradients)
+
+        def join(new, waiting):
+            return jnp.concatenate((new, *waiting[:steps, :, :slots]), axis=1)
+
+        empty = waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
+        return jax.tree.map(join, new, waiting), empty
+
+    def put(new, waiting):
+        return waiting.at[row.table_step, :, : new.shape[1]].set(new.astype(waiting.dtype))
+
+    return new, jax.tree.map(put, new, waiting)
 
 
 def take_table_rows(table_RpD, rows_pS) -> Array:
-    """Rows of each eighth in float32, (p, S, D); those past the end are any."""
+    """Rows of each eighth in float32, (p, S, D); the values of those past the end are arbitrary."""
     eighth = jnp.arange(len(rows_pS))[:, None]
     return table_RpD.at[rows_pS, eighth].get(mode="clip").astype(jnp.float32)
 
@@ -1925,8 +1931,8 @@ class RowAdam(NamedTuple):
 
 def row_adam(b2: float) -> optax.GradientTransformationExtraArgs:
     """[row-adam] Adam without momentum, with one second moment for each row of a table, for the
-    gradients of some rows; those that nobody has read do not move. Of `cycle` updates at once, as
-    in adam(). Record 92."""
+    gradients of some rows; those that nobody has read do not move. If the gradient is that of
+    `cycle` updates at once, the second moments forget as much as in so many. Record 92."""
 
     def init(params):
         return RowAdam(jnp.zeros((), jnp.int32), jnp.zeros((*params.shape[:2], 1)))
@@ -2190,7 +2196,7 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     due = [name for name, param in table.items() if param.cadence in updates.due]
     grads = dict(grads)
     waiting = dict(state.waiting_grads)
-    for name in waiting.keys() - {"bigram"}:  # see wait_for_update()
+    for name in [name for name in waiting if name != "bigram"]:  # see wait_for_update()
         if table[name].cadence in updates.waiting:
             grads[name] = waiting[name] + grads[name]
         if name not in due:  # else it is used up, and a later step overwrites it
@@ -2561,47 +2567,59 @@ def saved_arrays(state: State) -> dict[str, Any]:
 
 
 def large_tables(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that are stored in bfloat16. They have files of their own, because no process
-    could hold all of one: each writes the parts of its devices."""
+    """The parameters that are stored in bfloat16. They have files of their own, because gathering
+    one would fill a host's memory: each process writes the parts of its devices."""
     return {name: x for name, x in params.items() if x.dtype == jnp.bfloat16}
 
 
 def write_tables(stem: Path, params: dict[str, Any]) -> None:
-    """Writes large_tables() as <stem>.<name>.npy, the bits of bfloat16 as uint16. Several processes
-    need a disk that they share."""
+    """Writes each of large_tables(), [R, 8, D], as <stem>.<name>.bin: its eighths one after the
+    other, (8, R, D), as the bits of bfloat16, and 8 checksums, uint32. Several processes need a
+    disk that they share. Raises OSError in all of them if one fails."""
     for name, table in large_tables(params).items():
-        path = Path(f"{stem}.{name}.npy")
-        part = path.with_suffix(".part")
-        error = make_file(part, table.shape) if jax.process_index() == 0 else None
-        if process_allgather(np.int32(error is not None)).any():  # the others wait for the file
+        part = Path(f"{stem}.{name}.part")
+        checksums = np.zeros(GROUP, np.uint32)  # of the eighths of this process
+        failed = False
+        try:
+            part.touch()  # by every process, because none may truncate what another has written
+            with part.open("r+b") as file:
+                for shard in table.addressable_shards:
+                    if shard.replica_id == 0:
+                        write_eighths(file, shard, checksums)
+        except OSError:
+            failed = True
+        failed = process_allgather(np.int32(failed)).any()
+        checksums = np.reshape(process_allgather(checksums), (-1, GROUP)).sum(axis=0)
+        if failed:
             part.unlink(missing_ok=True)
-            raise error or OSError(f"process 0 cannot write {path}")
-        array = np.lib.format.open_memmap(part, "r+")
-        for shard in table.addressable_shards:
-            if shard.replica_id == 0:
-                array[shard.index] = np.asarray(shard.data).view(np.uint16)
-        array.flush()
-        process_allgather(np.int32(0))
+            raise OSError(f"{part} cannot be written, or several hosts do not share its disk")
         if jax.process_index() == 0:
-            part.replace(path)
+            with part.open("ab") as file:
+                checksums.astype("<u4").tofile(file)
+            part.replace(part.with_suffix(".bin"))
 
 
-def make_file(path: Path, shape: tuple[int, ...]) -> OSError | None:
-    """Makes a file for an array of uint16, and reserves room for it: else a full disk would end the
-    process later. Returns the error, if there is one."""
-    try:
-        np.lib.format.open_memmap(path, "w+", np.uint16, shape=shape)
-        if hasattr(os, "posix_fallocate"):
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        return error
-    return None
+def write_eighths(file: Any, shard: Any, checksums: np.ndarray) -> None:
+    """Writes a device's eighths of a table, and fills in their checksums."""
+    first = shard.index[1].start or 0
+    eighths = np.asarray(shard.data).view(np.uint16)
+    for n in range(eighths.shape[1]):
+        eighth = np.ascontiguousarray(eighths[:, n])
+        file.seek((first + n) * eighth.nbytes)
+        eighth.tofile(file)
+        checksums[first + n] = crc32(eighth)
 
 
-def as_saved(x: np.ndarray) -> np.ndarray:
-    """The array as NumPy's files can hold it: the bits of bfloat16 as uint16."""
-    return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+def read_table(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The bits of a table [R, 8, D] from write_tables(), as a view of its file. Raises ValueError
+    if it is damaged."""
+    file = np.memmap(path, np.uint16, "r")
+    size = math.prod(shape)
+    bits = file[:size].reshape(GROUP, -1)
+    checksums = [crc32(eighth) for eighth in bits]
+    if len(file) != size + 2 * GROUP or checksums != file[size:].view("<u4").tolist():
+        raise ValueError(f"{path} is damaged")
+    return np.moveaxis(bits.reshape(GROUP, shape[0], shape[2]), 0, 1)
 
 
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
@@ -2618,21 +2636,25 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
         return False
     path.parent.mkdir(exist_ok=True)
     write_tables(path.with_suffix(""), tables)
-    facts = facts | {"tables": [*tables]}
+    facts = facts | {"tables": {name: table.shape for name, table in tables.items()}}
     if jax.process_index() == 0:
         part = path.with_name("next.part")
         try:
             with part.open("wb") as file:
-                arrays = {key: as_saved(x) for key, x in arrays.items()}
+                for key, x in arrays.items():  # a file of NumPy cannot hold bfloat16
+                    arrays[key] = x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
                 np.savez(file, facts=json.dumps(facts), **arrays)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        for old in sorted(path.parent.glob("*.state"), key=os.path.getmtime)[:-2]:
+        states = sorted(path.parent.glob("*.state"), key=os.path.getmtime)
+        for old in states[:-2]:
             old.unlink()
-            for table in old.parent.glob(f"{old.stem}.*.npy"):
+        newest = [state.stem for state in states[-2:]]
+        for table in [*path.parent.glob("*.bin"), *path.parent.glob("*.part")]:
+            if table.name.split(".")[0] not in newest:
                 table.unlink()
     return True
 
@@ -2650,9 +2672,9 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
             facts = json.loads(arrays.pop("facts").item())
-            for name in facts.pop("tables"):
-                table = f"{path.with_suffix('')}.{name}.npy"
-                arrays[f".params['{name}']"] = np.load(table, mmap_mode="r")
+            for name, shape in facts.pop("tables").items():
+                table = Path(f"{path.with_suffix('')}.{name}.bin")
+                arrays[f".params['{name}']"] = read_table(table, shape)
             return facts, arrays
         except Exception as error:
             warn(f"{path} is not an intact checkpoint: {error!r}")
@@ -2693,9 +2715,10 @@ def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
         key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
 
         def part(index):
-            saved = np.asarray(arrays[key][index])
-            is_bits = saved.dtype == np.uint16  # see as_saved()
-            return saved.view(x.dtype) if is_bits else saved.astype(x.dtype)
+            saved = np.asarray(arrays[key][index], order="C")
+            if saved.dtype == np.uint16:  # the bits of bfloat16
+                saved = saved.view(jnp.bfloat16)
+            return saved.astype(x.dtype)
 
         return jax.make_array_from_callback(x.shape, x.sharding, part)
 
@@ -2708,8 +2731,10 @@ class Log:
     of modded-nanogpt, RESULT json. A resumed run appends to its log. Only process 0 writes."""
 
     def __init__(self, path: str = ""):
-        name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + secrets.token_hex(4)
-        self.path = Path(path or f"logs/{name}.txt")
+        # All processes take the name that process 0 makes.
+        seconds, number = broadcast_one_to_all(np.uint32([time.time(), secrets.randbits(32)]))
+        name = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(int(seconds)))
+        self.path = Path(path or f"logs/{name}_{number:08x}.txt")
         self.path.parent.mkdir(exist_ok=True)
         writes = jax.process_index() == 0
         self.file = open(self.path if writes else os.devnull, "a", encoding="utf-8")
@@ -3032,14 +3057,15 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     if arrays:
         del state  # before the restored one takes as much memory
         state = restore(arrays, c, mesh)
+        del arrays
     else:
         state = make_state(c, mesh, state)
     weights, result = train(state, c, mesh, programs, shards, log, facts)
     path = log.path.with_suffix(".npz")
     try:
         if c.save:
-            write_tables(path.with_suffix(""), weights)
             save_weights(path, unpad(weights, c), c, result)
+            write_tables(path.with_suffix(""), weights)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")

@@ -90,8 +90,7 @@ def main(argv: list[str]) -> None:
         _, c = script.fit_devices(preset, c)
         if any(getattr(stage, "candidates", 0) for stage in c.stages):
             check_candidates(script, c)
-        if jax.process_index() == 0:
-            check_disk(script, c)
+        check_disk(script, c)
         if jax.process_count() > 1:
             compare_tokens(script, c)
             if c.seed < 0 and not c.resume:
@@ -215,7 +214,10 @@ def check_disk(script: ModuleType, c: Any) -> None:
     """Exits with status 2 if the disk has no room for the weights and, with --save_every, for three
     checkpoints: the newest two and the one that is being written."""
     tables = script.param_table(c).values()
-    weights = sum(math.prod(p.shape) * jnp.dtype(p.dtype).itemsize for p in tables)
+    weights = 0
+    for param in tables:
+        dtype = getattr(param, "dtype", "float32")  # copies of older files have no field for it
+        weights += math.prod(param.shape) * jnp.dtype(dtype).itemsize
     state = jax.eval_shape(lambda: script.initial_state(np.uint32(0), c))
     arrays = jax.tree.leaves(state._replace(lookups={}))
     checkpoint = sum(x.size * x.dtype.itemsize for x in arrays)
@@ -228,7 +230,7 @@ def check_disk(script: ModuleType, c: Any) -> None:
             f"{weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB: delete something, "
             "or add --save 0 --save_every 0"
         )
-    if need > 10e9:
+    if need > 10e9 and jax.process_index() == 0:
         print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
 
 

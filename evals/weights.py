@@ -110,9 +110,6 @@ def open_weights(path: Path, script: Path) -> Weights:
             if broken:
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
-        for file in path.parent.glob(f"{path.stem}.*.npy"):  # tables in bfloat16
-            name = file.name.removeprefix(f"{path.stem}.").removesuffix(".npy")
-            arrays[name] = np.load(file, mmap_mode="r").view(jnp.bfloat16)
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
@@ -130,10 +127,15 @@ def open_weights(path: Path, script: Path) -> Weights:
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
         refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
-    for name in arrays.keys() & table.keys():
-        if arrays[name].dtype == jnp.bfloat16:
-            rows = arrays[name].reshape(-1, *table[name].model_shape[1:])
-            arrays[name] = rows[: table[name].rows]
+    for name, param in table.items():
+        if param.dtype == "bfloat16":  # it has a file of its own
+            file = Path(f"{path.with_suffix('')}.{name}.bin")
+            try:
+                bits = code.read_table(file, param.shape)
+            except (OSError, ValueError) as error:
+                refuse(f"{file} must be beside {path}, and complete: {error}")
+            rows = bits.reshape(-1, param.shape[-1])[: param.rows]
+            arrays[name] = rows.view(jnp.bfloat16)
     found = {}
     for name, x in arrays.items():
         if x.dtype in (np.float32, jnp.bfloat16):

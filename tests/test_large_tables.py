@@ -61,23 +61,38 @@ def test_a_table_is_written_without_a_copy_in_float32_and_old_ones_are_deleted(t
     for step in (2, 4, 6):
         save(tmp_path, step)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["0000004.bigram.npy", "0000004.state", "0000006.bigram.npy", "0000006.state"]
+    assert names == ["0000004.bigram.bin", "0000004.state", "0000006.bigram.bin", "0000006.state"]
     rows = -(-C.bigrams // 128) * 128
     bytes_of_bits = 2 * rows * C.D
-    assert (tmp_path / "0000004.bigram.npy").stat().st_size == bytes_of_bits + 128  # its header
+    assert (tmp_path / "0000004.bigram.bin").stat().st_size == bytes_of_bits + 8 * 4  # checksums
     assert "bigram" not in "".join(np.load(tmp_path / "0000004.state").files).partition("opt")[0]
 
 
-def test_a_checkpoint_whose_table_is_missing_or_short_is_not_intact(tmp_path, capsys):
-    for step in (2, 4, 6):
+def change_a_byte(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[1001] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [
+    change_a_byte, lambda path: os.truncate(path, 1000), lambda path: path.unlink(),
+])  # fmt: skip
+def test_a_checkpoint_whose_table_is_damaged_is_not_intact(tmp_path, capsys, damage):
+    for step in (4, 6):
         save(tmp_path, step)
-    os.truncate(tmp_path / "0000006.bigram.npy", 1000)
+    damage(tmp_path / "0000006.bigram.bin")
     facts, _ = train_gpt.load_checkpoint(tmp_path)
     assert facts["step"] == 4
     assert "0000006.state is not an intact checkpoint" in capsys.readouterr().err
-    (tmp_path / "0000004.bigram.npy").unlink()
-    with pytest.raises(SystemExit):
-        train_gpt.load_checkpoint(tmp_path)
+
+
+def test_what_a_failed_checkpoint_has_left_is_deleted_by_the_next(tmp_path):
+    for name in ("0000002.bigram.bin", "0000003.bigram.part"):
+        (tmp_path / name).touch()
+    save(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0000004.bigram.bin", "0000004.state"
+    ]  # fmt: skip
 
 
 def test_a_table_that_is_not_finite_is_not_saved(tmp_path):
@@ -91,13 +106,13 @@ def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path, monkeypa
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(train_gpt, "write_eighths", full)
+    with pytest.raises(OSError, match="cannot be written"):
         save(tmp_path, 2)
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_are_read_with_their_table(tmp_path):
+def test_weights_are_read_with_their_table(tmp_path, capsys):
     state = make_state(8)
     params = train_gpt.validated(state, C)
     path = tmp_path / "run.npz"
@@ -108,6 +123,10 @@ def test_weights_are_read_with_their_table(tmp_path):
     expected = np.asarray(state.params["bigram"]).reshape(-1, C.D)[: C.bigrams]
     assert w.arrays["bigram"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(w.arrays["bigram"], expected)
+    (tmp_path / "run.bigram.bin").unlink()
+    with pytest.raises(SystemExit):
+        weights.open_weights(path, weights.ROOT / "train_gpt.py")
+    assert "run.bigram.bin must be beside" in capsys.readouterr().err
 
 
 Usage = namedtuple("Usage", "free")

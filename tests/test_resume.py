@@ -563,7 +563,8 @@ for _ in range(20):
         while True:
             step += 1
             x = np.full(10**6, step, "f4")
-            state = train_gpt.State(dict(a=x, b=x), dict(a=(x, x)), dict(a=x), dict(), [dict(a=x)])
+            params, opt_state = dict(a=x, b=x), dict(a=(x, x))
+            state = train_gpt.State(params, opt_state, dict(a=x), dict(), [dict(a=x)], x)
             train_gpt.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
         time.sleep(0.01)

@@ -31,6 +31,7 @@ import train_gpt
 from tests.tools import FLOAT32_FLAGS, MINI, SMALL, make_mesh, text, with_tiny, write_shard
 from train_gpt import (
     BANK,
+    EXCHANGED,
     CADENCES,
     EVERY_STEP,
     LONG,
@@ -252,7 +253,7 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real, data
     params = {}
     for name, param in train_gpt.param_table(c).items():
         assert weights[name].shape == param.model_shape
-        rows = param.shape[2:] if param.sharding == BANK else param.shape[1:]
+        rows = param.shape[2:] if param.sharding in (BANK, EXCHANGED) else param.shape[1:]
         padded = np.zeros(param.shape, np.float32).reshape(-1, *rows)
         padded[: len(weights[name])] = weights[name]
         params[name] = padded.reshape(param.shape)
@@ -442,7 +443,7 @@ def test_one_program_compiles_alone_then_eight_at_a_time(monkeypatch):
     train_step = lambda stage, updates, *_: fake_program(stage, updates)
     monkeypatch.setattr(train_gpt, "compile_train_step", train_step)
     monkeypatch.setattr(train_gpt, "compile_val_step", lambda stage, *_: fake_program(stage, "val"))
-    state = MagicMock(params={}, averages=[])
+    state = MagicMock(params={}, averages=[], lost_ngrams=0)
     monkeypatch.setattr(train_gpt, "make_state", lambda *_: state)
     programs = train_gpt.compile_all(c, MESH, QUIET)
     train_gpt.warm_up(programs, c, MESH)
@@ -530,13 +531,14 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, mon
     def program(stage, kind):
         def run(state, tokens, row=None):
             ran.append((stage, kind, tokens.shape))
-            return one if kind == "val" else (state, one)
+            return (one, 0) if kind == "val" else (state, one)
 
         return run
 
     keys = itertools.product(range(3), (FIRST, SECOND, "val"))
     programs = {key: program(*key) for key in keys}
-    state, shards = MagicMock(params={}, averages=[]), train_gpt.find_data(with_data(c, data))
+    state = MagicMock(params={}, averages=[], lost_ngrams=0)
+    shards = train_gpt.find_data(with_data(c, data))
     with signal_handlers():
         train_gpt.train(state, c, MESH, programs, shards, QUIET, {})
     short = (8, 33)
@@ -626,7 +628,7 @@ class Device:
             self.finish(step)
             return float(step)
 
-        result = MagicMock(params={}, averages=[])
+        result = MagicMock(params={}, averages=[], lost_ngrams=0)
         result.block_until_ready = wait
         result.is_ready = lambda: self.done >= step
         result.__float__ = value
@@ -642,7 +644,7 @@ def test_the_host_runs_a_few_steps_ahead_and_logs_losses(data, monkeypatch, now,
 
     def val(*_):
         device.notes.append("val")
-        return 1.0
+        return 1.0, 0
 
     programs |= dict.fromkeys([(0, "val"), (1, "val")], val)
     log = SimpleNamespace(line=device.notes.append)
@@ -665,7 +667,7 @@ def test_the_host_runs_a_few_steps_ahead_and_logs_losses(data, monkeypatch, now,
 
 # ---- Ends ----------------------------------------------------------------------------------------
 def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
-    nan = lambda *_: float("nan")
+    nan = lambda *_: (float("nan"), 0)
     last = (1, "val")
     wrap(
         monkeypatch,
