@@ -47,7 +47,7 @@ class Expected(NamedTuple):
     reduced: int  # elements of gradients that every device needs whole
     exchanged: int  # elements that a device sends to the owners of n-grams, and back
     ideal: int  # elements of what is gathered, scattered and exchanged, without padding
-    table_GB: float = 0.0  # of an n-gram table in bfloat16, on a device
+    table_GB: float = 0.0  # of an n-gram table in bfloat16 and its waiting gradients, on a device
 
 
 def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Expected:
@@ -80,7 +80,6 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
         times = 1
     device_sequences = sequences // devices
     chunk = math.gcd(c.head_chunk, microbatch * T)
-    in_bfloat16 = params["bigram"].dtype == "bfloat16"
     slots = device_sequences * train_gpt.GROUP * c.ngram_slots(T)
     return Expected(
         train=train,
@@ -96,8 +95,18 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
         # A row's number is an int32: in `ideal`, which counts elements of two bytes, it is two.
         exchanged=slots * (times * c.D + 1),
         ideal=model_elements(gathered) + model_elements(scattered) + slots * (times * c.D + 2),
-        table_GB=2e-9 * math.prod(params["bigram"].shape) / devices if in_bfloat16 else 0.0,
+        table_GB=2e-9 * large_elements(c) / devices,
     )
+
+
+def large_elements(c: train_gpt.Config) -> int:
+    """Elements of an n-gram table in bfloat16 and of the gradients that wait for its update; of a
+    table in float32, 0."""
+    table = train_gpt.param_table(c)["bigram"]
+    if table.dtype != "bfloat16":
+        return 0
+    steps, slots = c.waiting_rows(len(c.stages) - 1)
+    return math.prod(table.shape) + steps * train_gpt.GROUP * slots * c.D
 
 
 def stored_elements(params: Iterable[train_gpt.Param]) -> int:
