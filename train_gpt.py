@@ -21,7 +21,7 @@ Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last targ
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
 targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
 lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
-rewritten in JAX; record92 has parts of record 92.
+rewritten in JAX; record92 is record 92 with a smaller table of n-grams.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
