@@ -1761,8 +1761,8 @@ def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
     def one_eighth(row, gradient_SD):
         S = len(row)
         order = jnp.argsort(row)
-        is_first = jnp.concatenate((jnp.zeros(1, bool), row[order][1:] != row[order][:-1]))
-        number = jnp.zeros(S, jnp.int32).at[order].set(jnp.cumsum(is_first))
+        is_next = jnp.concatenate((jnp.zeros(1, bool), row[order][1:] != row[order][:-1]))
+        number = jnp.zeros(S, jnp.int32).at[order].set(jnp.cumsum(is_next))
         total_SD = jnp.zeros(gradient_SD.shape, jnp.float32).at[number].add(
             gradient_SD.astype(jnp.float32)
         )
@@ -2264,7 +2264,7 @@ def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage
     loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
     loss = lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
-    return loss, lax.psum(lost, mesh_axes()) // nodes
+    return loss, lax.psum(lost, "fsdp")
 
 
 OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS

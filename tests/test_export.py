@@ -63,6 +63,9 @@ def save(path: Path, c: train_gpt.Config) -> None:
     arrays = {}
     for name, param in train_gpt.param_table(c).items():
         x = whole[name]
+        if param.dtype == "bfloat16":  # it has a file of its own
+            train_gpt.write_tables(path.with_suffix(""), {name: x.astype("bfloat16")})
+            continue
         if isinstance(x, dict):  # a bank's matrices by layer
             x = [matrix for matrices in x.values() for matrix in matrices]
         arrays[name] = np.asarray(x, "f4")[: param.model_shape[0]].reshape(param.model_shape)

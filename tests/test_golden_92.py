@@ -406,8 +406,9 @@ def test_value_tables():
 # ---- The table of n-grams ------------------------------------------------------------------------
 # A table of as many rows as the golden one, in eighths: row r is at [r // 8, r % 8].
 TABLE = dataclasses.replace(
-    RECORD, D=META["Dt"], H=2, F=META["Dt"], bigrams=META["R"], mudd_groups=0
-)
+    RECORD, layers=(Layer(LONG),), mudd_head=(), averages=(), D=META["Dt"], H=2, F=META["Dt"],
+    bigrams=META["R"], mudd_groups=0,
+)  # fmt: skip
 
 
 def rows_of_event(event: int, R: int) -> train_gpt.RowGradients:

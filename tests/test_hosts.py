@@ -179,6 +179,18 @@ def test_a_checkpoint_goes_on_on_as_many_devices_to_the_bit_and_on_fewer(start, 
     assert_alike(fewer, pair)
 
 
+@pytest.mark.slow  # one host is tested in test_large_tables.py
+def test_hosts_write_a_large_table_together_and_resume_with_it(start):
+    flags = "--ngram_optimizer row_adam --compute bfloat16 --seed 1".split()
+    pair = finish(start(2, 4, *flags, "--save_every", "4"))
+    table = train_gpt.read_table(pair.log.with_suffix(".bigram.bin"), (512 // 8, 8, 32))
+    assert table.any(axis=(0, 2)).all()  # in every eighth, some row has moved
+    (path,) = pair.folder.glob("logs/*/*04.state")
+    resumed = finish(start(2, 4, *flags, "--resume", str(path)))
+    again = train_gpt.read_table(resumed.log.with_suffix(".bigram.bin"), (512 // 8, 8, 32))
+    np.testing.assert_array_equal(again, table)
+
+
 # ---- More than 8 devices -------------------------------------------------------------------------
 @pytest.mark.parametrize("axes", [dict(fsdp=1), dict(fsdp=8), dict(nodes=2, fsdp=8)])
 def test_beyond_eight_devices_the_mesh_has_nodes(axes):

@@ -455,6 +455,7 @@ def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monke
     monkeypatch.setattr(launch, "check_attention_once", lambda script, c: made.append("check"))
     monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
     monkeypatch.setattr(launch, "device_memory", lambda: 80.0)
+    monkeypatch.setattr(launch, "check_disk", lambda script, c: None)
     launch.main([train_gpt.__file__, "tiny"])
     assert made == calls
 
