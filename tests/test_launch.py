@@ -96,6 +96,12 @@ def start(tmp_path, request):
     return start
 
 
+@pytest.fixture(autouse=True)
+def any_disk(monkeypatch):
+    """The room on the disk is tested in test_large_tables.py; the scripts here are stand-ins."""
+    monkeypatch.setattr(launch, "check_disk", lambda script, c: None)
+
+
 def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
     """Waits for a process: its exit status, stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
@@ -455,7 +461,6 @@ def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monke
     monkeypatch.setattr(launch, "check_attention_once", lambda script, c: made.append("check"))
     monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
     monkeypatch.setattr(launch, "device_memory", lambda: 80.0)
-    monkeypatch.setattr(launch, "check_disk", lambda script, c: None)
     launch.main([train_gpt.__file__, "tiny"])
     assert made == calls
 
