@@ -512,16 +512,17 @@ def fit(argv: list[str], c: Any, memory: float) -> list[str]:
     typed = {argument.partition("=")[0] for argument in argv}
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
     devices = min(len(jax.devices()), c.batch)
+    beside = ""
     if sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
         sizes["bigrams"] = fits.RECORD["bigrams"]
         memory -= fits.TABLE_92_GB / devices
+        beside = " beside record92's n-gram table"
     if sizes != fits.RECORD or typed & {f"--{name}" for name in sizes}:
         return argv
     flags = fits.fit(memory, devices)
     if flags is None:
         refuse(
-            f"JAX has {memory:.1f} GB (without record92's n-gram table, if that is the preset) of "
-            f"each of {devices} devices, but the record needs "
+            f"JAX has {memory:.1f} GB of each of {devices} devices{beside}, but the record needs "
             f"{fits.least(devices)} GB: use ./run.sh tiny, or more devices; to try the record all "
             f"the same: --batch {c.batch}"
         )

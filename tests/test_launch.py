@@ -653,9 +653,13 @@ def test_tables_of_other_hosts_are_compared(monkeypatch, tmp_path):
     assert first.keys() == second.keys() and first != second
 
 
-def test_too_little_memory_for_any_row_is_refused(monkeypatch, capsys):
-    have(monkeypatch, 80, 8)
+@pytest.mark.parametrize("preset, line", [
+    ("record", "JAX has 8.0 GB of each of 2 devices, but"),
+    ("record92", "JAX has 8.0 GB of each of 2 devices beside record92's n-gram table, but"),
+])  # fmt: skip
+def test_too_little_memory_for_any_row_is_refused(preset, line, monkeypatch, capsys):
+    have(monkeypatch, 80, 8 if preset == "record" else 8 + fits.TABLE_92_GB / 2)
     with pytest.raises(SystemExit) as stopped:
-        fitted("record")
+        fitted(preset)
     assert stopped.value.code == 2
-    assert "JAX has 8.0 GB of each of 2 devices, but" in capsys.readouterr().err
+    assert line in capsys.readouterr().err
