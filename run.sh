@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [PRESET] [--field value ...]                  trains record, record92, small or tiny
+#   ./run.sh [PRESET] [--field value ...]                  trains record, record92, medium, small or tiny
 #   ./run.sh my_idea.py tiny [--field value ...]           trains a copy of it
 #   ./run.sh tiny --help                                   lists all fields
 #   ./run.sh plan                                          says what ./run.sh would do here, and why
@@ -236,7 +236,8 @@ case "$preset:$data: $* " in
   *" --help "* | *" -h "*) data="" ;;
   tiny::*) data=data/source_code script=data/source_code.py ;;
   record::* | record92::*) data=data/fineweb10B script=data/cached_fineweb10B.py ;;
-  small::*) data=data/fineweb10B script="data/cached_fineweb10B.py 1" ;; # training shard
+  medium::*) data=data/fineweb10B script="data/cached_fineweb10B.py 24" ;; # training shards
+  small::*) data=data/fineweb10B script="data/cached_fineweb10B.py 1" ;;
 esac
 [ -z "$script" ] || .venv/bin/python $script
 unlock

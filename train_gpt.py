@@ -1,8 +1,8 @@
 """Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
 
-    ./run.sh     or   python train_gpt.py [record | record92 | small | tiny] [--field value ...]
+    ./run.sh     or   python train_gpt.py [PRESET] [--field value ...]
 
-The model; every stream is (B, T, D):
+PRESET is record, record92, medium, small or tiny. The model; every stream is (B, T, D):
     x0 = norm(embedding + some of the previous token's embedding)               [smear]
     x  = x0 + gate * bigram                                                     [bigram]
     for every layer:
@@ -212,6 +212,41 @@ SMALL_LAYERS = (
 SMALL_STAGES = (
     Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
+)
+# A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages and rates are
+# those of that track's record 18. Layers are those of pull request 261, with record 89's gates,
+# exclusive attention and dynamic composition.
+MEDIUM_LAYERS = (
+    Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
+    Layer(SHORT, xsa=True, bigram=True, value_table=1),
+    Layer(SHORT, xsa=True, bigram=True, value_table=2),
+    Layer(SHORT, xsa=True, bigram=True, value_table=3),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=4),
+    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, skip_from=6, xsa=True, bigram=True),
+    Layer(SHORT, skip_from=4, xsa=True, bigram=True),
+    Layer(LONG, skip_from=2, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=0),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=1),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=2),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=3),
+    Layer(LONG, attend_to=11, key_offset=True, head_gate=True, dc=True, value_table=4,
+          mudd=("input", "layer11")),
+)
+MEDIUM_STAGES = (
+    Stage(392, 8 * 16384, short=128, long=384, max_doc=4096, lr=1.00,
+          targets=(1.0, 0.5, (0.25, 0.0))),
+    Stage(392, 16 * 16384, short=384, long=896, max_doc=4096, lr=1.52, targets=(1.0, (0.5, 0.0))),
+    Stage(391, 24 * 16384, short=640, long=1408, max_doc=4096, lr=1.73),
+    Stage(392, 32 * 16384, short=768, long=1664, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=896, long=1920, max_doc=4096, lr=2.00),
+    Stage(391, 32 * 16384, short=1024, long=2176, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=1152, long=2432, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=1280, long=2688, max_doc=4096, lr=2.00),
+    Stage(1606, 32 * 16384, short=1408, long=2944, max_doc=4096, lr=2.00),
+    Stage(0, 32 * 16384, short=1408, long=3456, max_doc=4096, lr=2.00),
 )
 
 
@@ -529,6 +564,13 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         table_every=2, table_start=336 / 1194, canonical="data/gpt2_canonical.npz",
         bigrams=21150720, ngrams=(2, 3), ngram_optimizer="row_adam", score_scale=0.085,
         segment=2560,
+    ),
+    "medium": Config(
+        layers=MEDIUM_LAYERS, stages=MEDIUM_STAGES, D=1024, H=8, F=4096, bigrams=251520, mudd_head=(
+            ("input", 0.0), ("layer11", -0.5), ("layer14", 0.0), ("value0", 0.0), ("layer4", 0.0)),
+        muon_lr=0.015, adam_lr=0.004, cooldown_start=1410 / 4740, cooldown_end=4700 / 4740,
+        lr_floor=0.1, momentum_warmup=300 / 4740, momentum_cooldown=50 / 4740, untie=785 / 4740,
+        target=2.92,
     ),
     "small": Config(
         layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
@@ -2491,8 +2533,8 @@ def warn(message: str) -> None:
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [record | record92 | small | tiny] [--field value ...]: numbers and strings are
-    flags."""
+    """train_gpt.py [record | record92 | medium | small | tiny] [--field value ...]: numbers and
+    strings are flags."""
     if "-h" in argv or "--help" in argv:
         fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
         print(parse_config.__doc__, fields, sep="\n\n")

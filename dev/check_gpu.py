@@ -1,13 +1,13 @@
 """Tests whether this machine computes the right thing, and predicts how fast the record will be.
 
-    ./run.sh check [record92] [--only PART,PART] [--field value ...]    as the run that you plan
+    ./run.sh check [PRESET] [--only PART,PART] [--field value ...]   as the run that you plan
     ./run.sh check --small [--only PART,PART]               on a CPU, where times mean nothing
 
 Run it before you download gigabytes. It prints PASS or FAIL for everything that it tests, predicts
-the time to 3.28, and ends with CHECK and one line of JSON to paste into an issue. The exit status
-is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. The record's
-programs stay in the compilation cache. --help lists the parts. For a first look at a GPU, use
---only machine,attention,head,settings.
+the time of the run, and ends with CHECK and one line of JSON to paste into an issue. The exit
+status is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. PRESET
+is record, which is the default, record92 or medium. Its programs stay in the compilation cache.
+--help lists the parts. For a first look at a GPU, use --only machine,attention,head,settings.
 
 The parts run in a second process, because a GPU's software may hang, and XLA may abort. The first
 process reads what the second one finds, names the part that hangs or dies, and starts another
@@ -57,7 +57,7 @@ PARTS = {  # in the order in which they run
     "head": "its values and gradients are right in its formats",
     "norms": "the other gradients that are written by hand are right",
     "tiny": "20 steps in float32 have the same losses as on a CPU",
-    "record": "trains some steps of each stage, 30 s of the longest, and predicts the time to 3.28",
+    "record": "trains some steps of each stage, 30 s of the longest, and predicts the run's time",
     "settings": "tries other options of the compiler: are losses the same, and steps faster?",
     "devices": "the record's first losses are the same on one device and on all",
 }
@@ -66,7 +66,7 @@ CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that r
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
 Line = tuple[bool, str, str, Any]  # whether it passes, name, text, facts for JSON
-RECORDS = "record", "record92"  # presets
+LARGE = "record", "record92", "medium"  # the presets that can be checked
 RECORD = dataclasses.replace(train_gpt.PRESETS["record"], seed=1)
 TINY = dataclasses.replace(train_gpt.PRESETS["tiny"], seed=1)
 SMALL = dataclasses.replace(
@@ -115,7 +115,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
     cli = argparse.ArgumentParser(
         prog="./run.sh check",
-        usage="./run.sh check [--small | record92 | --field value ...] [--only PART,PART]",
+        usage="./run.sh check [--small | record92 | medium | --field value ...] [--only PART,PART]",
         description=__doc__,
         epilog=f"Parts:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -148,8 +148,8 @@ def record_with(flags: list[str]) -> Config:
     preset = "record"
     if flags and not flags[0].startswith("-"):
         preset, *flags = flags
-    if preset not in RECORDS:
-        refuse(f"there is no check of {preset!r}; there are those of {' and '.join(RECORDS)}")
+    if preset not in LARGE:
+        refuse(f"there is no check of {preset!r}; there are those of {', '.join(LARGE)}")
     return train_gpt.parse_config([preset, "--seed", "1", "--canonical", "", *flags])[1]
 
 

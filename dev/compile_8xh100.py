@@ -6,13 +6,13 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
     python dev/compile_8xh100.py --lowered [--write]   says, in seconds, whether the page is old
 
-All but --small take --preset record92, of which one device compiles only the two programs that need
-the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no driver. With
---write, the first writes the preset's page, records/gpu/h100_compile.md or h100_compile_92.md. The
-last one runs with any JAX: it lowers some programs without compiling them, and looks for a digest
-of their text in the page. If it is there, no program has changed. The text differs between versions
-of JAX, so --write adds the digest of this version, provided that train_gpt.py has not changed since
-the page was written.
+All but --small take --preset record92 or medium, of which one device compiles only the two programs
+that need the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no
+driver. With --write, the first writes the preset's page in records/gpu/, such as h100_compile.md.
+The last one runs with any JAX: it lowers some programs without compiling them, and looks for a
+digest of their text in the page. If it is there, no program has changed. The text differs between
+versions of JAX, so --write adds the digest of this version, provided that train_gpt.py has not
+changed since the page was written.
 
 The compiler shows kernels, collectives and their order, memory and instructions. It shows neither
 speed nor results: products are not tuned, and cuDNN builds its plans only on a real GPU. The parts
@@ -45,7 +45,7 @@ import fits  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
-from h100.checks import UPDATES, Result, check, expected_program  # noqa: E402
+from h100.checks import LIMITS, UPDATES, Result, check, expected_program  # noqa: E402
 from h100.estimate import cost_by_cause, step_ms, transfers  # noqa: E402
 from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
@@ -57,6 +57,7 @@ import train_gpt  # noqa: E402
 PAGES = {
     "record": ROOT / "records/gpu/h100_compile.md",
     "record92": ROOT / "records/gpu/h100_compile_92.md",
+    "medium": ROOT / "records/gpu/h100_compile_medium.md",
 }
 SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
 MISSING = "JAX has no CUDA plugin: install jax[cuda12] or jax[cuda13], which needs no GPU"
@@ -108,6 +109,7 @@ def any_mask(c: train_gpt.Config) -> tuple:
 LOWERED = {
     "record": (("first", 0), ("second", 3), ("val", 4)),
     "record92": (("first", 0), ("no tables", 5), ("second", 8), ("val", 9)),
+    "medium": (("first", 0), ("second", 8), ("val", 9)),
 }
 
 
@@ -265,16 +267,18 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
     )
 
 
-def measure_fits(c: train_gpt.Config) -> tuple[str, list[str]]:
-    """Returns a table of the memory that every row of FITS needs on 1, 2, 4 and 8 devices, and a
-    list of the numbers in FITS that are too low. The whole state counts, although validation does
-    not read all of it. On one device, GPUs without FP8 are measured as well."""
+def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
+    """Returns a table of the memory that a preset needs on 1, 2, 4 and 8 devices with the flags of
+    every row of dev/fits.py, and a list of the numbers there that are too low. The whole state
+    counts, although validation does not read all of it. On one device, GPUs without FP8 are
+    measured as well."""
     rows = [("flags", "devices", "head", "state GB", "training GB", "validation GB", "together GB",
              "FITS GB")]  # fmt: skip
     wrong = []
     tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
-    longest = tokens.index(max(tokens))  # the number of the stage with the longest sequences
-    for flags, gigabytes in fits.FITS:
+    # Of the stages with the longest sequences, the last one, which has the longest windows.
+    longest = max(range(len(tokens)), key=lambda stage: (tokens[stage], stage))
+    for flags, gigabytes in fit_rows:
         fitted = dataclasses.replace(c, **flags)
         text = fits.command_line(flags) or "none"
         for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
@@ -380,12 +384,12 @@ def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
             result = measure(kind, stage, c, devices)
             results.append(result)
             print(f"{devices} x H100, {kind}, stage {stage}: {result.compile_s:.1f} s", flush=True)
-            for fault in check(result, timed):
+            for fault in check(result, LIMITS[preset], timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
     memory_table = ""
-    if preset == "record":  # which FITS is for
-        memory_table, too_low = measure_fits(c)
+    if preset in fits.ROWS:
+        memory_table, too_low = measure_fits(c, fits.ROWS[preset])
         wrong += too_low
     shutil.rmtree(DUMP, ignore_errors=True)
     versions = f"- jax {jax.__version__}, cuDNN {cudnn_version()}"
@@ -414,7 +418,8 @@ def main(argv: list[str]) -> int:
         return 2
     file = PAGES[arguments.preset]
     if arguments.memory:
-        page, wrong = measure_fits(prepare(arguments.preset))
+        rows = fits.ROWS.get(arguments.preset, fits.FITS)
+        page, wrong = measure_fits(prepare(arguments.preset), rows)
     elif arguments.small:
         prepare("record")
         page, wrong = measure_small()

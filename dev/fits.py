@@ -1,4 +1,4 @@
-"""The record where memory is short: flags with which it fits.
+"""Large presets where memory is short: flags with which they fit.
 
 There is no JAX here, because dev/machine.py needs these flags before anything is installed.
 """
@@ -27,18 +27,28 @@ FITS = (
     ),
 )
 
+# The same for the preset medium: its sizes, and its rows. None is another model.
+MEDIUM = {**RECORD, "bigrams": 251520}
+MEDIUM_FITS = (
+    ({}, {1: 66.0, 2: 58.0, 4: 52.0, 8: 48.5}),
+    ({"batch": 16, "head_chunk": 8192}, {1: 43.5, 2: 36.0, 4: 30.0, 8: 27.0}),
+    ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 30.0, 2: 24.0, 4: 20.0, 8: 16.0}),
+)
+ROWS = {"record": FITS, "medium": MEDIUM_FITS}
 
-def fit(memory: float, devices: int) -> dict[str, int] | None:
-    """The flags of the first row for which so many gigabytes are enough; None if there is none."""
-    for flags, gigabytes in FITS:
+
+def fit(memory: float, devices: int, preset: str = "record") -> dict[str, int] | None:
+    """The flags of the preset's first row for which so many gigabytes are enough; None if there is
+    none."""
+    for flags, gigabytes in ROWS[preset]:
         if memory >= gigabytes[listed(devices)]:
             return flags
     return None
 
 
-def least(devices: int) -> float:
-    """The gigabytes that the last row needs."""
-    return FITS[-1][1][listed(devices)]
+def least(devices: int, preset: str = "record") -> float:
+    """The gigabytes that the preset's last row needs."""
+    return ROWS[preset][-1][1][listed(devices)]
 
 
 def listed(devices: int) -> int:

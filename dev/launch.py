@@ -506,24 +506,28 @@ def compare_tokens(script: ModuleType, c: Any) -> None:
 
 # ---- Memory --------------------------------------------------------------------------------------
 def fit(argv: list[str], c: Any, memory: float) -> list[str]:
-    """The command line of a run, with the flags with which the record fits so many gigabytes of
-    the smallest device. Where a flag or a copy of train_gpt.py has set one of fits.RECORD, it stays
-    what it is. Exits with status 2 if the memory is too short for any row of fits.FITS."""
+    """The command line of a run, with the flags with which the record or medium fits so many
+    gigabytes of the smallest device. Where a flag or a copy of train_gpt.py has set one of
+    fits.RECORD, it stays what it is. Exits with status 2 if the memory is too short for any row."""
     typed = {argument.partition("=")[0] for argument in argv}
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
     devices = min(len(jax.devices()), c.batch)
+    preset = "record"
+    title = "the record"
     beside = ""
-    if sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
+    if sizes == fits.MEDIUM:
+        preset = title = "medium"
+    elif sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
         sizes["bigrams"] = fits.RECORD["bigrams"]
         memory -= fits.TABLE_92_GB / devices
         beside = " beside record92's n-gram table"
-    if sizes != fits.RECORD or typed & {f"--{name}" for name in sizes}:
+    if sizes not in (fits.RECORD, fits.MEDIUM) or typed & {f"--{name}" for name in sizes}:
         return argv
-    flags = fits.fit(memory, devices)
+    flags = fits.fit(memory, devices, preset)
     if flags is None:
         refuse(
-            f"JAX has {memory:.1f} GB of each of {devices} devices{beside}, but the record needs "
-            f"{fits.least(devices)} GB: use ./run.sh tiny, or more devices; to try the record all "
+            f"JAX has {memory:.1f} GB of each of {devices} devices{beside}, but {title} needs "
+            f"{fits.least(devices, preset)} GB: use ./run.sh tiny, or more devices; to try it all "
             f"the same: --batch {c.batch}"
         )
     if not flags:
@@ -534,7 +538,7 @@ def fit(argv: list[str], c: Any, memory: float) -> list[str]:
     added = fits.command_line(flags)
     if jax.process_index() == 0:
         print(
-            f"JAX has {memory:.1f} GB of each device, so the record runs with {added}: {remark}. "
+            f"JAX has {memory:.1f} GB of each device, so {title} runs with {added}: {remark}. "
             f"To run it as it is: --batch {c.batch}"
         )
     return [*argv, *added.split()]

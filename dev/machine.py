@@ -75,7 +75,7 @@ TPUS = {
     "0x007c": ("TPU8t", 1, None),
 }
 
-RECORDS = ("record", "record92")  # presets that need GPUs or TPUs, both as much memory
+LARGE = ("record", "record92", "medium")  # presets that need GPUs or TPUs
 RECORD = 8.0  # the least compute capability: bfloat16 and cuDNN's attention begin with Ampere
 # Below SMALL MiB, JAX gets FRACTION of the memory, else its default, JAX_FRACTION.
 SMALL = 45_000
@@ -96,7 +96,7 @@ COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
 DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.018)}  # GB of tokens, of weights: dev/README.md
 
 # Sequences in a step; one process uses no more devices than that.
-BATCH = {"record": 8, "record92": 8, "small": 8, "tiny": 2}
+BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 2}
 # Flags with which train_gpt.py may do without what it needs otherwise.
 ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
 HELP = ("--help", "-h")
@@ -317,7 +317,7 @@ def misspelt(argv: list[str]) -> str:
     flags = [*fields, "help"]
     if rest and rest[0] == "check":
         flags += ["small", "only"]
-        if len(rest) > 1 and not rest[1].startswith("-") and rest[1] not in RECORDS:
+        if len(rest) > 1 and not rest[1].startswith("-") and rest[1] not in LARGE:
             return f"check takes no {rest[1]!r}{nearest(rest[1], flags, '--')}"
     elif rest and not rest[0].startswith("-") and rest[0] not in presets:
         near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets])
@@ -377,21 +377,37 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     flags = {argument.partition("=")[0] for argument in argv}
     if several_processes() or flags.intersection(HELP):
         return ""
-    record_on_cpu = decision.wheels == CPU and preset in RECORDS
+    large_on_cpu = decision.wheels == CPU and preset in LARGE
     may_fit = preset not in BATCH or is_copy(argv) or flags.intersection(ADVANCED)
-    if may_fit and not record_on_cpu:
+    if may_fit and not large_on_cpu:
         return ""
     if preset == "small" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
         return (
             "small takes more than a day on a CPU (estimate): type  ./run.sh tiny,  tokenize text "
             "of your own with --bytes, or type  JAX_PLATFORMS=cpu ./run.sh small  all the same"
         )
-    if preset in RECORDS and decision.flags is None and not os.environ.get("JAX_PLATFORMS"):
+    why = why_too_large(preset, machine, decision)
+    if why and not os.environ.get("JAX_PLATFORMS"):
+        title = "medium" if preset == "medium" else "the record"
         return (
-            f"the record does not run here: {decision.why}; type  ./run.sh tiny  or name what JAX "
-            f"should use all the same, as in  JAX_PLATFORMS=cpu ./run.sh {preset}"
+            f"{title} does not run here: {why}; type  ./run.sh tiny  or name what JAX should use "
+            f"all the same, as in  JAX_PLATFORMS=cpu ./run.sh {preset}"
         )
     return odd_number(machine, decision, preset)
+
+
+def why_too_large(preset: str, machine: Machine, decision: Decision) -> str:
+    """Why a large preset does not run on a machine; "" if it may."""
+    if preset not in LARGE:
+        return ""
+    if decision.flags is None:
+        return decision.why
+    memory = decision.memory
+    number = len(machine.devices)
+    if preset == "medium" and memory and fits.fit(memory, number, preset) is None:
+        least = fits.least(number, preset)
+        return f"JAX has {memory:.1f} GB of each device, and medium needs {least:.1f}"
+    return ""
 
 
 def trained_preset(argv: list[str], default: str) -> str:

@@ -41,6 +41,7 @@ SMOOTHED = "mean of 7 logged batches"  # see smooth()
 # By preset: in others, the only target of a token is the next one. Upstream's logs have no preset.
 TRAINING_LOSS = {
     "record": "training loss, all targets of a token together",
+    "medium": "training loss, all targets of a token together",
     "record92": "training loss, all targets of a token together, over the candidates",
 }
 BYTES = 257  # the size of the vocabulary in which a token is a byte: 256 and the end of text

@@ -172,7 +172,7 @@ def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
 
 
 def check_machine(arguments: list[str]) -> None:
-    """Refuses record and record92 where there is no GPU, as ./run.sh does for a copy."""
+    """Refuses a large preset where there is no GPU, as ./run.sh does for a copy."""
     found = machine.find_machine()
     decision = machine.decide(found)
     if machine.refusal(["copy.py", *arguments], found, decision):

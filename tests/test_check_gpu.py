@@ -208,7 +208,7 @@ def test_a_machine_without_gpu_is_told_what_there_is(child, capfd, monkeypatch):
         ("--small record92", "--small sets all sizes itself; leave out record92"),
         ("--batches 16", "unrecognized arguments: --batches 16"),
         ("record92 --batches 16", "unrecognized arguments: --batches 16"),
-        ("tiny", "there is no check of 'tiny'; there are those of record and record92"),
+        ("tiny", "there is no check of 'tiny'; there are those of record, record92, medium"),
     ],
 )
 def test_what_it_does_not_know_is_one_line(argv, message, capsys):
@@ -219,7 +219,7 @@ def test_what_it_does_not_know_is_one_line(argv, message, capsys):
 
 
 def test_a_preset_and_flags_are_those_of_the_run():
-    for preset in check_gpu.RECORDS:
+    for preset in check_gpu.LARGE:
         for argv in [preset, "--steps", "99"], [preset, "--only", "head", "--steps", "99"]:
             flags = check_gpu.parse_arguments(argv).flags
             assert flags == [preset, "--steps", "99"]

@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 
 import train_gpt
+from tests.small_medium import SMALL as SMALL_MEDIUM
 from tests.tools import MINI, sequences, whole_weights
 from train_gpt import LONG, SHORT, Layer, Stage
 
@@ -53,6 +54,7 @@ MODELS = {  # the first three have several stages, so that YaRN has changed thei
     "narrow": replace(
         MINI, layers=NARROW, mudd_head=(("norm(middle2)", 0.0),), D=64, stages=THREE, segment=40,
         ngram_optimizer="row_adam"),
+    "medium": SMALL_MEDIUM,
     "tiny": replace(train_gpt.PRESETS["tiny"], D=32, F=64, bigrams=512),
 }  # fmt: skip
 

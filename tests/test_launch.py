@@ -543,14 +543,16 @@ def fitted(line: str) -> list[str]:
     return added[len(argv) :]
 
 
-@pytest.mark.parametrize("preset", ["record", "record92"])
-def test_what_is_fitted_is_the_record_as_it_is(preset):
-    """And the record can have the flags of every row."""
+@pytest.mark.parametrize("preset, sizes, rows", [
+    ("record", fits.RECORD, fits.FITS),
+    ("record92", fits.RECORD | {"bigrams": fits.BIGRAMS_92}, fits.FITS),
+    ("medium", fits.MEDIUM, fits.MEDIUM_FITS),
+])  # fmt: skip
+def test_what_is_fitted_is_the_preset_as_it_is(preset, sizes, rows):
+    """And the preset can have the flags of every row."""
     c = train_gpt.PRESETS[preset]
-    bigrams = fits.BIGRAMS_92 if preset == "record92" else fits.RECORD["bigrams"]
-    expected = fits.RECORD | {"bigrams": bigrams}
-    assert {name: getattr(c, name) for name in fits.RECORD} == expected
-    for flags, _ in fits.FITS:
+    assert {name: getattr(c, name) for name in fits.RECORD} == sizes
+    for flags, _ in rows:
         dataclasses.replace(c, **flags)
 
 
@@ -584,6 +586,16 @@ def test_record92_needs_room_for_its_table_as_well(devices, GB, row, monkeypatch
     """38 GB on all devices together."""
     have(monkeypatch, *[GB] * devices)
     assert fitted("record92") == fits.command_line(fits.FITS[row][0]).split()
+
+
+@pytest.mark.parametrize("machine, devices, GB, row", [
+    ("8 x H100", 8, 85.5 * 0.75, 0), ("1 x H100", 1, 85.5 * 0.75, 1),
+    ("8 x A100, 40 GB", 8, 42.4 * 0.92, 1), ("8 x RTX 4090", 8, 25.7 * 0.92, 2),
+])  # fmt: skip
+def test_medium_has_rows_of_its_own(machine, devices, GB, row, monkeypatch, capsys):
+    have(monkeypatch, *[GB] * devices)
+    assert fitted("medium") == fits.command_line(fits.MEDIUM_FITS[row][0]).split()
+    assert ("so medium runs with" in capsys.readouterr().out) == (row > 0)
 
 
 @pytest.mark.parametrize("line", [
@@ -653,12 +665,14 @@ def test_tables_of_other_hosts_are_compared(monkeypatch, tmp_path):
     assert first.keys() == second.keys() and first != second
 
 
-@pytest.mark.parametrize("preset, line", [
-    ("record", "JAX has 8.0 GB of each of 2 devices, but"),
-    ("record92", "JAX has 8.0 GB of each of 2 devices beside record92's n-gram table, but"),
+@pytest.mark.parametrize("preset, GB, line", [
+    ("record", 8, "8.0 GB of each of 2 devices, but the record needs 11.0 GB"),
+    ("record92", 8 + fits.TABLE_92_GB / 2,
+     "8.0 GB of each of 2 devices beside record92's n-gram table, but the record needs 11.0 GB"),
+    ("medium", 11.5, f"of each of 2 devices, but medium needs {fits.least(2, 'medium')} GB"),
 ])  # fmt: skip
-def test_too_little_memory_for_any_row_is_refused(preset, line, monkeypatch, capsys):
-    have(monkeypatch, 80, 8 if preset == "record" else 8 + fits.TABLE_92_GB / 2)
+def test_too_little_memory_for_any_row_is_refused(preset, GB, line, monkeypatch, capsys):
+    have(monkeypatch, 80, GB)
     with pytest.raises(SystemExit) as stopped:
         fitted(preset)
     assert stopped.value.code == 2

@@ -185,10 +185,11 @@ def test_tpus_are_known_by_vendor_and_device(fake):
 # ---- The fit -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", [1, 2, 4, 8])
 def test_the_first_row_for_which_the_memory_is_enough_is_taken(number):
-    for flags, needs in fits.FITS:
-        assert fits.fit(needs[number], number) == flags
-        assert fits.fit(needs[number] - 0.1, number) != flags
-    assert fits.fit(fits.least(number) - 0.1, number) is None
+    for preset, rows in fits.ROWS.items():
+        for flags, needs in rows:
+            assert fits.fit(needs[number], number, preset) == flags
+            assert fits.fit(needs[number] - 0.1, number, preset) != flags
+        assert fits.fit(fits.least(number, preset) - 0.1, number, preset) is None
 
 
 @pytest.mark.parametrize("number, stands_for", [(1, 1), (3, 2), (7, 4), (8, 8), (16, 8)])
@@ -259,6 +260,18 @@ NO_RECORD = (
 def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     assert refusal(fake, kind, "record") == NO_RECORD.format(why)
     assert refusal(fake, kind, "record92") == NO_RECORD.format(why) + "92"
+    no_medium = NO_RECORD.replace("the record", "medium").replace(
+        "./run.sh record", "./run.sh medium"
+    )
+    assert refusal(fake, kind, "medium") == no_medium.format(why)
+
+
+def test_medium_needs_more_memory_than_the_record(fake):
+    kind = Kind((Gpu("RTX 4090", "8.9", "24564"),))
+    assert not refusal(fake, kind, "record")
+    needs = f"medium needs {fits.least(1, 'medium'):.1f}; type  ./run.sh tiny  or name"
+    assert f"JAX has 23.2 GB of each device, and {needs}" in refusal(fake, kind, "medium")
+    assert not refusal(fake, Kind((Gpu(),)), "medium")
 
 
 @pytest.mark.parametrize("argv, env, refused", [
@@ -268,6 +281,7 @@ def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     ("basics/gpt2.py", {}, False),
     ("record --seed 1 --data x", {}, True),
     ("record92", {}, True),
+    ("medium", {}, True),
     ("train_gpt.py record", {}, True),
     ("./train_gpt.py record", {}, True),
     ("record --resume logs", {}, True),
@@ -310,7 +324,7 @@ def test_flags_and_batches_are_those_of_the_trainer():
     (4, "record", None, None), (5, "", None, "0,1,2,3"), (6, "record", None, "0,1,2,3"),
     (7, "record", None, "0,1,2,3"), (8, "record", None, None), (9, "record", None, None),
     (16, "record", None, None), (8, "record", "7,5, 3", "7,5"), (3, "small", None, "0,1"),
-    (3, "record92", None, "0,1"),
+    (3, "record92", None, "0,1"), (3, "medium", None, "0,1"),
     (3, "tiny", None, None), (3, "record --batch 2", None, None), (3, "install", None, None),
 ])  # fmt: skip
 def test_gpus_that_do_not_divide_a_step_are_refused(

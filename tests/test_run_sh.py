@@ -384,6 +384,14 @@ def test_small_reads_one_shard_and_is_refused_on_a_cpu_that_was_not_asked_for(ma
     assert found == calls(*shards, f"{TRAIN} small")
 
 
+def test_medium_reads_24_shards_and_is_refused_without_a_gpu(machine):
+    machine.python(12)
+    assert "medium does not run here: this machine has no NVIDIA GPU" in machine.refusal("medium")
+    machine.become(H100)
+    shards = ["data/cached_fineweb10B.py 24", f"{CHECK} data/fineweb10B"]
+    assert machine.run("medium")[3:] == calls(*shards, f"{TRAIN} medium")
+
+
 @pytest.mark.parametrize("name, count", [("data/source_code.py", 1), ("data/check.py", 2)])
 def test_failure_of_a_data_script_stops_the_run(machine, name, count):
     python = machine.python(12)

@@ -429,13 +429,15 @@ def test_a_record_of_8xh100_has_eight(tmp_path, capsys):
     assert found == ["not the track's devices: 1 x NVIDIA H100 80GB HBM3"]
 
 
-def write_8xh100(folder: Path, preset: str) -> Path:
-    """Writes runs of a preset that have all that the track 8xh100 wants."""
+def write_8xh100(folder: Path, preset: str, target=3.28, further=()) -> Path:
+    """Writes runs of a preset that have all that its track on 8 H100s wants. They have read
+    further shards of training."""
     argv = [preset, "--target", "0"]
+    *train, val = verify.TRACKS["8xh100"].shards.split()
     write_ours(
-        folder, [3.2761, 3.2764, 3.2759, 3.2768, 3.2763], argv=argv,
+        folder, [target - margin for margin in (0.0039, 0.0036, 0.0041, 0.0032, 0.0037)], argv=argv,
         config=dict(preset=preset, val_tokens=10485760), devices=["NVIDIA H100 80GB HBM3"] * 8,
-        data=data(verify.TRACKS["8xh100"].shards),
+        data=data(" ".join([*train, *further, val])),
     )  # fmt: skip
     write_plan(folder, SEEDS, arguments=argv)
     return folder
@@ -458,6 +460,22 @@ def test_8xh100_takes_both_records_and_no_other_preset(tmp_path, capsys):
     found = " ".join(fails(capsys, both[1]))
     assert "different argv: ['record', '--target', '0'] / ['record92', " in found
     assert "different config: preset" in found
+
+
+def test_medium_has_a_track_of_its_own_and_reads_more_shards(tmp_path, capsys):
+    """Nobody here knows the sha256 of the further ones, so the judge names them."""
+    further = [f"{n:016}" for n in range(8, 25)]
+    folder = write_8xh100(tmp_path / "medium", "medium", 2.92, further)
+    assert verify.infer_track(verify.collect(folder)) == "8xh100-medium"
+    status, text = judged(capsys, folder)
+    assert status == 0 and "FAIL" not in text and "mean below 2.92" in text
+    assert "compare the sha256 of training shards 8 to 24 with the data set's page" in text
+    other = write_8xh100(tmp_path / "other", "medium", 2.92, further)
+    for path in runs.log_files(other):
+        path.write_text(path.read_text().replace("771fa4a99b9fe094", "0" * 16))
+    assert fails(capsys, other) == ["trained on another stream of tokens than the track's"]
+    record = write_8xh100(tmp_path / "record", "record", 3.28, further[:1])
+    assert fails(capsys, record) == ["trained on another stream of tokens than the track's"]
 
 
 def test_two_equal_losses_of_four_digits_are_no_repeat(tmp_path, capsys):
@@ -490,9 +508,9 @@ def test_the_tracks_are_what_the_presets_and_data_are(tmp_path):
         folder = write_ours(tmp_path / name, data=text)
         assert verify.infer_track(verify.collect(folder)) == name
     fineweb = cached_fineweb10B.PINNED
-    pins = dict(record=fineweb, record92=fineweb, tiny=source_code.SHARDS)
+    pins = dict(record=fineweb, record92=fineweb, medium=fineweb, tiny=source_code.SHARDS)
     today = {name: track for name, track in verify.TRACKS.items() if name != "tiny"}  # it is closed
-    assert set(today) == {"8xh100", "1xgpu", "tiny-2k"}
+    assert set(today) == {"8xh100", "1xgpu", "8xh100-medium", "tiny-2k"}
     pairs = [(track, preset) for track in today.values() for preset in track.presets]
     for track, preset in pairs:
         c = train_gpt.PRESETS[preset]

@@ -1,0 +1,108 @@
+"""The preset medium: its numbers are those of modded-nanogpt's second track, and a narrow model
+with layers of every kind trains equally on one device and on eight."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import train_gpt
+from tests.small_medium import MEDIUM, SMALL
+from tests.tools import make_mesh, place_on, schedule_row, text
+from train_gpt import LONG, Layer
+
+BLOCK = 128  # upstream counts windows in blocks of so many positions
+
+
+def test_steps_tokens_and_windows_are_those_of_record_18():
+    """Twelve equal parts of 4,700 steps, of which the last four have one length of windows, and 40
+    steps more."""
+    ends = [math.ceil(k * 4700 / 12) for k in range(1, 9)]
+    assert MEDIUM.stage_ends.tolist() == [*ends, 4740, 4740]
+    trained = [stage for stage in MEDIUM.stages if stage.steps]
+    assert [stage.tokens for stage in trained] == [131072, 262144, 393216] + [524288] * 6
+    assert sum(stage.steps * stage.tokens for stage in trained) == 2_176_974_848
+    blocks = [stage.long // BLOCK for stage in MEDIUM.stages]
+    assert blocks == [3, 7, 11, 13, 15, 17, 19, 21, 23, 27]
+    shorts = [min(23, n) // 2 for n in blocks]
+    assert [stage.short // BLOCK for stage in MEDIUM.stages] == shorts
+    assert {stage.max_doc for stage in MEDIUM.stages} == {4096}
+    targets = [[*train_gpt.target_weights(stage)] for stage in trained]
+    assert targets == [[1, 2, 3], [1, 2]] + [[1]] * 7
+
+
+def test_rates_and_momentum_are_those_of_record_18():
+    rows = train_gpt.schedule(MEDIUM)
+    plateau = {0: 1.0, 391: 1.0, 392: 1.52, 784: 1.73, 1175: 2.0, 1409: 2.0}
+    for step, factor in plateau.items():
+        assert rows[step].muon_lr == pytest.approx(0.015 * factor)
+        assert rows[step].adam_lr == pytest.approx(0.004 * factor)
+    halfway = 1410 + 3290 // 2
+    assert rows[halfway].muon_lr == pytest.approx(0.015 * (2.0 + 0.1) / 2)
+    assert rows[4700].muon_lr == rows[4739].muon_lr == pytest.approx(0.015 * 0.1)
+    momentum = {0: 0.85, 150: 0.9, 300: 0.95, 4690: 0.95, 4715: 0.9}
+    assert {step: rows[step].momentum for step in momentum} == pytest.approx(momentum)
+    assert [step for step, row in enumerate(rows) if row.tied][-1] == 785
+
+
+def test_the_model_has_the_parameters_that_were_counted_by_hand():
+    """16 layers of width 1,024 with 4 + 8 matrices of 1,024 x 1,024 each; two tables of 50,304
+    rows, five of values, and one of 251,520 pairs."""
+    expected = {"matrices": 201.3, "embed": 51.5, "head": 51.5, "value": 257.6, "bigram": 257.6}
+    expected["rest"] = 0.4
+    millions = dict.fromkeys(expected, 0.0)
+    for name, param in train_gpt.param_table(MEDIUM).items():
+        kind = "matrices" if param.layers else name.rstrip("0123456789")
+        millions[kind if kind in millions else "rest"] += math.prod(param.model_shape) / 1e6
+    assert millions == pytest.approx(expected, rel=0.002, abs=0.2)
+    assert sum(millions.values()) == pytest.approx(819.9, abs=0.5)
+
+
+def test_layers_are_those_of_the_second_track():
+    """Long windows see the keys of the previous token. Values, skips and the saved source are where
+    pull requests 188 and 261 have them."""
+    layers = MEDIUM.layers
+    assert len(layers) == 16 and all(layer.window for layer in layers)
+    assert [i for i, layer in enumerate(layers) if layer.window == LONG] == [0, 4, 11, 15]
+    assert [layer.key_offset for layer in layers] == [layer.window == LONG for layer in layers]
+    values = [layer.value_table for layer in layers]
+    assert values == [0, 1, 2, 3, 4] + [None] * 6 + [0, 1, 2, 3, 4]
+    assert {i: layers[i].skip_from for i in (9, 10, 11)} == {9: 6, 10: 4, 11: 2}
+    assert [layer.attend_to for layer in layers] == [None] * 12 + [11] * 4
+    assert [name for name, _ in MEDIUM.mudd_head] == "input layer11 layer14 value0 layer4".split()
+
+
+def kind(layer: Layer) -> Layer:
+    """A layer without the numbers of others."""
+    numbers = ("value_table", "attend_to", "skip_from")
+    has = {name: getattr(layer, name) is not None for name in numbers}
+    return dataclasses.replace(layer, mudd=tuple(bool(name) for name in layer.mudd), **has)
+
+
+def losses(devices: int) -> list[float]:
+    """Those of every step of SMALL."""
+    mesh = make_mesh(devices)
+    program = train_gpt.compile_train_step(0, SMALL.updates(0), SMALL, mesh)
+    state = train_gpt.make_state(SMALL, mesh)
+    T = SMALL.sequence_length(0)
+    tokens = np.stack([text(T + 1, first) for first in range(SMALL.batch)]).astype(np.int32)
+    found = []
+    for step in range(SMALL.total_steps):
+        row = schedule_row(SMALL, step, mesh)
+        state, loss = program(state, place_on(mesh, tokens), row)
+        found.append(float(loss))
+    return found
+
+
+def test_the_narrow_model_has_a_layer_of_every_kind():
+    kinds = [kind(layer) for layer in SMALL.layers]
+    assert {*kinds} == {kind(layer) for layer in MEDIUM.layers} and len({*kinds}) == len(kinds)
+
+
+def test_a_narrow_model_trains_equally_on_one_device_and_on_eight():
+    one = losses(1)
+    eight = losses(8)
+    assert eight[0] == pytest.approx(one[0], rel=1e-6)
+    np.testing.assert_allclose(eight, one, rtol=1e-4)
+    assert one[2] < one[1] < one[0]
