@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
         script.set_compilation_cache()  # JAX looks only once, at the first program
         if jax.process_count() > 1:
             compare_setup(script, c)
-        argv = fit(argv, c, device_memory())
+        argv = fit(argv, preset, c, device_memory())
         preset, c = script.parse_config(argv)
         _, c = script.fit_devices(preset, c)
         if any(getattr(stage, "candidates", 0) for stage in c.stages):
@@ -505,29 +505,29 @@ def compare_tokens(script: ModuleType, c: Any) -> None:
 
 
 # ---- Memory --------------------------------------------------------------------------------------
-def fit(argv: list[str], c: Any, memory: float) -> list[str]:
+def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
     """The command line of a run, with the flags with which the record or medium fits so many
     gigabytes of the smallest device. Where a flag or a copy of train_gpt.py has set one of
     fits.RECORD, it stays what it is. Exits with status 2 if the memory is too short for any row."""
     typed = {argument.partition("=")[0] for argument in argv}
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
     devices = min(len(jax.devices()), c.batch)
-    preset = "record"
-    title = "the record"
     beside = ""
-    if sizes == fits.MEDIUM:
-        preset = title = "medium"
-    elif sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
+    if sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
         sizes["bigrams"] = fits.RECORD["bigrams"]
         memory -= fits.TABLE_92_GB / devices
         beside = " beside record92's n-gram table"
-    if sizes not in (fits.RECORD, fits.MEDIUM) or typed & {f"--{name}" for name in sizes}:
+    is_medium = preset == "medium"
+    fitted = "medium" if is_medium else "record"
+    title = "medium" if is_medium else "the record"
+    expected = fits.MEDIUM if is_medium else fits.RECORD
+    if sizes != expected or typed & {f"--{name}" for name in sizes}:
         return argv
-    flags = fits.fit(memory, devices, preset)
+    flags = fits.fit(memory, devices, fitted)
     if flags is None:
         refuse(
             f"JAX has {memory:.1f} GB of each of {devices} devices{beside}, but {title} needs "
-            f"{fits.least(devices, preset)} GB: use ./run.sh tiny, or more devices; to try it all "
+            f"{fits.least(devices, fitted)} GB: use ./run.sh tiny, or more devices; to try it all "
             f"the same: --batch {c.batch}"
         )
     if not flags:

@@ -400,14 +400,14 @@ def why_too_large(preset: str, machine: Machine, decision: Decision) -> str:
     """Why a large preset does not run on a machine; "" if it may."""
     if preset not in LARGE:
         return ""
-    if decision.flags is None:
-        return decision.why
     memory = decision.memory
-    number = len(machine.devices)
-    if preset == "medium" and memory and fits.fit(memory, number, preset) is None:
-        least = fits.least(number, preset)
-        return f"JAX has {memory:.1f} GB of each device, and medium needs {least:.1f}"
-    return ""
+    if preset == "medium" and memory and decision.wheels != CPU:
+        number = len(machine.devices)
+        if fits.fit(memory, number, preset) is None:
+            least = fits.least(number, preset)
+            return f"JAX has {memory:.1f} GB of each device, and medium needs {least:.1f}"
+        return ""
+    return decision.why if decision.flags is None else ""
 
 
 def trained_preset(argv: list[str], default: str) -> str:

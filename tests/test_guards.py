@@ -146,12 +146,12 @@ def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys, flags):
         tweaked.parse_config(flags.split())
     usage, shown = capsys.readouterr().out.split("\n\n", 1)
     assert not stopped.value.code and usage == tweaked.parse_config.__doc__
-    shown, record, record92, small, tiny = shown.strip().rsplit("\n\n", 4)
+    shown, record, record92, medium, small, tiny = shown.strip().rsplit("\n\n", 5)
     assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
     assert shown in tweaked.SOURCE and FIELDS.rstrip() in shown and "def " not in shown
     assert record == "record: the defaults above" and small.startswith("small: --")
     assert record92.startswith("record92: --") and "--matrix_optimizer 'anvil'" in record92
-    assert "--D 128 " in tiny and "--lr_floor" not in tiny
+    assert "--target 2.92" in medium and "--D 128 " in tiny and "--lr_floor" not in tiny
 
 
 # ---- Tweaks --------------------------------------------------------------------------------------

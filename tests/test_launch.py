@@ -537,8 +537,8 @@ def have(monkeypatch, *gigabytes: float):
 def fitted(line: str) -> list[str]:
     """The flags that the launcher adds to a command line."""
     argv = line.split()
-    _, c = train_gpt.parse_config(argv)
-    added = launch.fit(argv, c, launch.device_memory())
+    preset, c = train_gpt.parse_config(argv)
+    added = launch.fit(argv, preset, c, launch.device_memory())
     assert added[: len(argv)] == argv
     return added[len(argv) :]
 
@@ -610,9 +610,9 @@ def test_what_the_user_has_chosen_stays(line, monkeypatch):
 def test_what_a_copy_has_changed_stays(monkeypatch):
     have(monkeypatch, 20)
     changed = dataclasses.replace(RECORD, bigrams=1024)
-    assert launch.fit(["record"], changed, 20) == ["record"]
+    assert launch.fit(["record"], "record", changed, 20) == ["record"]
     without_a_field = SimpleNamespace(batch=8)
-    assert launch.fit(["record"], without_a_field, 20) == ["record"]
+    assert launch.fit(["record"], "record", without_a_field, 20) == ["record"]
 
 
 def test_the_run_gets_the_flags_of_the_fit(monkeypatch):

@@ -474,6 +474,8 @@ def test_medium_has_a_track_of_its_own_and_reads_more_shards(tmp_path, capsys):
     for path in runs.log_files(other):
         path.write_text(path.read_text().replace("771fa4a99b9fe094", "0" * 16))
     assert fails(capsys, other) == ["trained on another stream of tokens than the track's"]
+    repeated = write_8xh100(tmp_path / "repeated", "medium", 2.92, [*further, further[0]])
+    assert fails(capsys, repeated) == ["trained on another stream of tokens than the track's"]
     record = write_8xh100(tmp_path / "record", "record", 3.28, further[:1])
     assert fails(capsys, record) == ["trained on another stream of tokens than the track's"]
 

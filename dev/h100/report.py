@@ -9,13 +9,14 @@ from h100.estimate import PARTS, Cost, cause, exposed_ms, issued, moved, seconds
 from h100.hlo import kernels
 
 # Lowest and highest milliseconds of a step in upstream's logs of a preset's shapes, by stage.
-UPSTREAM_MS = {"record": {0: (31, 32), 1: (57, 58), 2: (82.6, 84), 3: (83, 84)}, "record92": {}}
+UPSTREAM_MS = {"record": {0: (31, 32), 1: (57, 58), 2: (82.6, 84), 3: (83, 84)}}
+TWO_STEPS = "Every second step updates all parameters, the first of two only the matrices."
 CADENCE = {
-    "record": "Every second step updates all parameters, the first of two only the matrices.",
-    "record92": "Every second step updates all parameters, the first of two only the matrices. "
-    "Late in the run, a step without tables and a third step, which updates only the matrices, "
-    "come between these two. Stages that share programs are counted with the first of them. The "
-    "mean is that of the stage's steps.",
+    "record": TWO_STEPS,
+    "medium": TWO_STEPS,
+    "record92": f"{TWO_STEPS} Late in the run, a step without tables and a third step, which "
+    "updates only the matrices, come between these two. Stages that share programs are counted "
+    "with the first of them. The mean is that of the stage's steps.",
 }
 LONGEST_KERNELS = 40
 SMALL_TRAFFIC = 5e6  # bytes; causes below it share a row
@@ -220,7 +221,7 @@ def page(
     if not timed:
         cores += " These did other work as well."
     flags = "" if preset == "record" else f"--preset {preset} "
-    upstream = UPSTREAM_MS[preset]
+    upstream = UPSTREAM_MS.get(preset, {})
     paragraphs = [
         f"# The {preset} preset, compiled for H100s on a machine without a GPU",
         "No GPU has run them. `dev/h100/estimate.py` begins with how traffic, sent and ideal bytes "
