@@ -3,7 +3,7 @@ both on the disk."""
 
 import dataclasses
 import errno
-import json
+import functools
 import os
 from collections import namedtuple
 
@@ -20,6 +20,7 @@ from tests.tools import MINI, make_mesh, noise
 C = dataclasses.replace(MINI, ngram_optimizer="row_adam", copy=0)  # which computes in bfloat16
 
 
+@functools.cache
 def make_state(devices: int) -> train_gpt.State:
     """A state in which every number of the n-gram table, and of what waits for it, is another."""
     state = train_gpt.make_state(C, make_mesh(devices))
@@ -97,7 +98,9 @@ def test_what_a_failed_checkpoint_has_left_is_deleted_by_the_next(tmp_path):
 
 def test_a_table_that_is_not_finite_is_not_saved(tmp_path):
     state = make_state(2)
-    state.params["bigram"] = state.params["bigram"].at[1, 2, 3].set(jnp.nan)
+    params = dict(state.params)
+    params["bigram"] = params["bigram"].at[1, 2, 3].set(jnp.nan)
+    state = state._replace(params=params)
     assert not train_gpt.save_checkpoint(state, {"step": 2}, tmp_path / "0000002.state")
     assert not list(tmp_path.iterdir())
 
@@ -149,20 +152,14 @@ def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatc
         launch.check_disk(train_gpt, c)
 
 
-def test_facts_of_a_checkpoint_stay_as_they_are(tmp_path):
-    """The list of its tables is not among what a resumed run goes on with."""
-    save(tmp_path, 2)
-    facts, _ = train_gpt.load_checkpoint(tmp_path)
-    assert json.dumps(facts) == '{"step": 2}'
-
-
-@pytest.mark.parametrize("steps", [100, 333, 1194])
+@pytest.mark.parametrize("steps", [12, 24, 50, 333, 1194])
 def test_a_program_has_room_for_all_gradients_that_wait(steps):
+    """The first of the stages that share a program may be so short that it has no long cycle."""
     c = dataclasses.replace(train_gpt.PRESETS["record92"], steps=steps)
     all_blocks, all_slots = c.waiting_rows(len(c.stages) - 1)
-    for step in range(0, steps, 11):
+    for step in range(0, steps, 1 if steps < 100 else 11):
         blocks, slots = c.waiting_rows(int(c.program_stage(step)))
-        assert c.table_step(step) <= blocks <= all_blocks == 3
+        assert c.table_step(step) <= blocks <= all_blocks <= 3
         cycle = range(step - c.table_step(step), step + 1)
         longest = max(c.sequence_length(c.stage_at(i)) for i in cycle)
         assert c.batch * c.ngram_slots(longest) <= slots <= all_slots

@@ -160,17 +160,6 @@ def test_gradients_of_rows_wait_for_all_steps_of_a_cycle():
     assert sums == [1, 3, 7, 11, 15, 19]
 
 
-@pytest.mark.parametrize("steps", [0, 12, 24, 50, 300])
-def test_no_step_of_a_cycle_is_left_out_where_stages_share_programs(steps):
-    """Their first stage may be so short that it has no long cycle, but the others do."""
-    c = dataclasses.replace(train_gpt.PRESETS["record92"], steps=steps)
-    for step in range(c.total_steps):
-        if train_gpt.WITH_TABLES in c.due(step):
-            waiting, slots = c.waiting_rows(c.program_stage(step))
-            assert waiting >= c.table_step(step), step
-            assert slots == c.waiting_rows(c.stage_at(step))[1]
-
-
 # ---- The table and first values ------------------------------------------------------------------
 @pytest.mark.parametrize("preset", ["record", "record92"])
 def test_every_array_of_the_state_is_where_its_parameter_is(preset):

@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -118,16 +117,15 @@ def first_state(module: ModuleType, c, mesh):
 def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[dict]]:
     """The losses of two steps, and the parameters before, between and after them."""
     mesh = make_mesh(devices)
-    steps = [(c.stage_at(step), c.updates(step)) for step in (0, 1)]
-    with ThreadPoolExecutor(2) as pool:
-        programs = list(pool.map(lambda step: module.compile_train_step(*step, c, mesh), steps))
-        state = first_state(module, c, mesh)
+    keys = [(c.program_stage(step), c.updates(step)) for step in (0, 1)]
+    programs = {key: module.compile_train_step(*key, c, mesh) for key in dict.fromkeys(keys)}
+    state = first_state(module, c, mesh)
     losses = []
     params = [jax.tree.map(np.asarray, state.params)]
-    for i, (program, row) in enumerate(zip(programs, module.schedule(c), strict=True)):
-        tokens = sequences(c, c.sequence_length(steps[i][0]), seed=i)
+    for step, row in enumerate(module.schedule(c)):
+        tokens = sequences(c, c.sequence_length(c.stage_at(step)), seed=step)
         row = jax.device_put(row, NamedSharding(mesh, PartitionSpec()))
-        state, loss = program(state, place_on(mesh, tokens), row)
+        state, loss = programs[keys[step]](state, place_on(mesh, tokens), row)
         losses.append(float(loss))
         params.append(jax.tree.map(np.asarray, state.params))
     return losses, params
