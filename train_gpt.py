@@ -2472,7 +2472,9 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
         refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
     # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
     for _, T, max_doc in set(shapes):
-        most = 4095 - (1 + T // c.segment if c.segment else 0)  # segments count as documents
+        most = 4095
+        if c.segment:  # pieces of documents count as documents
+            most -= 1 + T // c.segment
         taken = np.minimum(sizes, max_doc or len(shard))
         begins = np.cumsum(taken) - taken
         if np.any(begins[most:] - begins[:-most] < T):
@@ -2567,9 +2569,9 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
     on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
-    if on_cpu and preset.startswith("record"):
+    if on_cpu and preset in ("record", "record92", "medium"):
         refuse(
-            "JAX sees only a CPU, but the record needs GPUs or TPUs; without them: ./run.sh tiny; "
+            f"JAX sees only a CPU, but {preset} needs GPUs or TPUs; without them: ./run.sh tiny; "
             "JAX_PLATFORMS=cpu trains it on the CPU all the same"
         )
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
@@ -2614,54 +2616,76 @@ def large_tables(params: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in params.items() if x.dtype == jnp.bfloat16}
 
 
-def write_tables(stem: Path, params: dict[str, Any]) -> None:
+def write_tables(stem: Path, params: dict[str, Any]) -> dict[str, dict]:
     """Writes each of large_tables(), [R, 8, D], as <stem>.<name>.bin: its eighths one after the
-    other, (8, R, D), as the bits of bfloat16, and 8 checksums, uint32. Several processes need a
-    disk that they share. Raises OSError in all of them if one fails."""
+    other, (8, R, D), as the bits of bfloat16. Returns the arguments of read_table(), by name.
+    Several processes need a disk that they share. Raises OSError in all of them if one fails."""
+    about = {}
     for name, table in large_tables(params).items():
         part = Path(f"{stem}.{name}.part")
-        checksums = np.zeros(GROUP, np.uint32)  # of the eighths of this process
-        failed = False
+        checksums = np.zeros(GROUP, np.uint32)
         try:
-            part.touch()  # by every process, because none may truncate what another has written
-            with part.open("r+b") as file:
-                for shard in table.addressable_shards:
-                    if shard.replica_id == 0:
-                        write_eighths(file, shard, checksums)
+            in_all_processes(write_eighths, part, table, checksums)
+            in_all_processes(complete_table, part, table)
         except OSError:
-            failed = True
-        failed = process_allgather(np.int32(failed)).any()
-        checksums = np.reshape(process_allgather(checksums), (-1, GROUP)).sum(axis=0)
-        if failed:
             part.unlink(missing_ok=True)
-            raise OSError(f"{part} cannot be written, or several hosts do not share its disk")
-        if jax.process_index() == 0:
-            with part.open("ab") as file:
-                checksums.astype("<u4").tofile(file)
-            part.replace(part.with_suffix(".bin"))
+            raise
+        checksums = np.reshape(process_allgather(checksums), (-1, GROUP)).sum(axis=0)
+        about[name] = {"shape": table.shape, "checksums": checksums.tolist()}
+    return about
 
 
-def write_eighths(file: Any, shard: Any, checksums: np.ndarray) -> None:
-    """Writes a device's eighths of a table, and fills in their checksums."""
-    first = shard.index[1].start or 0
-    eighths = np.asarray(shard.data).view(np.uint16)
-    for n in range(eighths.shape[1]):
-        eighth = np.ascontiguousarray(eighths[:, n])
-        file.seek((first + n) * eighth.nbytes)
-        eighth.tofile(file)
-        checksums[first + n] = crc32(eighth)
+def in_all_processes(write: Callable, *arguments: Any) -> None:
+    """Calls a function that writes a file. If it fails in one process, this raises OSError in all
+    of them, because the others would wait for that one."""
+    failure = None
+    try:
+        write(*arguments)
+    except OSError as error:
+        failure = error
+    if process_allgather(np.int32(failure is not None)).any():
+        raise failure or OSError("another process cannot write")
 
 
-def read_table(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The bits of a table [R, 8, D] from write_tables(), as a view of its file. Raises ValueError
-    if it is damaged."""
-    file = np.memmap(path, np.uint16, "r")
-    size = math.prod(shape)
-    bits = file[:size].reshape(GROUP, -1)
-    checksums = [crc32(eighth) for eighth in bits]
-    if len(file) != size + 2 * GROUP or checksums != file[size:].view("<u4").tolist():
-        raise ValueError(f"{path} is damaged")
-    return np.moveaxis(bits.reshape(GROUP, shape[0], shape[2]), 0, 1)
+def write_eighths(part: Path, table: Array, checksums: np.ndarray) -> None:
+    """Writes the eighths of a table that this process has, into a file that other processes write
+    as well, and fills in their checksums."""
+    part.parent.mkdir(exist_ok=True)
+    part.touch()  # and does not truncate what another process has written
+    with part.open("r+b") as file:
+        for shard in table.addressable_shards:
+            if shard.replica_id > 0:
+                continue
+            first = shard.index[1].start or 0
+            eighths = np.asarray(shard.data).view(np.uint16)
+            for n in range(eighths.shape[1]):
+                eighth = np.ascontiguousarray(eighths[:, n])
+                file.seek((first + n) * eighth.nbytes)
+                eighth.tofile(file)
+                checksums[first + n] = crc32(eighth)
+
+
+def complete_table(part: Path, table: Array) -> None:
+    """Gives the file of a table its name, in process 0."""
+    if jax.process_index() == 0:
+        with part.open("rb") as file:  # a network disk may know the size only once it is opened
+            size = file.seek(0, os.SEEK_END)
+        if size != 2 * table.size:
+            raise OSError(f"{part} lacks what other hosts have written: they must share its disk")
+        part.replace(part.with_suffix(".bin"))
+
+
+def read_table(path: Path, shape: list[int], checksums: list[int]) -> np.ndarray:
+    """The bits of a table [R, 8, D] that write_tables() has written, as a view of its file. Raises
+    ValueError if it is damaged."""
+    rows, _, width = shape
+    bits = np.memmap(path, np.uint16, "r")
+    if bits.size != math.prod(shape):
+        raise ValueError(f"{path} is incomplete")
+    eighths = bits.reshape(GROUP, rows, width)
+    if [crc32(eighth) for eighth in eighths] != checksums:
+        raise ValueError(f"{path} has a wrong checksum")
+    return np.moveaxis(eighths, 0, 1)
 
 
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
@@ -2676,10 +2700,9 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
     finite += [all_finite(table) for table in tables.values()]
     if not all(finite):
         return False
-    path.parent.mkdir(exist_ok=True)
-    write_tables(path.with_suffix(""), tables)
-    facts = facts | {"tables": {name: table.shape for name, table in tables.items()}}
+    facts = facts | {"tables": write_tables(path.with_suffix(""), tables)}
     if jax.process_index() == 0:
+        path.parent.mkdir(exist_ok=True)
         part = path.with_name("next.part")
         try:
             with part.open("wb") as file:
@@ -2714,9 +2737,9 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
             facts = json.loads(arrays.pop("facts").item())
-            for name, shape in facts.pop("tables").items():
+            for name, about in facts.pop("tables", {}).items():
                 table = Path(f"{path.with_suffix('')}.{name}.bin")
-                arrays[f".params['{name}']"] = read_table(table, shape)
+                arrays[f".params['{name}']"] = read_table(table, **about)
             return facts, arrays
         except Exception as error:
             warn(f"{path} is not an intact checkpoint: {error!r}")
@@ -2940,8 +2963,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             jax.block_until_ready(pending[0][1])
         show_losses()
 
-    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms, "resumed": resumed}
-    result["lost_ngrams"] = lost
+    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
+    result |= {"resumed": resumed, "lost_ngrams": lost}
     return weights, result_facts(val_loss, step, c, mesh) | result
 
 
@@ -3106,17 +3129,19 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     path = log.path.with_suffix(".npz")
     try:
         if c.save:
-            save_weights(path, unpad(weights, c), c, result)
-            write_tables(path.with_suffix(""), weights)
+            tables = write_tables(path.with_suffix(""), weights)
+            save_weights(path, unpad(weights, c), c, result, tables)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")
     return path if c.save else None
 
 
-def save_weights(path: Path, weights: dict[str, np.ndarray], c: Config, result: dict) -> None:
-    """Writes weights by name, and what evals/ need to know of them, as JSON."""
+def save_weights(path: Path, weights: dict, c: Config, result: dict, tables: dict) -> None:
+    """Writes weights by name, and what evals/ need to know of them, as JSON. `tables` is the result
+    of write_tables()."""
     about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
+    about["tables"] = tables
     about = {name: json.dumps(value) for name, value in about.items()}
     if jax.process_index() == 0:
         np.savez(path, **about, **weights)

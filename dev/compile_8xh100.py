@@ -387,10 +387,8 @@ def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
             for fault in check(result, LIMITS[preset], timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
-    memory_table = ""
-    if preset in fits.ROWS:
-        memory_table, too_low = measure_fits(c, fits.ROWS[preset])
-        wrong += too_low
+    memory_table, too_low = measure_fits(c, fits.ROWS[preset])
+    wrong += too_low
     shutil.rmtree(DUMP, ignore_errors=True)
     versions = f"- jax {jax.__version__}, cuDNN {cudnn_version()}"
     facts = f"{versions}\n{source_line()}\n{digest_line(preset)}"
@@ -418,8 +416,7 @@ def main(argv: list[str]) -> int:
         return 2
     file = PAGES[arguments.preset]
     if arguments.memory:
-        rows = fits.ROWS.get(arguments.preset, fits.FITS)
-        page, wrong = measure_fits(prepare(arguments.preset), rows)
+        page, wrong = measure_fits(prepare(arguments.preset), fits.ROWS[arguments.preset])
     elif arguments.small:
         prepare("record")
         page, wrong = measure_small()

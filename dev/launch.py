@@ -506,27 +506,21 @@ def compare_tokens(script: ModuleType, c: Any) -> None:
 
 # ---- Memory --------------------------------------------------------------------------------------
 def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
-    """The command line of a run, with the flags with which the record or medium fits so many
-    gigabytes of the smallest device. Where a flag or a copy of train_gpt.py has set one of
-    fits.RECORD, it stays what it is. Exits with status 2 if the memory is too short for any row."""
+    """The command line of a run, with the flags with which a large preset fits so many gigabytes of
+    the smallest device. Where a flag or a copy of train_gpt.py has set one of fits.SIZES, it stays
+    what it is. Exits with status 2 if the memory is too short for any row of fits.ROWS."""
     typed = {argument.partition("=")[0] for argument in argv}
+    fitted = (
+        preset if preset in fits.ROWS else "record"
+    )  # of which a copy's preset may be a version
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
-    devices = min(len(jax.devices()), c.batch)
-    beside = ""
-    if sizes["bigrams"] == fits.BIGRAMS_92:  # FITS does not know this table
-        sizes["bigrams"] = fits.RECORD["bigrams"]
-        memory -= fits.TABLE_92_GB / devices
-        beside = " beside record92's n-gram table"
-    is_medium = preset == "medium"
-    fitted = "medium" if is_medium else "record"
-    title = "medium" if is_medium else "the record"
-    expected = fits.MEDIUM if is_medium else fits.RECORD
-    if sizes != expected or typed & {f"--{name}" for name in sizes}:
+    if sizes != fits.SIZES[fitted] or typed & {f"--{name}" for name in sizes}:
         return argv
+    devices = min(len(jax.devices()), c.batch)
     flags = fits.fit(memory, devices, fitted)
     if flags is None:
         refuse(
-            f"JAX has {memory:.1f} GB of each of {devices} devices{beside}, but {title} needs "
+            f"JAX has {memory:.1f} GB of each of {devices} devices, but {fitted} needs "
             f"{fits.least(devices, fitted)} GB: use ./run.sh tiny, or more devices; to try it all "
             f"the same: --batch {c.batch}"
         )
@@ -538,7 +532,7 @@ def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
     added = fits.command_line(flags)
     if jax.process_index() == 0:
         print(
-            f"JAX has {memory:.1f} GB of each device, so {title} runs with {added}: {remark}. "
+            f"JAX has {memory:.1f} GB of each device, so {fitted} runs with {added}: {remark}. "
             f"To run it as it is: --batch {c.batch}"
         )
     return [*argv, *added.split()]

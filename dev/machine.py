@@ -388,7 +388,7 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
         )
     why = why_too_large(preset, machine, decision)
     if why and not os.environ.get("JAX_PLATFORMS"):
-        title = "medium" if preset == "medium" else "the record"
+        title = "the record" if preset == "record" else preset
         return (
             f"{title} does not run here: {why}; type  ./run.sh tiny  or name what JAX should use "
             f"all the same, as in  JAX_PLATFORMS=cpu ./run.sh {preset}"
@@ -401,13 +401,13 @@ def why_too_large(preset: str, machine: Machine, decision: Decision) -> str:
     if preset not in LARGE:
         return ""
     memory = decision.memory
-    if preset == "medium" and memory and decision.wheels != CPU:
-        number = len(machine.devices)
-        if fits.fit(memory, number, preset) is None:
-            least = fits.least(number, preset)
-            return f"JAX has {memory:.1f} GB of each device, and medium needs {least:.1f}"
-        return ""
-    return decision.why if decision.flags is None else ""
+    if preset == "record" or decision.wheels == CPU or not memory:
+        return decision.why if decision.flags is None else ""
+    number = len(machine.devices)
+    if fits.fit(memory, number, preset) is None:
+        least = fits.least(number, preset)
+        return f"JAX has {memory:.1f} GB of each device, and {preset} needs {least:.1f}"
+    return ""
 
 
 def trained_preset(argv: list[str], default: str) -> str:

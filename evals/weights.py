@@ -113,6 +113,7 @@ def open_weights(path: Path, script: Path) -> Weights:
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
+        tables = json.loads(arrays.pop("tables", np.array("{}")).item())  # older files have none
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
         refuse(f"{path} is not a complete file of weights from this train_gpt.py: {why}")
@@ -131,8 +132,8 @@ def open_weights(path: Path, script: Path) -> Weights:
         if param.dtype == "bfloat16":  # it has a file of its own
             file = Path(f"{path.with_suffix('')}.{name}.bin")
             try:
-                bits = code.read_table(file, param.shape)
-            except (OSError, ValueError) as error:
+                bits = code.read_table(file, **tables[name])
+            except (OSError, ValueError, KeyError) as error:
                 refuse(f"{file} must be beside {path}, and complete: {error}")
             rows = bits.reshape(-1, param.shape[-1])[: param.rows]
             arrays[name] = rows.view(jnp.bfloat16)

@@ -63,16 +63,17 @@ def save(path: Path, c: train_gpt.Config) -> None:
     """Saves random weights, in the file format of a run."""
     whole = whole_weights(c)
     arrays = {}
+    tables = {}
     for name, param in train_gpt.param_table(c).items():
         x = whole[name]
         if param.dtype == "bfloat16":  # it has a file of its own
-            train_gpt.write_tables(path.with_suffix(""), {name: x.astype("bfloat16")})
+            tables = train_gpt.write_tables(path.with_suffix(""), {name: x.astype("bfloat16")})
             continue
         if isinstance(x, dict):  # a bank's matrices by layer
             x = [matrix for matrices in x.values() for matrix in matrices]
         arrays[name] = np.asarray(x, "f4")[: param.model_shape[0]].reshape(param.model_shape)
     about = dict(config=dataclasses.asdict(c), source=train_gpt.crc32(train_gpt.SOURCE.encode()))
-    about |= dict(result=dict(val_loss=1.25, steps=c.total_steps, tokens=999))
+    about |= dict(result=dict(val_loss=1.25, steps=c.total_steps, tokens=999), tables=tables)
     np.savez(path, **{k: json.dumps(v) for k, v in about.items()}, **arrays)
 
 

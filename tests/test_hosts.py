@@ -122,7 +122,7 @@ def finish(run) -> SimpleNamespace:
     facts = {name: json.loads(value) for name, value in re.findall(r"^([a-z]+) (.*)$", rest, re.M)}
     losses = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", rest, re.M)
     weights = dict(np.load(log.with_suffix(".npz")))
-    for name in "config", "result", "source":
+    for name in "config", "result", "source", "tables":
         weights.pop(name)
     return SimpleNamespace(
         **vars(run), log=log, facts=facts, weights=weights,
@@ -179,16 +179,21 @@ def test_a_checkpoint_goes_on_on_as_many_devices_to_the_bit_and_on_fewer(start, 
     assert_alike(fewer, pair)
 
 
+def saved_table(run) -> np.ndarray:
+    """The n-gram table beside the weights of a run."""
+    about = json.loads(np.load(run.log.with_suffix(".npz"))["tables"].item())
+    return train_gpt.read_table(run.log.with_suffix(".bigram.bin"), **about["bigram"])
+
+
 @pytest.mark.slow  # one host is tested in test_large_tables.py
 def test_hosts_write_a_large_table_together_and_resume_with_it(start):
     flags = "--ngram_optimizer row_adam --compute bfloat16 --seed 1".split()
     pair = finish(start(2, 4, *flags, "--save_every", "4"))
-    table = train_gpt.read_table(pair.log.with_suffix(".bigram.bin"), (512 // 8, 8, 32))
+    table = saved_table(pair)
     assert table.any(axis=(0, 2)).all()  # in every eighth, some row has moved
     (path,) = pair.folder.glob("logs/*/*04.state")
     resumed = finish(start(2, 4, *flags, "--resume", str(path)))
-    again = train_gpt.read_table(resumed.log.with_suffix(".bigram.bin"), (512 // 8, 8, 32))
-    np.testing.assert_array_equal(again, table)
+    np.testing.assert_array_equal(saved_table(resumed), table)
 
 
 # ---- More than 8 devices -------------------------------------------------------------------------

@@ -64,8 +64,7 @@ def test_a_table_is_written_without_a_copy_in_float32_and_old_ones_are_deleted(t
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["0000004.bigram.bin", "0000004.state", "0000006.bigram.bin", "0000006.state"]
     rows = -(-C.bigrams // 128) * 128
-    bytes_of_bits = 2 * rows * C.D
-    assert (tmp_path / "0000004.bigram.bin").stat().st_size == bytes_of_bits + 8 * 4  # checksums
+    assert (tmp_path / "0000004.bigram.bin").stat().st_size == 2 * rows * C.D
     assert "bigram" not in "".join(np.load(tmp_path / "0000004.state").files).partition("opt")[0]
 
 
@@ -105,23 +104,43 @@ def test_a_table_that_is_not_finite_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path, monkeypatch):
-    def full(*_):
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(_):  # after some of the file is written
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(train_gpt, "write_eighths", full)
-    with pytest.raises(OSError, match="cannot be written"):
+    monkeypatch.setattr(train_gpt, "crc32", full)
+    with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_hosts_without_a_common_disk_are_an_error(tmp_path, monkeypatch):
+    """The file of process 0 lacks the last eighths, which another host has written elsewhere."""
+    write = train_gpt.write_eighths
+
+    def first_half(part, table, checksums):
+        write(part, table, checksums)
+        os.truncate(part, part.stat().st_size // 2)
+
+    monkeypatch.setattr(train_gpt, "write_eighths", first_half)
+    with pytest.raises(OSError, match="they must share its disk"):
+        save(tmp_path, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_if_one_process_cannot_write_all_of_them_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "process_allgather", lambda x: np.array([x, 1]))
+    with pytest.raises(OSError, match="another process cannot write"):
+        train_gpt.in_all_processes(lambda: None)
 
 
 def test_weights_are_read_with_their_table(tmp_path, capsys):
     state = make_state(8)
     params = train_gpt.validated(state, C)
     path = tmp_path / "run.npz"
-    train_gpt.write_tables(path.with_suffix(""), params)
+    tables = train_gpt.write_tables(path.with_suffix(""), params)
     result = {"steps": C.total_steps, "val_loss": 5.0}
-    train_gpt.save_weights(path, train_gpt.unpad(params, C), C, result)
+    train_gpt.save_weights(path, train_gpt.unpad(params, C), C, result, tables)
     w = weights.open_weights(path, weights.ROOT / "train_gpt.py")
     expected = np.asarray(state.params["bigram"]).reshape(-1, C.D)[: C.bigrams]
     assert w.arrays["bigram"].dtype == jnp.bfloat16

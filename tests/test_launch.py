@@ -543,16 +543,12 @@ def fitted(line: str) -> list[str]:
     return added[len(argv) :]
 
 
-@pytest.mark.parametrize("preset, sizes, rows", [
-    ("record", fits.RECORD, fits.FITS),
-    ("record92", fits.RECORD | {"bigrams": fits.BIGRAMS_92}, fits.FITS),
-    ("medium", fits.MEDIUM, fits.MEDIUM_FITS),
-])  # fmt: skip
-def test_what_is_fitted_is_the_preset_as_it_is(preset, sizes, rows):
+@pytest.mark.parametrize("preset", fits.ROWS)
+def test_what_is_fitted_is_the_preset_as_it_is(preset):
     """And the preset can have the flags of every row."""
     c = train_gpt.PRESETS[preset]
-    assert {name: getattr(c, name) for name in fits.RECORD} == sizes
-    for flags, _ in rows:
+    assert {name: getattr(c, name) for name in fits.RECORD} == fits.SIZES[preset]
+    for flags, _ in fits.ROWS[preset]:
         dataclasses.replace(c, **flags)
 
 
@@ -581,21 +577,18 @@ def test_the_memory_of_the_smallest_device_chooses(machine, count, GB, row, monk
     assert ("as it is: --batch 8" in line) == bool(flags) and ("not the rec" in line) == (row == 3)
 
 
-@pytest.mark.parametrize("devices, GB, row", [(8, 64, 0), (4, 64, 0), (1, 120, 0), (2, 40, 2)])
-def test_record92_needs_room_for_its_table_as_well(devices, GB, row, monkeypatch):
-    """38 GB on all devices together."""
-    have(monkeypatch, *[GB] * devices)
-    assert fitted("record92") == fits.command_line(fits.FITS[row][0]).split()
-
-
-@pytest.mark.parametrize("machine, devices, GB, row", [
-    ("8 x H100", 8, 85.5 * 0.75, 0), ("1 x H100", 1, 85.5 * 0.75, 1),
-    ("8 x A100, 40 GB", 8, 42.4 * 0.92, 1), ("8 x RTX 4090", 8, 25.7 * 0.92, 2),
+@pytest.mark.parametrize("preset, machine, devices, GB, row", [
+    ("medium", "8 x H100", 8, 85.5 * 0.75, 0), ("medium", "1 x H100", 1, 85.5 * 0.75, 1),
+    ("medium", "8 x A100, 40 GB", 8, 42.4 * 0.92, 1), ("medium", "8 x 4090", 8, 25.7 * 0.92, 2),
+    ("record92", "8 x H100", 8, 85.5 * 0.75, 0), ("record92", "1 x H200", 1, 150 * 0.75, 0),
+    ("record92", "2 x H100", 2, 85.5 * 0.75, 0),
 ])  # fmt: skip
-def test_medium_has_rows_of_its_own(machine, devices, GB, row, monkeypatch, capsys):
+def test_larger_presets_have_rows_of_their_own(
+    preset, machine, devices, GB, row, monkeypatch, capsys
+):
     have(monkeypatch, *[GB] * devices)
-    assert fitted("medium") == fits.command_line(fits.MEDIUM_FITS[row][0]).split()
-    assert ("so medium runs with" in capsys.readouterr().out) == (row > 0)
+    assert fitted(preset) == fits.command_line(fits.ROWS[preset][row][0]).split()
+    assert (f"so {preset} runs with" in capsys.readouterr().out) == (row > 0)
 
 
 @pytest.mark.parametrize("line", [
@@ -665,15 +658,13 @@ def test_tables_of_other_hosts_are_compared(monkeypatch, tmp_path):
     assert first.keys() == second.keys() and first != second
 
 
-@pytest.mark.parametrize("preset, GB, line", [
-    ("record", 8, "8.0 GB of each of 2 devices, but the record needs 11.0 GB"),
-    ("record92", 8 + fits.TABLE_92_GB / 2,
-     "8.0 GB of each of 2 devices beside record92's n-gram table, but the record needs 11.0 GB"),
-    ("medium", 11.5, f"of each of 2 devices, but medium needs {fits.least(2, 'medium')} GB"),
-])  # fmt: skip
-def test_too_little_memory_for_any_row_is_refused(preset, GB, line, monkeypatch, capsys):
+@pytest.mark.parametrize("preset, GB", [("record", 8), ("record92", 40), ("medium", 11.5)])
+def test_too_little_memory_for_any_row_is_refused(preset, GB, monkeypatch, capsys):
     have(monkeypatch, 80, GB)
     with pytest.raises(SystemExit) as stopped:
         fitted(preset)
     assert stopped.value.code == 2
+    line = (
+        f"JAX has {GB:.1f} GB of each of 2 devices, but {preset} needs {fits.least(2, preset)} GB"
+    )
     assert line in capsys.readouterr().err

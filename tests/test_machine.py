@@ -259,18 +259,19 @@ NO_RECORD = (
 ])  # fmt: skip
 def test_the_record_is_refused_where_it_cannot_run(fake, kind, why):
     assert refusal(fake, kind, "record") == NO_RECORD.format(why)
-    assert refusal(fake, kind, "record92") == NO_RECORD.format(why) + "92"
-    medium = refusal(fake, kind, "medium")
-    assert medium.startswith("medium does not run here: ") and medium.endswith("./run.sh medium")
-    assert why.partition(" of RTX")[0].partition(", and")[0] in medium
+    for preset in ("record92", "medium"):
+        line = refusal(fake, kind, preset)
+        assert line.startswith(f"{preset} does not run here: ") and line.endswith(preset)
+        assert why.partition(" of RTX")[0].partition(", and")[0] in line
 
 
-def test_medium_needs_more_memory_than_the_record(fake):
+@pytest.mark.parametrize("preset", ["record92", "medium"])
+def test_larger_presets_need_more_memory_than_the_record(fake, preset):
     kind = Kind((Gpu("RTX 4090", "8.9", "24564"),))
     assert not refusal(fake, kind, "record")
-    needs = f"medium needs {fits.least(1, 'medium'):.1f}; type  ./run.sh tiny  or name"
-    assert f"JAX has 23.2 GB of each device, and {needs}" in refusal(fake, kind, "medium")
-    assert not refusal(fake, Kind((Gpu(),)), "medium")
+    needs = f"{preset} needs {fits.least(1, preset):.1f}; type  ./run.sh tiny  or name"
+    assert f"JAX has 23.2 GB of each device, and {needs}" in refusal(fake, kind, preset)
+    assert not refusal(fake, Kind((Gpu(), Gpu())), preset)
 
 
 @pytest.mark.parametrize("argv, env, refused", [
