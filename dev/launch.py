@@ -211,27 +211,46 @@ def check_candidates(script: ModuleType, c: Any) -> None:
 
 
 def check_disk(script: ModuleType, c: Any) -> None:
-    """Exits with status 2 if the disk has no room for the weights and, with --save_every, for three
-    checkpoints: the newest two and the one that is being written."""
-    tables = script.param_table(c).values()
+    """Exits with status 2 if the disk has no room for the weights and, with --save_every, for up to
+    three checkpoints: the newest two and the one that is being written. Those of the run that is
+    resumed make room."""
     weights = 0
-    for param in tables:
+    for param in script.param_table(c).values():
         dtype = getattr(param, "dtype", "float32")  # copies of older files have no field for it
         weights += math.prod(param.shape) * jnp.dtype(dtype).itemsize
     state = jax.eval_shape(lambda: script.initial_state(np.uint32(0), c))
     arrays = jax.tree.leaves(state._replace(lookups={}))
     checkpoint = sum(x.size * x.dtype.itemsize for x in arrays)
-    need = weights * bool(c.save) + 3 * checkpoint * bool(c.save_every)
+    saves = c.total_steps // c.save_every if c.save_every else 0
+    need = weights * bool(c.save) + checkpoint * min(3, saves)
     folder = Path("logs") if Path("logs").is_dir() else Path()
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + resumed_bytes(c)
+    sizes = f"the weights take {weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB"
     if need > free:
         refuse(
-            f"{folder.absolute()} has {free / 1e9:.1f} GB of room, but the weights take "
-            f"{weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB: delete something, "
+            f"{folder.absolute()} has {free / 1e9:.1f} GB of room, but {sizes}: delete something, "
             "or add --save 0 --save_every 0"
         )
-    if need > 10e9 and jax.process_index() == 0:
+    if jax.process_index() > 0:
+        return
+    if need + checkpoint > free and not saves:
+        print(f"warning: {sizes}: there is no room for the one that an interrupted run leaves")
+    if need > 10e9:
         print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
+
+
+def resumed_bytes(c: Any) -> int:
+    """The size of the checkpoints of the run that is resumed."""
+    if not c.resume:
+        return 0
+    source = Path(c.resume)
+    states = [source] if source.is_file() else source.rglob("*.state")
+    newest = max(states, key=os.path.getmtime, default=None)
+    if newest is None:
+        return 0
+    folder = newest.parent
+    files = [*folder.glob("*.state"), *folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
 
 
 # ---- Before and after a run ----------------------------------------------------------------------
@@ -555,13 +574,17 @@ def check_attention_once(script: ModuleType, c: Any) -> None:
     software = {k: v for k, v in packages.items() if re.match("jax|nvidia-cudnn", k or "")}
     functions = (attention_errors, script.attend, script.positions, script.rope_frequencies)
     sources = [inspect.getsource(function) for function in functions]
-    model = [c.D, c.H, c.attention, c.compute]
+    is_narrow = any(getattr(layer, "narrow_v", False) for layer in c.layers)
+    model = [c.D, c.H, c.attention, c.compute, is_narrow]
     facts = [os.uname().nodename, subprocess.getoutput(driver), software, sources, model]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     stamp = ROOT / ".cache" / f"attention-{digest[:16]}"
     if stamp.exists():
         return
     errors = attention_errors(script, c)
+    if is_narrow:
+        narrow = attention_errors(script, c, narrow=True)
+        errors |= {f"narrow {name}": error for name, error in narrow.items()}
     if not all(error < 0.1 for error in errors.values()):  # NaN fails as well
         refuse(
             f"attention by {c.attention} is wrong on this machine, errors {errors}; try another "
@@ -572,11 +595,11 @@ def check_attention_once(script: ModuleType, c: Any) -> None:
         stamp.write_text(json.dumps(errors) + "\n")
 
 
-def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
-    """Errors of attend() in y, dq, dk and dv: the norm of the error of the worst token, divided by
-    the root mean square of the norms of all tokens. The reference is XLA's kernel in float32, with
-    a mask instead of window and document codes. cuDNN's faults are silent: it may ignore a window,
-    or let tokens attend to later ones."""
+def attention_errors(script: ModuleType, c: Any, narrow: bool = False) -> dict[str, float]:
+    """Errors of attend() in y, dq, dk and dv, for heads of all channels or of half of them: the
+    norm of the error of the worst token, divided by the root mean square of the norms of all
+    tokens. The reference is XLA's kernel in float32, with a mask instead of window and document
+    codes. cuDNN's faults are silent: it may ignore a window, or let tokens attend to later ones."""
     T, window = 512, 16
     # Documents of 22 tokens. Their numbers, 2^n - 1 and 2^n, change every bit of the codes.
     powers = 2 ** np.arange(13)
@@ -584,7 +607,8 @@ def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
     query, key = np.ogrid[:T, :T]
     mask = (key <= query) & (query - key <= window) & (document[:, None] == document)
     pos = script.positions(np.diff(document, prepend=0)[None], c, 0)
-    _, scale = script.rope_frequencies(c, 0)
+    _, scale = script.rope_frequencies(c, 0, narrow) if narrow else script.rope_frequencies(c, 0)
+    channels = c.D // c.H // (2 if narrow else 1)
 
     def with_code(x: Array, code: Any) -> Array:
         return x.at[..., -4:].set(jnp.broadcast_to(code, (*x.shape[:-1], 4)))
@@ -600,7 +624,7 @@ def attention_errors(script: ModuleType, c: Any) -> dict[str, float]:
         v = v.astype(jnp.float32)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="xla")
 
-    q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, c.D // c.H), c.compute)
+    q, k, v, dy = jax.random.normal(jax.random.key(0), (4, 1, T, c.H, channels), c.compute)
 
     def value_and_gradients(function: Callable, dy: Array) -> tuple[Array, ...]:
         def together(q, k, v, dy):

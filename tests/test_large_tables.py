@@ -159,16 +159,35 @@ def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatc
     GB = 1e9
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(34 * GB))
     launch.check_disk(train_gpt, c)
-    assert "This run will write 34 GB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "no room for the one that an interrupted run leaves" in shown
+    assert "This run will write 34 GB" in shown
     launch.check_disk(train_gpt, dataclasses.replace(c, save=0))
-    assert capsys.readouterr().out == ""
+    assert "This run will write" not in capsys.readouterr().out
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(78 * GB))
+    launch.check_disk(train_gpt, dataclasses.replace(c, save_every=1000))  # one checkpoint
+    assert "This run will write 77 GB" in capsys.readouterr().out
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(34 * GB))
     for changes in dict(save_every=100), dict(save=0, save_every=100):
         with pytest.raises(SystemExit):
             launch.check_disk(train_gpt, dataclasses.replace(c, **changes))
         assert "GB of room, but the weights take 33.7 GB" in capsys.readouterr().err
+    monkeypatch.setattr(launch, "resumed_bytes", lambda c: 140 * GB)
+    launch.check_disk(train_gpt, dataclasses.replace(c, save_every=100))
+    monkeypatch.undo()
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(33 * GB))
     with pytest.raises(SystemExit):
         launch.check_disk(train_gpt, c)
+
+
+def test_checkpoints_of_the_resumed_run_make_room(tmp_path):
+    for name in ("a/1.state", "b/3.state", "b/2.state", "b/3.bigram.bin", "b.npz"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(10))
+    os.utime(tmp_path / "a/1.state", (0, 0))
+    for resume, size in ("", 0), (tmp_path, 30), (tmp_path / "a/1.state", 10), (tmp_path / "b", 30):
+        assert launch.resumed_bytes(dataclasses.replace(C, resume=str(resume))) == size
 
 
 @pytest.mark.parametrize("steps", [12, 24, 50, 333, 1194])

@@ -401,11 +401,13 @@ def stamps(monkeypatch, tmp_path) -> Path:
     return tmp_path / ".cache"
 
 
-@pytest.mark.parametrize("c, codes", [(C, positions), (C, code()), (TINY, positions)])
-def test_the_kernel_of_this_machine_passes_with_a_margin(c, codes, monkeypatch):
+@pytest.mark.parametrize("c, codes, narrow", [
+    (C, positions, False), (C, positions, True), (C, code(), False), (TINY, positions, False),
+])  # fmt: skip
+def test_the_kernel_of_this_machine_passes_with_a_margin(c, codes, narrow, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     monkeypatch.setattr(train_gpt, "positions", codes)
-    errors = launch.attention_errors(train_gpt, c)
+    errors = launch.attention_errors(train_gpt, c, narrow)
     assert list(errors) == ["y", "dq", "dk", "dv"]
     assert all(0 < error < 0.03 for error in errors.values())
 
@@ -424,6 +426,19 @@ def test_a_wrong_kernel_or_document_code_is_refused(fault, monkeypatch, capsys, 
     assert stopped.value.code == 2 and not stamps.exists()
     line = r"launch\.py: attention by cudnn is wrong on this machine, errors \{.*\}; try.*\n"
     assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_heads_of_half_the_channels_are_checked_where_a_layer_has_them(monkeypatch, stamps):
+    widths = []
+
+    def attention_errors(script, c, narrow=False):
+        widths.append(narrow)
+        return {"y": 0.0}
+
+    monkeypatch.setattr(launch, "attention_errors", attention_errors)
+    launch.check_attention_once(train_gpt, train_gpt.PRESETS["record92"])
+    launch.check_attention_once(train_gpt, RECORD)
+    assert widths == [False, True, False]
 
 
 def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
