@@ -21,7 +21,7 @@ Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last targ
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
 targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
 lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
-rewritten in JAX; record92 is record 92 with a smaller table of n-grams.
+rewritten in JAX; record92 is record 92 with a smaller table of n-grams and less FP8.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
@@ -213,9 +213,9 @@ SMALL_STAGES = (
     Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
 )
-# A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages and rates are
-# those of that track's record 18. Layers are those of pull request 261, with record 89's gates,
-# exclusive attention and dynamic composition.
+# A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages, base rates and
+# momentum are those of that track's record 18. Layers are those of pull request 261, with record
+# 89's gates, exclusive attention and dynamic composition.
 MEDIUM_LAYERS = (
     Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
     Layer(SHORT, xsa=True, bigram=True, value_table=1),
@@ -299,9 +299,9 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] Of each eighth of the table, a sequence may read as many different rows as this
-    # share of its n-grams. Further n-grams are lost: they read zeros, have no gradient, and are
-    # counted in the log. 1: none are.
+    # [ngram-table] A sequence may read this many different rows of each eighth of the table, as a
+    # share of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and is
+    # counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
     ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
@@ -404,8 +404,8 @@ class Config:
         return math.ceil(self.ngram_capacity * len(self.ngrams) * T)
 
     def waiting_rows(self, stage: int) -> tuple[int, int]:
-        """In a program of this stage, steps whose gradients of the n-gram table may be waiting for
-        an update, and rows in each eighth of the table that such a step may have read."""
+        """How many steps may have left gradients of n-gram rows when a step of this stage begins,
+        and how many rows of an eighth each of them may have read."""
         steps = [i for i in range(self.total_steps) if self.program_stage(i) <= stage]
         longest = max(self.sequence_length(i) for i in range(stage + 1))
         return max(1, *map(self.table_step, steps)), self.batch * self.ngram_slots(longest)
@@ -742,22 +742,22 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     # not change. Record 92.
     K_qk = K // 2 if layer.narrow_qk else K
     K_v = K // 2 if layer.narrow_v else K
-    w_qk = jnp.concatenate(w["qk"][i]).reshape(2 * c.H, K, D)[:, :K_qk].reshape(-1, D)
     w_v, w_o = w["vo"][i]
-    w_v = w_v.reshape(c.H, K, D)[:, :K_v].reshape(-1, D)
+    w_qk = first_channels(jnp.concatenate(w["qk"][i]), K, K_qk)
+    w_v = first_channels(w_v, K, K_v)
     w_o = w_o.reshape(D, c.H, K)[:, :, :K_v].reshape(D, -1)
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((w_qk, v_lambda * w_v)).astype(x_BTD.dtype)
     # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
     qkv = norm_linear(x_BTD, w_qkv, c.qkv_forward, c, radial_from="x")
-    qkv_BTHK = jnp.split(qkv, (c.H * K_qk, 2 * c.H * K_qk), axis=-1)
-    q, k, v = (part.reshape(B, T, c.H, -1) for part in qkv_BTHK)
+    parts = jnp.split(qkv, (c.H * K_qk, 2 * c.H * K_qk), axis=-1)
+    q, k, v = (part.reshape(B, T, c.H, -1) for part in parts)
     cos, sin, score_scale = pos.rope[rope_kind(layer)]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
     # cuDNN wants q, k and v of one width, so narrow q and k are padded with zeros.
-    q = norm_rotate(q, cos, sin, pos.doc_q, False, width=K_v)
+    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False, width=K_v)
     # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
-    k = norm_rotate(k, cos, sin, pos.doc_k, layer.key_offset, width=K_v)
+    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset, width=K_v)
     v = weighted_sum((1.0, v), *((weight, x[..., :K_v]) for weight, x in v_terms))
     window = pos.windows[layer.window]
     if layer.paired_heads:
@@ -784,6 +784,12 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         y = weighted_sum((gate["head"][..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
+
+
+def first_channels(w_ED, K: int, used: int) -> Array:
+    """The rows of a matrix that are the first `used` of the K channels of every head."""
+    D = w_ED.shape[-1]
+    return w_ED.reshape(-1, K, D)[:, :used].reshape(-1, D)
 
 
 def in_heads(x_BTD, c: Config) -> Array:
@@ -1093,7 +1099,7 @@ class Positions(NamedTuple):
 def positions(starts_BT, c: Config, stage: int) -> Positions:
     """Angles, document codes and windows; starts_BT: whether a token starts a document."""
     t_T = jnp.arange(starts_BT.shape[1])
-    if c.segment:  # [segment] Documents attend in pieces of this many tokens. Record 92.
+    if c.segment:  # [segment] Attention sees a long document as pieces of this length. Record 92.
         document_start_BT = lax.cummax(jnp.where(starts_BT, t_T, 0), axis=1)
         starts_BT = (t_T - document_start_BT) % c.segment == 0
     rope = {}
@@ -1490,7 +1496,7 @@ BANK = P(None, "fsdp")
 LOOKUP = P("fsdp")
 EXCHANGED = P(None, "fsdp", None)
 REPLICATED = P()
-GROUP = 8  # matrices in a group of a bank, and rows in a group of an exchanged table
+GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
 
 
 class Param(NamedTuple):
@@ -1637,8 +1643,9 @@ def uniform(bound: Any) -> Callable:
 def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     """Whole parameters in their model_shape, without large_tables()."""
     whole = {}
+    large = large_tables(params)
     for name, param in param_table(c).items():
-        if name in large_tables(params):
+        if name in large:
             continue
         array = process_allgather(params[name], tiled=True)
         if param.sharding in (BANK, EXCHANGED):
@@ -1710,20 +1717,20 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes: B sequences of a microbatch on this device, and Q on all devices of the node; N n-grams of
-# a sequence; p of the table's 8 eighths on this device; C slots, each for one row that a sequence
-# reads of an eighth.
+# Shapes in this section: B sequences of a microbatch on this device, and Q on all devices of the
+# node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
+# device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
 class Request(NamedTuple):
     """The rows that a microbatch reads."""
 
-    slot_BN: Array  # where the row of each n-gram is among the 8 C of its sequence; 8 C: lost
-    wanted_QpC: Array  # rows that all sequences read in this device's eighths; past the end: none
+    slot_BN: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
+    wanted_QpC: Array  # row in each slot of this device's eighths; R: the slot is empty
 
 
 class RowGradients(NamedTuple):
     """Gradients of rows in this device's eighths. A row may occur more than once."""
 
-    rows: Array  # (p, S), in an eighth; past its end: none
+    rows: Array  # (p, S), in an eighth; R or more: none
     gradients: Array  # (p, S, D)
 
 
@@ -1738,13 +1745,15 @@ def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
     """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
     highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
     slots, (8, C), counted in their eighth; R: none."""
-    place_N = rows_N % GROUP * R + rows_N // GROUP
+    place_N = rows_N % GROUP * R + rows_N // GROUP  # as if the eighths followed each other
     order = jnp.argsort(place_N)
     place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
     is_first = jnp.concatenate((jnp.ones(1, bool), place[1:] != place[:-1]))
     eighth = place // R
     distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
-    number = jnp.cumsum(is_first) - 1 - (jnp.cumsum(distinct_8) - distinct_8)[eighth]
+    rank = jnp.cumsum(is_first) - 1  # of a row among all different rows
+    before_8 = jnp.cumsum(distinct_8) - distinct_8  # different rows of the eighths before
+    number = rank - before_8[eighth]
     slot = jnp.where(number < C, eighth * C + number, GROUP * C)
     wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
     return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
@@ -1813,23 +1822,28 @@ def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
     return RowGradients(*jax.vmap(one_eighth)(*rows))
 
 
-def wait_for_update(waiting: RowGradients, new: RowGradients, row, c: Config, stage: int, updates):
-    """Keeps the gradients of rows until the tables are updated. Returns two: in a step with an
-    update, the gradients of all steps since the last one, and an empty `waiting`; else the new
-    gradients, and `waiting` with them added."""
-    steps, slots = c.waiting_rows(stage)
-    if WITH_TABLES in updates.due:
-
-        def join(new, waiting):
-            return jnp.concatenate((new, *waiting[:steps, :, :slots]), axis=1)
-
-        empty = waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
-        return jax.tree.map(join, new, waiting), empty
+def keep_rows(waiting: RowGradients, new: RowGradients, table_step: Array) -> RowGradients:
+    """Gradients of rows that wait for an update of the tables, with those of one more step."""
 
     def put(new, waiting):
-        return waiting.at[row.table_step, :, : new.shape[1]].set(new.astype(waiting.dtype))
+        return waiting.at[table_step, :, : new.shape[1]].set(new.astype(waiting.dtype))
 
-    return new, jax.tree.map(put, new, waiting)
+    return jax.tree.map(put, new, waiting)
+
+
+def with_kept_rows(waiting: RowGradients, new: RowGradients, c: Config, stage: int) -> RowGradients:
+    """The gradients of a step, and those that have been waiting."""
+    steps, slots = c.waiting_rows(stage)
+
+    def join(new, waiting):
+        return jnp.concatenate((new, *waiting[:steps, :, :slots]), axis=1)
+
+    return jax.tree.map(join, new, waiting)
+
+
+def without_rows(waiting: RowGradients) -> RowGradients:
+    """Nothing waits any more."""
+    return waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
 
 
 def take_table_rows(table_RpD, rows_pS) -> Array:
@@ -1973,22 +1987,22 @@ class RowAdam(NamedTuple):
 
 def row_adam(b2: float) -> optax.GradientTransformationExtraArgs:
     """[row-adam] Adam without momentum, with one second moment for each row of a table, for the
-    gradients of some rows; those that nobody has read do not move. If the gradient is that of
-    `cycle` updates at once, the second moments forget as much as in so many. Record 92."""
+    gradients of some rows; those that nobody has read do not move. Where an update stands for
+    `cycle` updates, the second moments forget as much as in `cycle` of them. Record 92."""
 
     def init(params):
         return RowAdam(jnp.zeros((), jnp.int32), jnp.zeros((*params.shape[:2], 1)))
 
     def update(rows: RowGradients, state, params=None, *, cycle, **_):
-        decay = b2**cycle
+        memory = b2**cycle
         count = state.count + 1
         index = rows.rows, jnp.arange(len(rows.rows))[:, None]
         mean = jnp.square(rows.gradients).mean(axis=-1, keepdims=True)
-        squares = (decay * state.squares).at[index].add((1 - decay) * mean, mode="drop")
-        correction = jnp.sqrt(1 - decay**count)
+        squares = (memory * state.squares).at[index].add((1 - memory) * mean, mode="drop")
+        correction = jnp.sqrt(1 - memory**count)
         rms = jnp.sqrt(squares.at[index].get(mode="clip"))
-        update = rows.gradients * (correction / (rms + 1e-10))
-        return update, RowAdam(count, squares)
+        direction = rows.gradients * (correction / (rms + 1e-10))
+        return direction, RowAdam(count, squares)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -2111,9 +2125,11 @@ def initial_state(seed: Array, c: Config) -> State:
     params["embed"] = params["head"]
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
-    waits = [name for name in params if c.waits(table[name].cadence)]
-    waiting = {name: jnp.zeros_like(params[name]) for name in waits}
-    if "bigram" in waits:  # the gradients of rows, for each step that waits
+    waiting = {}
+    for name in params:
+        if c.waits(table[name].cadence) and name != "bigram":
+            waiting[name] = jnp.zeros_like(params[name])
+    if c.waits(table["bigram"].cadence):  # the gradients of rows, for each step that waits
         steps, slots = c.waiting_rows(len(c.stages) - 1)
         rows = jnp.full((steps, GROUP, slots), NO_ROW)
         waiting["bigram"] = RowGradients(rows, jnp.zeros((*rows.shape, c.D), c.compute))
@@ -2215,10 +2231,13 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     grads |= lookup_grads
     row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
     waiting = dict(state.waiting_grads)
-    if "bigram" in waiting:
-        rows_and_waiting = wait_for_update(waiting["bigram"], row_grads, row, c, stage, updates)
-        row_grads, waiting["bigram"] = rows_and_waiting
-    if WITH_TABLES in updates.due:
+    if WITH_TABLES not in updates.due:
+        waiting["bigram"] = keep_rows(waiting["bigram"], row_grads, row.table_step)
+    else:
+        if "bigram" in waiting:
+            kept = waiting["bigram"]
+            waiting["bigram"] = without_rows(kept)
+            row_grads = with_kept_rows(kept, row_grads, c, stage)
         bigram = state.params["bigram"]
         if c.ngram_optimizer == "row_adam":
             grads["bigram"] = sum_equal_rows(row_grads, len(bigram))
@@ -2238,7 +2257,9 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     due = [name for name, param in table.items() if param.cadence in updates.due]
     grads = dict(grads)
     waiting = dict(state.waiting_grads)
-    for name in [name for name in waiting if name != "bigram"]:  # see wait_for_update()
+    for name in waiting:
+        if name == "bigram":  # see keep_rows()
+            continue
         if table[name].cadence in updates.waiting:
             grads[name] = waiting[name] + grads[name]
         if name not in due:  # else it is used up, and a later step overwrites it
@@ -2535,8 +2556,7 @@ def warn(message: str) -> None:
 
 
 def parse_config(argv: list[str]) -> tuple[str, Config]:
-    """train_gpt.py [record | record92 | medium | small | tiny] [--field value ...]: numbers and
-    strings are flags."""
+    """train_gpt.py [PRESET] [--field value ...]: numbers and strings are flags."""
     if "-h" in argv or "--help" in argv:
         fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
         print(parse_config.__doc__, fields, sep="\n\n")

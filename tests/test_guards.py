@@ -285,6 +285,16 @@ def test_the_record_runs_on_a_cpu_only_where_that_is_asked_for(data, capsys, mon
     assert out.startswith("record on 1 x cpu, head in float8_e4m3fn") and '"steps": 1,' in out
 
 
+@pytest.mark.parametrize("preset", ["record", "record92", "medium"])
+def test_large_presets_do_not_start_on_a_cpu_that_was_not_asked_for(preset, capsys):
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    with pytest.raises(SystemExit):
+        train_gpt.fit_devices(preset, train_gpt.PRESETS[preset])
+    jax.config.update("jax_platforms", before)
+    assert f"JAX sees only a CPU, but {preset} needs GPUs or TPUs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("count, batch", [(3, 24), (6, 24), (8, 12)])
 def test_devices_must_divide_batch_and_groups(refusal, data, monkeypatch, count, batch):
     stages = (dataclasses.replace(STAGE, tokens=240),)

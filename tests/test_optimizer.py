@@ -145,10 +145,11 @@ def test_gradients_of_rows_wait_for_all_steps_of_a_cycle():
         rows = rng.integers(0, R + 1, (8, S)).astype(np.int32)  # R: there is no such row
         new = train_gpt.RowGradients(jnp.asarray(rows), jnp.asarray(matrix((8, S, c.D), step)))
         cycle += train_gpt.add_rows(jnp.zeros((R, 8, c.D)), new)
-        updates = c.updates(step)
-        found, waiting = train_gpt.wait_for_update(waiting, new, row, c, stage, updates)
-        if train_gpt.WITH_TABLES not in updates.due:
+        if train_gpt.WITH_TABLES not in c.due(step):
+            waiting = train_gpt.keep_rows(waiting, new, row.table_step)
             continue
+        found = train_gpt.with_kept_rows(waiting, new, c, stage)
+        waiting = train_gpt.without_rows(waiting)
         once = train_gpt.sum_equal_rows(found, R)
         for eighth in np.asarray(once.rows):
             assert len(np.unique(eighth)) == len(eighth)
