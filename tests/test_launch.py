@@ -673,7 +673,7 @@ def test_tables_of_other_hosts_are_compared(monkeypatch, tmp_path):
     assert first.keys() == second.keys() and first != second
 
 
-@pytest.mark.parametrize("preset, GB", [("record", 8), ("record92", 40), ("medium", 11.5)])
+@pytest.mark.parametrize("preset, GB", [("record", 8), ("record92", 39), ("medium", 11.5)])
 def test_too_little_memory_for_any_row_is_refused(preset, GB, monkeypatch, capsys):
     have(monkeypatch, 80, GB)
     with pytest.raises(SystemExit) as stopped:
