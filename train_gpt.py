@@ -3161,7 +3161,8 @@ def save_weights(path: Path, weights: dict, c: Config, result: dict, tables: dic
     """Writes weights by name, and what evals/ need to know of them, as JSON. `tables` is the result
     of write_tables()."""
     about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
-    about["tables"] = tables
+    if tables:
+        about["tables"] = tables
     about = {name: json.dumps(value) for name, value in about.items()}
     if jax.process_index() == 0:
         np.savez(path, **about, **weights)

@@ -142,15 +142,15 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def record_with(flags: list[str]) -> Config:
-    """The record with these flags, of which the first may be its preset. Exits with status 2 if
-    there is no such flag. There is no mask in validation, so its file is not needed."""
+def record_with(flags: list[str]) -> tuple[str, Config]:
+    """A large preset and its configuration. The first flag may be the preset. Exits with status 2
+    if there is no such flag. There is no mask in validation, so its file is not needed."""
     preset = "record"
     if flags and not flags[0].startswith("-"):
         preset, *flags = flags
     if preset not in LARGE:
         refuse(f"there is no check of {preset!r}; there are those of {', '.join(LARGE)}")
-    return train_gpt.parse_config([preset, "--seed", "1", "--canonical", "", *flags])[1]
+    return train_gpt.parse_config([preset, "--seed", "1", "--canonical", "", *flags])
 
 
 @dataclasses.dataclass
@@ -266,8 +266,9 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     c = SMALL
     added = []
     if not small:
-        added = launch.fit(flags, record_with(flags), launch.device_memory())[len(flags) :]
-        c = record_with([*flags, *added])
+        preset, c = record_with(flags)
+        added = launch.fit(flags, preset, c, launch.device_memory())[len(flags) :]
+        _, c = record_with([*flags, *added])
     devices, c = train_gpt.fit_devices("check", c)
     facts = software(c, devices) | {"fit": added}
     send("JAX", True, "JAX", software_text(facts), facts)

@@ -224,8 +224,8 @@ def test_a_preset_and_flags_are_those_of_the_run():
             flags = check_gpu.parse_arguments(argv).flags
             assert flags == [preset, "--steps", "99"]
             run = dataclasses.replace(train_gpt.PRESETS[preset], seed=1, steps=99, canonical="")
-            assert check_gpu.record_with(flags) == run
-    assert check_gpu.record_with([]) == check_gpu.RECORD
+            assert check_gpu.record_with(flags) == (preset, run)
+    assert check_gpu.record_with([]) == ("record", check_gpu.RECORD)
 
 
 def in_this_process(monkeypatch, *names: str, small: bool = True, **parts) -> None:

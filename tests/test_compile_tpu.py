@@ -21,7 +21,7 @@ def test_the_configuration_is_what_a_run_on_that_chip_gets(monkeypatch):
         ({"batch": 16, "head_chunk": 8192}, {1: 17.0, 8: 16.0}),
         ({"batch": 64, "head_chunk": 2048, "val_T": 32768}, {1: 16.0, 8: 8.0}),
     )
-    monkeypatch.setattr(fits, "FITS", rows)
+    monkeypatch.setitem(fits.ROWS, "record", rows)
     batches = {"v5e-8": 16, "v5e-1": 64, "v6e-8": 8, "v6e-1": 8}
     for name, chip in compile_tpu.CHIPS.items():
         c = compile_tpu.fitted_config(chip)
@@ -138,7 +138,7 @@ def test_rows_of_other_programs_are_not_kept(fake_compiler, monkeypatch):
     text = compile_tpu.page("- sha256: 1", {program: f"{compile_tpu.title(program)} ok"})
     assert list(compile_tpu.finished_rows(text, "- sha256: 1")) == [program]
     assert compile_tpu.finished_rows(text, "- sha256: 2") == {}
-    monkeypatch.setattr(fits, "FITS", (({"batch": 16, "head_chunk": 8192}, {1: 1.0}),))
+    monkeypatch.setitem(fits.ROWS, "record", (({"batch": 16, "head_chunk": 8192}, {1: 1.0}),))
     assert compile_tpu.finished_rows(text, "- sha256: 1") == {}
 
 

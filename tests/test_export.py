@@ -73,7 +73,9 @@ def save(path: Path, c: train_gpt.Config) -> None:
             x = [matrix for matrices in x.values() for matrix in matrices]
         arrays[name] = np.asarray(x, "f4")[: param.model_shape[0]].reshape(param.model_shape)
     about = dict(config=dataclasses.asdict(c), source=train_gpt.crc32(train_gpt.SOURCE.encode()))
-    about |= dict(result=dict(val_loss=1.25, steps=c.total_steps, tokens=999), tables=tables)
+    about |= dict(result=dict(val_loss=1.25, steps=c.total_steps, tokens=999))
+    if tables:
+        about["tables"] = tables
     np.savez(path, **{k: json.dumps(v) for k, v in about.items()}, **arrays)
 
 

@@ -123,7 +123,7 @@ def finish(run) -> SimpleNamespace:
     losses = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", rest, re.M)
     weights = dict(np.load(log.with_suffix(".npz")))
     for name in "config", "result", "source", "tables":
-        weights.pop(name)
+        weights.pop(name, None)
     return SimpleNamespace(
         **vars(run), log=log, facts=facts, weights=weights,
         losses={int(step): float(loss) for step, loss in losses},
