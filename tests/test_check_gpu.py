@@ -410,13 +410,10 @@ def late(q, k, v, window, scale, c):
 
 
 ATTENTION = dict(
-    late=late, no_window=changed(local_window_size=None), one_key_less=changed(left=-1),
-    one_key_more=changed(left=1), sees_the_future=changed(right=1, is_causal=False),
+    late=late, one_key_less=changed(left=-1), sees_the_future=changed(right=1, is_causal=False),
     no_documents=lambda q, *others: right(q.at[..., -4:].set(0), *others),
-    one_wrong_token=spoiled(lambda y: y.at[0, -1].set(y[0, -2])),
     not_a_number=spoiled(lambda y: y.at[0, -9, 1, 5].set(jnp.nan)),
     wrong_dk=spoiled(backward=lambda dq, dk, dv: (dq, 1.05 * dk, dv)),
-    wrong_dv=spoiled(backward=lambda dq, dk, dv: (dq, dk, dv.at[0, -20].set(0))),
 )  # fmt: skip
 
 

@@ -26,8 +26,6 @@ def counting(size: int) -> str:
 
 
 @pytest.mark.parametrize("size, options, printed, more, falls", [
-    pytest.param(1_000_000, "--bytes", "--target 0", "--steps 20 --val_tokens 8192", 2,
-                 marks=pytest.mark.slow),
     (60_000, "--bytes", "--target 0 --val_tokens 4096 --val_T 256",
      "--steps 20", 2),
     # A CPU needs seconds for a step with GPT-2's vocabulary.
