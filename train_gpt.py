@@ -299,9 +299,9 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] A sequence may read this many different rows of each eighth of the table, as a
-    # share of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and is
-    # counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
+    # [ngram-table] How many different rows of each eighth of the table a sequence may read, as a
+    # fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and
+    # is counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
     ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none

@@ -105,7 +105,8 @@ def any_mask(c: train_gpt.Config) -> tuple:
 
 # ---- Whether the page describes this train_gpt.py ------------------------------------------------
 # Kind and stage of a few programs: one with all targets, one with all updates, one validation; and
-# one with candidates where there are some.
+# one with candidates where there are some. Of medium only the largest, because the others share
+# their code with the record's.
 LOWERED = {
     "record": (("first", 0), ("second", 3), ("val", 4)),
     "record92": (("first", 0), ("no tables", 5), ("second", 8), ("val", 9)),

@@ -25,8 +25,8 @@ FITS = (
     ),
 )
 
-# With shorter sequences, record92 needs hardly less, because its n-gram table and the gradients of
-# rows that wait for an update stay as large.
+# The n-gram table of record92 and its waiting gradients stay as large with shorter sequences. No
+# such row was compiled.
 FITS_92 = (({}, {1: 76.0, 2: 40.0, 4: 29.0, 8: 21.0}),)
 FITS_MEDIUM = (
     ({}, {1: 67.0, 2: 58.5, 4: 55.0, 8: 48.5}),

@@ -191,7 +191,9 @@ def load_script(path: Path) -> ModuleType:
 UNFINISHED = {  # what to know of a preset before one waits for it
     "record92": "record92 may miss 3.28: upstream's runs with a quarter of its n-gram table, as "
     "here, ended at 3.2825 and 3.2863, and those with all of it (--bigrams 84602880) at 3.279; "
-    "./run.sh record is what should reach 3.28"
+    "./run.sh record is what should reach 3.28",
+    "medium": "no GPU has run medium, and nobody knows whether it reaches 2.92: see Medium in "
+    "dev/README.md",
 }
 
 
@@ -212,8 +214,7 @@ def check_candidates(script: ModuleType, c: Any) -> None:
 
 def check_disk(script: ModuleType, c: Any) -> None:
     """Exits with status 2 if the disk has no room for the weights and, with --save_every, for up to
-    three checkpoints: the newest two and the one that is being written. Those of the run that is
-    resumed make room."""
+    three checkpoints: the newest two and the one that is being written."""
     weights = 0
     for param in script.param_table(c).values():
         dtype = getattr(param, "dtype", "float32")  # copies of older files have no field for it
@@ -222,35 +223,36 @@ def check_disk(script: ModuleType, c: Any) -> None:
     arrays = jax.tree.leaves(state._replace(lookups={}))
     checkpoint = sum(x.size * x.dtype.itemsize for x in arrays)
     saves = c.total_steps // c.save_every if c.save_every else 0
-    need = weights * bool(c.save) + checkpoint * min(3, saves)
+    old = old_checkpoints(c)
+    need = weights * bool(c.save) + checkpoint * (min(3, old + saves) - old)
     folder = Path("logs") if Path("logs").is_dir() else Path()
-    free = shutil.disk_usage(folder).free + resumed_bytes(c)
-    sizes = f"the weights take {weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB"
+    free = shutil.disk_usage(folder).free
     if need > free:
         refuse(
-            f"{folder.absolute()} has {free / 1e9:.1f} GB of room, but {sizes}: delete something, "
+            f"{folder.absolute()} has {free / 1e9:.1f} GB of room, but the weights take "
+            f"{weights / 1e9:.1f} GB and a checkpoint {checkpoint / 1e9:.1f} GB: delete something, "
             "or add --save 0 --save_every 0"
         )
     if jax.process_index() > 0:
         return
-    if need + checkpoint > free and not saves:
-        print(f"warning: {sizes}: there is no room for the one that an interrupted run leaves")
+    if saves == 0 and need + checkpoint > free:
+        print(
+            f"warning: an interrupted run leaves a checkpoint of {checkpoint / 1e9:.1f} GB, for "
+            "which there is no room beside the weights"
+        )
     if need > 10e9:
         print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
 
 
-def resumed_bytes(c: Any) -> int:
-    """The size of the checkpoints of the run that is resumed."""
-    if not c.resume:
+def old_checkpoints(c: Any) -> int:
+    """How many checkpoints the folder of the resumed run has. After a change (--force 1), a run has
+    a new folder."""
+    if not c.resume or c.force:
         return 0
     source = Path(c.resume)
     states = [source] if source.is_file() else source.rglob("*.state")
     newest = max(states, key=os.path.getmtime, default=None)
-    if newest is None:
-        return 0
-    folder = newest.parent
-    files = [*folder.glob("*.state"), *folder.glob("*.bin")]
-    return sum(file.stat().st_size for file in files)
+    return len([*newest.parent.glob("*.state")]) if newest else 0
 
 
 # ---- Before and after a run ----------------------------------------------------------------------
@@ -529,12 +531,12 @@ def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
     the smallest device. Where a flag or a copy of train_gpt.py has set one of fits.SIZES, it stays
     what it is. Exits with status 2 if the memory is too short for any row of fits.ROWS."""
     typed = {argument.partition("=")[0] for argument in argv}
-    fitted = (
-        preset if preset in fits.ROWS else "record"
-    )  # of which a copy's preset may be a version
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
-    if sizes != fits.SIZES[fitted] or typed & {f"--{name}" for name in sizes}:
+    names = [preset] if preset in fits.SIZES else [*fits.SIZES]  # a copy may have other presets
+    matches = [name for name in names if fits.SIZES[name] == sizes]
+    if not matches or typed & {f"--{name}" for name in sizes}:
         return argv
+    (fitted,) = matches
     devices = min(len(jax.devices()), c.batch)
     flags = fits.fit(memory, devices, fitted)
     if flags is None:

@@ -160,7 +160,7 @@ def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatc
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(34 * GB))
     launch.check_disk(train_gpt, c)
     shown = capsys.readouterr().out
-    assert "no room for the one that an interrupted run leaves" in shown
+    assert "an interrupted run leaves a checkpoint of 43.2 GB" in shown
     assert "This run will write 34 GB" in shown
     launch.check_disk(train_gpt, dataclasses.replace(c, save=0))
     assert "This run will write" not in capsys.readouterr().out
@@ -172,22 +172,28 @@ def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatc
         with pytest.raises(SystemExit):
             launch.check_disk(train_gpt, dataclasses.replace(c, **changes))
         assert "GB of room, but the weights take 33.7 GB" in capsys.readouterr().err
-    monkeypatch.setattr(launch, "resumed_bytes", lambda c: 140 * GB)
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(78 * GB))
+    monkeypatch.setattr(launch, "old_checkpoints", lambda c: 2)
     launch.check_disk(train_gpt, dataclasses.replace(c, save_every=100))
-    monkeypatch.undo()
+    monkeypatch.setattr(launch, "old_checkpoints", lambda c: 1)
+    with pytest.raises(SystemExit):
+        launch.check_disk(train_gpt, dataclasses.replace(c, save_every=100))
+    launch.check_disk(train_gpt, c)
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(33 * GB))
     with pytest.raises(SystemExit):
         launch.check_disk(train_gpt, c)
 
 
-def test_checkpoints_of_the_resumed_run_make_room(tmp_path):
+def test_the_checkpoints_of_the_resumed_run_are_counted(tmp_path):
     for name in ("a/1.state", "b/3.state", "b/2.state", "b/3.bigram.bin", "b.npz"):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(bytes(10))
+        file.touch()
     os.utime(tmp_path / "a/1.state", (0, 0))
-    for resume, size in ("", 0), (tmp_path, 30), (tmp_path / "a/1.state", 10), (tmp_path / "b", 30):
-        assert launch.resumed_bytes(dataclasses.replace(C, resume=str(resume))) == size
+    for resume, count in ("", 0), (tmp_path, 2), (tmp_path / "a/1.state", 1), (tmp_path / "b", 2):
+        c = dataclasses.replace(C, resume=str(resume))
+        assert launch.old_checkpoints(c) == count
+        assert launch.old_checkpoints(dataclasses.replace(c, force=1)) == 0
 
 
 @pytest.mark.parametrize("steps", [12, 24, 50, 333, 1194])
