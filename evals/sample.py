@@ -116,7 +116,7 @@ def main() -> None:
     cli.add_argument("--top_p", type=float, default=0.95, help="draw from the smallest set of "
                      "likeliest tokens with this probability together")  # fmt: skip
     cli.add_argument("--interactive", action="store_true", help="ask for prompts")
-    args = cli.parse_args()
+    args = cli.parse_intermixed_args()  # the prompt may come after options
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
         refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
