@@ -93,6 +93,7 @@ def main(argv: list[str]) -> None:
         check_disk(script, c)
         if jax.process_count() > 1:
             compare_tokens(script, c)
+            check_shared_disk(script, c)
             if c.seed < 0 and not c.resume:
                 seeds = gather(secrets.randbits(31))
                 argv = [*argv, "--seed", str(seeds[0])]
@@ -523,6 +524,27 @@ def compare_tokens(script: ModuleType, c: Any) -> None:
         arrays = [array.tobytes() for array in script.canonical_mask(c)]
         facts[c.canonical] = hashlib.sha256(b"".join(arrays)).hexdigest()
     compare(facts)
+
+
+def check_shared_disk(script: ModuleType, c: Any) -> None:
+    """Exits with status 2 if several hosts would write parts of one table to disks of their own. At
+    the end of the run, its weights would be lost."""
+    dtypes = [getattr(param, "dtype", "float32") for param in script.param_table(c).values()]
+    if "bfloat16" not in dtypes or not (c.save or c.save_every):
+        return
+    folder = Path("logs").absolute()
+    folder.mkdir(exist_ok=True)
+    mark = folder / f"shared-{gather(secrets.token_hex(8))[0]}"
+    if jax.process_index() == 0:
+        mark.touch()
+    gather("the mark is there")
+    found = gather(mark.exists())
+    mark.unlink(missing_ok=True)
+    if not all(found):
+        refuse(
+            f"all hosts write the n-gram table to {folder} together, so this must be a folder on a "
+            "disk that they share; without one: --save 0 --save_every 0"
+        )
 
 
 # ---- Memory --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """dev/launch.py: how processes find each other, how a run ends, and the check of the attention."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -534,6 +535,23 @@ def test_the_sample_does_not_change_the_status_of_the_run(tool, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT / "dev")}
     done = subprocess.run([sys.executable, "-c", code], env=env, start_new_session=True)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_hosts_that_write_one_table_share_a_disk(shared, monkeypatch, tmp_path, capsys):
+    """Presets without such a table need not."""
+    monkeypatch.chdir(tmp_path)
+    other = lambda value: value and shared if isinstance(value, bool) else value
+    monkeypatch.setattr(launch, "gather", lambda value: [value, other(value)])
+    launch.check_shared_disk(train_gpt, RECORD)
+    assert not list(tmp_path.iterdir())
+    c = train_gpt.PRESETS["record92"]
+    stopped = contextlib.nullcontext() if shared else pytest.raises(SystemExit)
+    with stopped:
+        launch.check_shared_disk(train_gpt, c)
+    assert ("a disk that they share" in capsys.readouterr().err) == (not shared)
+    assert not list((tmp_path / "logs").iterdir())
+    launch.check_shared_disk(train_gpt, dataclasses.replace(c, save=0))
 
 
 # ---- Memory --------------------------------------------------------------------------------------
