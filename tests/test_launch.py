@@ -633,6 +633,12 @@ def test_what_the_user_has_chosen_stays(line, monkeypatch):
     assert fitted("record") and not fitted(line)
 
 
+def test_a_preset_of_a_copy_is_fitted_by_its_sizes(monkeypatch):
+    have(monkeypatch, 50)
+    flags = fits.command_line(fits.FITS_MEDIUM[1][0]).split()
+    assert launch.fit(["mine"], "mine", train_gpt.PRESETS["medium"], 50) == ["mine", *flags]
+
+
 def test_what_a_copy_has_changed_stays(monkeypatch):
     have(monkeypatch, 20)
     changed = dataclasses.replace(RECORD, bigrams=1024)
