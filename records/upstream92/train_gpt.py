@@ -1,0 +1,3172 @@
+"""Train a GPT-2-small-class model to 3.28 validation loss on FineWeb: one file, JAX, 8xH100.
+
+    ./run.sh     or   python train_gpt.py [PRESET] [--field value ...]
+
+PRESET is record, record92, medium, small or tiny. The model; every stream is (B, T, D):
+    x0 = norm(embedding + some of the previous token's embedding)               [smear]
+    x  = x0 + gate * bigram                                                     [bigram]
+    for every layer:
+        x = x + gate * an early layer's output         only with skip_from      [u-net]
+        x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
+        x = a x + b mlp(x)                             attention and mlp normalize what they read
+    x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
+    x  = x + gain * head's row of what followed the longest match  only with copy  [copy]
+    logits = softcap(norm(x) @ head.T)
+a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
+A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon, or in
+record92 anvil, on the matrices that each device owns. Adam updates everything else, less often:
+param_table() has the cadence of each parameter.
+
+Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
+H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
+targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
+lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
+rewritten in JAX; record92 is record 92 with a smaller table of n-grams and less FP8.
+dev/techniques.md explains the tags in brackets, and lists the differences.
+"""
+
+import argparse
+import collections
+import dataclasses
+import faulthandler
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, P, lax
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be edited during the run
+
+
+# ---- Hyperparameters -----------------------------------------------------------------------------
+# fmt: off
+SHORT, LONG = "short", "long"  # attention windows; each Stage says how long they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One block: attention (unless window is None), then MLPs. Layers are numbered from 0."""
+
+    window: str | None              # SHORT, LONG, or None: this layer has no attention
+    narrow_qk: bool = False         # [narrow] q and k use only the first half of a head's channels
+    narrow_v: bool = False          # [narrow] and so does v
+    paired_heads: bool = False      # [paired-heads] two heads see each other's keys
+    key_offset: bool = False        # [key-offset] half of a key is the previous token's
+    key_start: bool = False         # [key-start] key weights start as copies of the query weights
+    xsa: bool = False               # [xsa] exclusive: a head may remove what is parallel to its v
+    head_gate: bool = False         # [head-gate] each token scales each head's output
+    dc: bool = False                # [dc] dynamic composition: add a map that mixes all heads' maps
+    x0: bool = True                 # [x0] add the tokens' embedding after attention
+    bigram: bool = False            # [bigram] add the n-grams' embedding after attention
+    value_table: int | None = None  # [value-embed] add this table's row to v
+    attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
+    mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
+    skip_from: int | None = None    # [u-net] add that layer's output to x first
+    new_gates: bool = False         # [gates] from here on, gates come from a new net that reads x
+    mlps: int = 1                   # MLPs that read the same x; their results are added
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps of one shape. Stages in a row that have equal shapes share their programs. Where a loss
+    weight is a pair (a, b), it moves linearly from a to b over the stage."""
+
+    steps: int      # 0: only the last validation uses this stage's windows
+    tokens: int     # in a step, on all devices together; T = tokens // Config.batch
+    short: int      # window of SHORT layers, in positions: half as many tokens if paired_heads
+    long: int       # window of LONG layers; [yarn] rescales rotary frequencies when it grows
+    max_doc: int    # documents are cut to this many tokens; 0: sequences are joined text
+    lr: float       # factor on every learning rate, before the cooldown
+    targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, ... ahead
+    # [prefix] loss weight of the longest token that is a proper prefix of the next token
+    prefix: float | tuple[float, float] = 0.0
+    candidates: int = 0  # [sampled-softmax] tokens that the softmax is taken over; 0: all
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """[tail-average] A running average of parameters. In some of the last steps, it moves:
+    average += rate * (parameter - average). Until its first move, it equals the parameter."""
+
+    params: tuple[str, ...]  # names in param_table()
+    start: float             # fraction of the run before which it does not move
+    every: int               # it moves in every n-th step, of which the last step of the run is one
+    memory: float            # fraction of the run that it remembers: rate = every / steps of memory
+    blend: float             # share of the average in the weights that are validated
+    last: int = 1            # it also moves in each of so many last steps
+    keep_norm: bool = True   # the weights that are validated have the norm of the parameter
+
+
+RECORD_LAYERS = (
+    Layer(SHORT, paired_heads=True),
+    Layer(SHORT, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, bigram=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=3, x0=False),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, attend_to=7, bigram=True, value_table=2),
+    Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
+    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=4,
+          mudd=("input", "layer7")),
+)
+RECORD_STAGES = (
+    Stage(423, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00,
+          targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
+    Stage(424, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52,
+          targets=(1.0, (0.5, 0.0)), prefix=(0.25, 0.0)),
+    Stage(423, 24 * 16384, short=640, long=1408, max_doc=2048, lr=1.73),
+    Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
+    Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
+)
+RECORD92_LAYERS = (
+    Layer(SHORT, paired_heads=True, narrow_qk=True),
+    Layer(SHORT, narrow_qk=True, narrow_v=True, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, narrow_qk=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, x0=False),
+    Layer(None, bigram=True, new_gates=True),
+    Layer(SHORT, paired_heads=True, narrow_qk=True, bigram=True),
+    Layer(None, skip_from=3, x0=False),
+    Layer(None, mlps=0),
+    Layer(SHORT, attend_to=7, narrow_qk=True, narrow_v=True, value_table=2, mlps=2, x0=False),
+    Layer(None, bigram=True, x0=False),
+    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, value_table=3,
+          mudd=("input", "layer7")),
+)
+# The second target's weight falls from 1/2 to 0 over the four rows of 361 steps together.
+RECORD92_STAGES = (
+    Stage(320, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00, candidates=10240,
+          targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
+    Stage(91, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (361 / 722, 270 / 722)), prefix=0.20),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (270 / 722, 180 / 722)), prefix=0.15),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (180 / 722, 90 / 722)), prefix=0.10),
+    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
+          targets=(1.0, (90 / 722, 0.0)), prefix=0.05),
+    Stage(284, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=14336),
+    Stage(142, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=24576),
+    Stage(67, 20 * 16384, short=640, long=1408, max_doc=3072, lr=1.73 * (20 / 24) ** 0.5),
+    Stage(20, 8 * 16384, short=768, long=1664, max_doc=3072, lr=1.0),
+    Stage(0, 8 * 16384, short=768, long=2560, max_doc=3072, lr=1.0),
+)
+RECORD92_TABLES = ("value0", "value1", "value2", "value3")
+RECORD92_AVERAGES = (
+    Average(("embed", "head"), start=896 / 1194, every=1, memory=149.5 / 1194, blend=0.65),
+    Average(("vo", "mlp"), start=945 / 1194, every=4, memory=53 / 1194, blend=1.0),
+    Average(RECORD92_TABLES, start=947 / 1194, every=4, memory=53 / 1194, blend=1.0,
+            keep_norm=False),
+    Average(("qk",), start=897 / 1194, every=4, memory=150 / 1194, blend=0.55, last=2),
+    Average(("vo", "mlp"), start=897 / 1194, every=4, memory=150 / 1194, blend=0.3493, last=2),
+)
+# A model of the same parts that trains in minutes on two CPU cores.
+TINY_LAYERS = (
+    Layer(SHORT, bigram=True, value_table=0),
+    Layer(LONG, key_offset=True, key_start=True, bigram=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=1, x0=False),
+    Layer(SHORT, attend_to=2, bigram=True, value_table=1),
+    Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
+)
+TINY_STAGES = (
+    Stage(180, 512, short=64, long=192, max_doc=0, lr=1.0),
+    Stage(0, 512, short=64, long=384, max_doc=0, lr=1.0),
+)
+# In size between the record and tiny, for one GPU of 16 GB or a TPU. It has no target, because
+# nobody has run it on FineWeb yet.
+SMALL_LAYERS = (
+    Layer(SHORT, bigram=True, value_table=0),
+    Layer(SHORT, bigram=True),
+    Layer(LONG, key_offset=True, key_start=True, bigram=True),
+    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(None, skip_from=2, x0=False),
+    Layer(SHORT, attend_to=3, paired_heads=True, bigram=True),
+    Layer(SHORT, attend_to=3, bigram=True),
+    Layer(LONG, attend_to=3, key_offset=True, key_start=True, value_table=0),
+)
+SMALL_STAGES = (
+    Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
+    Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
+)
+# A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages, base rates and
+# momentum are those of that track's record 18. Layers are those of pull request 261, with record
+# 89's gates, exclusive attention and dynamic composition.
+MEDIUM_LAYERS = (
+    Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
+    Layer(SHORT, xsa=True, bigram=True, value_table=1),
+    Layer(SHORT, xsa=True, bigram=True, value_table=2),
+    Layer(SHORT, xsa=True, bigram=True, value_table=3),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=4),
+    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, xsa=True, bigram=True),
+    Layer(SHORT, skip_from=6, xsa=True, bigram=True),
+    Layer(SHORT, skip_from=4, xsa=True, bigram=True),
+    Layer(LONG, skip_from=2, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=0),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=1),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=2),
+    Layer(SHORT, attend_to=11, bigram=True, value_table=3),
+    Layer(LONG, attend_to=11, key_offset=True, head_gate=True, dc=True, value_table=4,
+          mudd=("input", "layer11")),
+)
+MEDIUM_STAGES = (
+    Stage(392, 8 * 16384, short=128, long=384, max_doc=4096, lr=1.00,
+          targets=(1.0, 0.5, (0.25, 0.0))),
+    Stage(392, 16 * 16384, short=384, long=896, max_doc=4096, lr=1.52, targets=(1.0, (0.5, 0.0))),
+    Stage(391, 24 * 16384, short=640, long=1408, max_doc=4096, lr=1.73),
+    Stage(392, 32 * 16384, short=768, long=1664, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=896, long=1920, max_doc=4096, lr=2.00),
+    Stage(391, 32 * 16384, short=1024, long=2176, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=1152, long=2432, max_doc=4096, lr=2.00),
+    Stage(392, 32 * 16384, short=1280, long=2688, max_doc=4096, lr=2.00),
+    Stage(1606, 32 * 16384, short=1408, long=2944, max_doc=4096, lr=2.00),
+    Stage(0, 32 * 16384, short=1408, long=3456, max_doc=4096, lr=2.00),
+)
+
+
+# How often a parameter is updated: the cadences of param_table().
+EVERY_STEP, WITH_ADAM, WITH_TABLES = "every step", "with Adam", "with tables"
+CADENCES = EVERY_STEP, WITH_ADAM, WITH_TABLES
+
+
+class Updates(NamedTuple):
+    """What a step updates. Each combination has programs of its own."""
+
+    due: tuple[str, ...]  # cadences whose parameters are updated
+    waiting: tuple[str, ...]  # cadences whose gradients wait from the steps before
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Defaults are the record's. Numbers and strings are also flags; tuples are changed here."""
+
+    layers: tuple[Layer, ...] = RECORD_LAYERS
+    stages: tuple[Stage, ...] = RECORD_STAGES
+    # The streams that the head adds to x, and how much of each at first; (): none. See forward().
+    mudd_head: tuple[tuple[str, float], ...] = (
+        ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
+    averages: tuple[Average, ...] = ()  # that change the weights which are validated and saved
+    # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
+    # is in fractions of the run.
+    steps: int = 0              # of the run; 0: the sum over its stages
+    cooldown_start: float = 508 / 1285     # fraction of the run where learning rates begin to fall
+    cooldown_end: float = 1270 / 1285      # fraction where they stop falling, which is linear
+    lr_floor: float = 0.15                 # factor on the rates after the cooldown
+    momentum_warmup: float = 300 / 1285    # fraction, from the start, in which momentum rises
+    momentum_cooldown: float = 50 / 1285   # fraction, before the end, in which it falls again
+    momentum_low: float = 0.85             # Muon's momentum in the first and in the last step
+    momentum_high: float = 0.95            # momentum in between
+    untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
+    matrix_optimizer: str = "normuon"  # of the matrices in the layers; or anvil
+    engage: float = 1.0         # fraction of the run from which on [anvil] uses its slow rail
+    muon_lr: float = 0.023      # learning rate of the matrices in the layers
+    adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
+    adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
+    table_lr: float = 75.0      # factor on the rates of the value tables and the bigram table
+    table_every: int = 1        # n: they are updated in every n-th of Adam's steps
+    table_start: float = 0.0    # fraction of the run before which they are updated in all of them
+    D: int = 768                # model width
+    H: int = 6                  # attention heads
+    F: int = 3072               # width of the MLP
+    R: int = 64                 # width of the gate nets; 0: gates are the same for every token
+    mudd_groups: int = 0        # groups of channels with weights of their own in mudd_head; 0: none
+    vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
+    bigrams: int = 377280       # rows of the bigram table
+    ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
+    # [ngram-table] How many different rows of each eighth of the table a sequence may read, as a
+    # fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and
+    # is counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
+    ngram_capacity: float = 0.16
+    ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
+    copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
+    eot: int = 50256            # the token that starts every document
+    batch: int = 8              # sequences in a step, on all devices together
+    deal: int = 0               # 1: each of them from another part of the text, see deal()
+    microbatch: int = 1         # sequences that a device runs at once, at most (memory)
+    head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
+    dc_window: int = 112        # keys that the mixed attention of [dc] sees
+    compute: str = "bfloat16"              # dtype of activations and gathered weights
+    qkv_forward: str = "bfloat16"          # dtype of the forward matmuls of q, k and v
+    mlp_forward: str = "bfloat16"          # dtype of the MLP's forward matmuls: compute or a float8
+    head_forward: str = "float8_e4m3fn"    # dtype of the head's operands
+    head_backward: str = "float8_e5m2"     # dtype of the logits' gradient
+    # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
+    # and the matmul's result is divided by them: see [fp8-head].
+    x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
+    w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
+    g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
+    score_scale: float = 0.1    # q.k is multiplied by this in the first stage, see [yarn]
+    narrow_score_scale: float = 0.13  # the same for layers with narrow q and k
+    segment: int = 0            # attention cuts documents into pieces of so many tokens; 0: never
+    attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
+    prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
+    canonical: str = ""         # file of the [canonical-mask]; "": none
+    data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
+    val_every: int = 250        # steps between validations
+    val_T: int = 262144         # tokens in a validation sequence
+    val_tokens: int = 10485760  # fixed by the rules: the same text whatever the machine
+    target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
+    save: int = 1               # 0: do not save the weights (record: 2.5 GB, record92: 34 GB)
+    seed: int = -1              # of the initial weights; -1: a fresh one
+    save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
+    resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
+    force: int = 0              # 1: resume although source, flags or tokens have changed
+    stall: int = 300            # the run ends after this many seconds without a step; 0: never
+    # fmt: on
+
+    def __post_init__(self):
+        check_config(self)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run."""
+        return self.steps or sum(stage.steps for stage in self.stages)
+
+    @functools.cached_property
+    def stage_ends(self) -> np.ndarray:
+        """First step after each stage. If `steps` is not the sum over the stages, they are
+        stretched in proportion, but each that has steps keeps at least one: the record's stages
+        with steps=100 end at 33, 66, 99, 100, 100."""
+        lengths = np.array([stage.steps for stage in self.stages])
+        one_each = np.cumsum(lengths > 0)
+        ideal = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
+        # What remains after one step each is shared out; no stage ends before an earlier one.
+        more = np.clip(ideal - one_each, 0, self.total_steps - one_each[-1])
+        return (one_each + np.maximum.accumulate(more)).astype(int)
+
+    def stage_at(self, step: int) -> int:
+        """The stage of a step; the validation after the last step has the last stage."""
+        return min(np.count_nonzero(step >= self.stage_ends), len(self.stages) - 1)
+
+    def sequence_length(self, stage: int) -> int:
+        """T of a stage's training sequences."""
+        return self.stages[stage].tokens // self.batch
+
+    def table_cycle(self, step: int) -> int:
+        """n, if at this step of the run every n-th of Adam's steps updates the tables."""
+        steps = self.adam_every * self.table_every  # of a long cycle, which is the first one's, too
+        start = round(self.table_start * self.total_steps / steps) * steps
+        return self.table_every if step >= start else 1
+
+    def due(self, step: int) -> tuple[str, ...]:
+        """[two-cadences] The cadences whose parameters a step updates: always the matrices, in some
+        steps also what Adam updates. Records 39 and 92."""
+        adam_step, rest = divmod(step + 1, self.adam_every)
+        if rest:
+            return (EVERY_STEP,)
+        return (EVERY_STEP, WITH_ADAM) if adam_step % self.table_cycle(step) else CADENCES
+
+    def updates(self, step: int) -> Updates:
+        """What a step updates."""
+        before = self.due(step - 1) if step else CADENCES
+        waiting = tuple(cadence for cadence in CADENCES if cadence not in before)
+        return Updates(self.due(step), waiting)
+
+    def waits(self, cadence: str) -> bool:
+        """Whether some steps compute gradients of a cadence without an update."""
+        return any(cadence not in self.due(step) for step in range(self.total_steps))
+
+    def table_step(self, step: int) -> int:
+        """The number of steps since the last update of the tables."""
+        first = step
+        while first > 0 and WITH_TABLES not in self.due(first - 1):
+            first -= 1
+        return step - first
+
+    def ngram_slots(self, T: int) -> int:
+        """Rows of each eighth of the n-gram table that a sequence of T tokens may read."""
+        return math.ceil(self.ngram_capacity * len(self.ngrams) * T)
+
+    def waiting_rows(self, stage: int) -> tuple[int, int]:
+        """How many steps may have left gradients of n-gram rows when a step of this stage begins,
+        and how many rows of an eighth each of them may have read."""
+        steps = [i for i in range(self.total_steps) if self.program_stage(i) <= stage]
+        longest = max(self.sequence_length(i) for i in range(stage + 1))
+        return max(1, *map(self.table_step, steps)), self.batch * self.ngram_slots(longest)
+
+    def program_stage(self, step: int) -> int:
+        """The stage whose programs run a step, or validate before it: the first of those up to its
+        own that follow each other and have equal shapes."""
+
+        def shapes(stage):
+            row = self.stages[stage]
+            return row.tokens, row.short, row.long, row.candidates, [*target_weights(row)]
+
+        stage = self.stage_at(step)
+        while stage > 0 and shapes(stage - 1) == shapes(stage):
+            stage -= 1
+        return stage
+
+    def validates_before(self, step: int) -> bool:
+        """Whether the run validates before this step."""
+        return step % self.val_every == 0 or step == self.total_steps
+
+    def value_tables(self) -> list[int]:
+        """Numbers of the value tables."""
+        return sorted({layer.value_table for layer in self.layers} - {None})
+
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers with attention."""
+        return [i for i, layer in enumerate(self.layers) if layer.window]
+
+    def for_validation(self) -> "Config":
+        """The configuration of validation: no FP8, a softmax over all tokens, documents in one
+        piece, and microbatches of as many tokens as in training, but of at least one sequence."""
+        longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
+        at_once = max(1, self.microbatch * longest // self.val_T)
+        stages = tuple(dataclasses.replace(stage, candidates=0) for stage in self.stages)
+        c = self.without_fp8()
+        return dataclasses.replace(c, microbatch=at_once, stages=stages, segment=0)
+
+    def without_fp8(self) -> "Config":
+        """All matmuls in the dtype of activations."""
+        names = ("qkv_forward", "mlp_forward", "head_forward", "head_backward")
+        return dataclasses.replace(self, **dict.fromkeys(names, self.compute))
+
+
+VAL_SEQUENCES = 8  # in a validation step
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for layers, stages or sizes that cannot work."""
+
+    def require(condition, message):
+        if not condition:
+            raise ValueError(message)
+
+    K = c.D // c.H
+    require(c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}")
+    require(c.attention in ("cudnn", "band"), f"--attention {c.attention} is not cudnn or band")
+    require(K % 4 == 0 and K <= 128, f"a head has {K} channels, not a multiple of 4 up to 128")
+    tables = c.value_tables()
+    require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
+    streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
+    for i, layer in enumerate(c.layers):
+        require(layer.window in (SHORT, LONG, None), f"layer {i}: no window {layer.window!r}")
+        names = ("x0", "bigram", "skip_from", "new_gates", "mlps")
+        bare = Layer(None, **{name: getattr(layer, name) for name in names})
+        require(layer.window or layer == bare, f"layer {i} has no attention: it can only be {bare}")
+        require(layer.narrow_qk or not layer.narrow_v, f"layer {i}: narrow_v needs narrow_qk")
+        halves = K % 8 == 0 or not layer.narrow_qk
+        require(halves, f"layer {i}: half of {K} channels is not a multiple of 4")
+        rotates_all = layer.narrow_qk and layer.key_offset
+        require(not rotates_all, f"layer {i}: narrow keys have no half for key_offset")
+        whole = not layer.mudd or (not layer.narrow_v and layer.mlps == 1)
+        require(whole, f"layer {i}: mudd needs v of full width and one MLP")
+        for name in ("attend_to", "skip_from"):
+            source = getattr(layer, name)
+            earlier = source is None or 0 <= source < i
+            require(earlier, f"layer {i}: {name}={source} is not an earlier layer")
+        for name in layer.mudd:
+            require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
+        twice = layer.mudd and layer.bigram
+        require(not twice, f"layer {i}: leave out bigram=True, mudd adds the bigram anyway")
+        streams += [f"middle{i}", f"layer{i}"]
+    for name, _ in c.mudd_head:
+        plain = name.removeprefix("norm(").removesuffix(")")
+        require(plain in streams, f"mudd_head reads {name!r}, there are only {streams}")
+    groups = c.mudd_groups or 1
+    require(groups > 0 and c.D % groups == 0, f"--mudd_groups {groups} does not divide --D {c.D}")
+    optimizer = c.matrix_optimizer
+    require(optimizer in ("normuon", "anvil"), f"--matrix_optimizer {optimizer}: normuon or anvil")
+    trained = sum(stage.steps > 0 for stage in c.stages)
+    require(0 < trained <= c.total_steps, f"--steps {c.total_steps} is less than {trained} stages")
+    for i, stage in enumerate(c.stages):
+        weights = target_weights(stage)
+        require(weights, f"stage {i}: all weights in targets and prefix are 0")
+        needs_table = PREFIX in weights and not c.prefixes
+        require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
+        even = stage.tokens % c.batch == 0
+        require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
+        V = padded_vocab(c)
+        single = stage.candidates == 0 or c.microbatch == 1
+        require(single, f"stage {i}: candidates belong to one sequence: use --microbatch 1")
+        require(0 <= stage.candidates <= V, f"stage {i}: {stage.candidates} candidates of {V}")
+        fits = stage.candidates == 0 or V * SWEEP < 2**31  # in int32
+        require(fits, f"stage {i}: with candidates, --vocab {c.vocab} must be below 107,000")
+    lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
+    divisor = math.gcd(c.head_chunk, *lengths)
+    message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
+    # Where it does not divide a sequence, half of it may, as in record92's of 40,960 tokens.
+    require(2 * divisor >= c.head_chunk, f"{message}, but {divisor} does")
+    fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
+    require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
+    require(c.val_every > 0, "--val_every must be at least 1")
+    require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
+    require(c.table_every > 0, "--table_every must be at least 1")
+    require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
+    require(0 < c.ngram_capacity <= 1, f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]")
+    optimizer = c.ngram_optimizer
+    require(optimizer in ("adam", "row_adam"), f"--ngram_optimizer {optimizer}: adam or row_adam")
+    require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
+
+
+SWEEP = 20011  # [sampled-softmax] a prime: its multiples modulo V are a permutation of all tokens
+
+
+def padded_vocab(c: Config) -> int:
+    """Rows of the embedding and the head, V. The softmax is over the padding as well, so it is
+    trained, too."""
+    return -(-c.vocab // 128) * 128
+
+
+PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
+
+
+def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
+    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
+    PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
+    weights = {}
+    for k, weight in enumerate((stage.prefix, *stage.targets)):
+        start, end = weight if isinstance(weight, tuple) else (weight, weight)
+        if start or end:
+            weights[k] = (start, end)
+    return weights
+
+
+PRESETS = {  # fields that a preset does not name have Config's defaults
+    "record": Config(),
+    "record92": Config(
+        layers=RECORD92_LAYERS, stages=RECORD92_STAGES, averages=RECORD92_AVERAGES, F=2816,
+        mudd_groups=12, mudd_head=(
+            ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0),
+            ("value1", 0.0), ("value3", 0.0), ("value2", 0.0), ("norm(middle10)", 0.0),
+            ("norm(layer7)", 0.0)),
+        cooldown_start=234 / 1194, cooldown_end=1174 / 1194, lr_floor=0.30,
+        momentum_warmup=240 / 1194, momentum_cooldown=50 / 1194, momentum_high=0.93,
+        untie=1175 / 1194, matrix_optimizer="anvil", engage=514 / 1194, table_lr=70.0,
+        table_every=2, table_start=336 / 1194, canonical="data/gpt2_canonical.npz",
+        bigrams=21150720, ngrams=(2, 3), ngram_optimizer="row_adam", score_scale=0.085,
+        segment=2560,
+    ),
+    "medium": Config(
+        layers=MEDIUM_LAYERS, stages=MEDIUM_STAGES, D=1024, H=8, F=4096, bigrams=251520, mudd_head=(
+            ("input", 0.0), ("layer11", -0.5), ("layer14", 0.0), ("value0", 0.0), ("layer4", 0.0)),
+        muon_lr=0.015, adam_lr=0.004, cooldown_start=1410 / 4740, cooldown_end=4700 / 4740,
+        lr_floor=0.1, momentum_warmup=300 / 4740, momentum_cooldown=50 / 4740, untie=785 / 4740,
+        target=2.92,
+    ),
+    "small": Config(
+        layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
+        microbatch=4, bigrams=32768, head_chunk=8192, prefixes="",
+        head_forward="bfloat16", head_backward="bfloat16",
+        cooldown_start=600 / 1500, cooldown_end=1.0, untie=1000 / 1500, momentum_warmup=300 / 1500,
+        momentum_cooldown=50 / 1500, val_every=250, val_T=8192, val_tokens=1048576, target=0.0,
+    ),
+    "tiny": Config(
+        layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
+        bigrams=24576, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, copy=16, eot=256, batch=2, deal=1,
+        microbatch=4, head_chunk=256, dc_window=56, prefixes="", head_forward="bfloat16",
+        head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.25,
+        cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
+        data="data/source_code", val_every=45, val_T=1024, val_tokens=65536, target=1.38,
+    ),
+}  # fmt: skip
+
+
+# ---- Model ---------------------------------------------------------------------------------------
+def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int, sweep_start=None, mask=()) -> Array:
+    """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
+    number as in target_weights(). sweep_start is that of candidate_tokens(), the mask that of
+    canonical_mask()."""
+    x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
+    T = x_BTD.shape[1]
+    # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
+    # [prefix] So is the longest token that the next token begins with. Record 88.
+    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, max(weights))), constant_values=-1)  # -1: none
+    targets = {k: padded_BS[:, k : k + T] for k in weights}
+    if PREFIX in targets:  # the table is read while the program is traced, and is part of it
+        targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
+    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
+    weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
+    head = w["head"]
+    if c.stages[stage].candidates:
+        # [sampled-softmax] The head has the rows of the candidates alone. All next tokens are
+        # candidates. A prefix may be none, and is dropped then.
+        count = c.stages[stage].candidates
+        candidates, place_V = candidate_tokens(tokens_BS[:, 1:], sweep_start, count, c)
+        head = head.at[candidates].get(mode="promise_in_bounds", unique_indices=True)
+        targets_NJ = jnp.where(targets_NJ < 0, -1, place_V[targets_NJ])
+    if mask:
+        mask = (tokens_BS[:, :-1].reshape(-1, 1), *mask)
+    return head_loss(norm(x_BTD).reshape(-1, c.D), head, targets_NJ, weights_J, mask, c)
+
+
+def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
+    """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
+
+    w has the weights of param_table() by name. w["mlp"][i] lists layer i's matrices; likewise qk
+    and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
+    Instead of the bigram table, w has "bigram_rows", the rows of ngram_rows(), (B, N, D).
+
+    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ... and, for x between
+    attention and MLP, "middle0", ...; keys of gates are "input.bigram", "layer3.x0", ..., of which
+    a layer reads its own without the prefix.
+    """
+    pos = positions(tokens_BT == c.eot, c, stage)
+    saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
+    # [gates] Small nets compute the gates of the next layers for each token. Records 81 and 85.
+    gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
+    # weighted_sum adds up weight * array in float32, and rounds once.
+    x = weighted_sum((1.0, saved["x0"]), (gates["input.bigram"], saved["bigram"]))
+    saved["input"] = x
+    for i, layer in enumerate(c.layers):
+        if layer.new_gates:
+            gates |= run_net(f"gates{i}", x, w, c, w["gate_scale"])
+        gate = {name: gates[f"layer{i}.{name}"] for name in layer_gates(layer, c.H)}
+        if layer.skip_from is not None:
+            # [u-net] A late layer may begin with an early one's output. Records 11, 45 and 55.
+            weight = jax.nn.sigmoid(w["skip_lambdas"][i]) * gate["skip"]
+            x = weighted_sum((1.0, x), (weight, saved[f"layer{layer.skip_from}"]))
+        if layer.mudd:
+            x = mudd_block(x, i, w, gate, saved, pos, c)
+        else:
+            x = block(x, i, w, gate, saved, pos, c)
+        saved[f"layer{i}"] = x
+    if c.mudd_head:
+        x = weighted_sum((1.0, x), *mudd_head_terms(x, saved, w, c))
+    if c.copy:
+        x = weighted_sum((1.0, x), copied_term(tokens_BT, w, c))
+    return x
+
+
+def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
+    """Each token's embedding "x0", that of the n-grams which it ends, "bigram", and its row of
+    every value table, "value0", "value1", ...; (B, T, D) each."""
+    saved = {}
+    for n in c.value_tables():
+        saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
+    # [bigram] Random signs tell apart n-grams that share a row. train_step() has looked up the
+    # rows, so only the signs are needed here. Records 62, 83 and 92.
+    signed = []
+    rows_of_lengths = jnp.split(w["bigram_rows"], len(c.ngrams), axis=1)
+    for rows_BTD, (_, seed_BT) in zip(rows_of_lengths, hash_ngrams(tokens_BT, c), strict=True):
+        signed.append(rows_BTD.astype(c.compute) * random_signs(seed_BT, c))
+    saved["bigram"] = functools.reduce(jnp.add, signed)
+    # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
+    embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
+    previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    gate_BT = jax.nn.sigmoid(embed[..., :12].astype(jnp.float32) @ w["smear_gate"])
+    smear_BT1 = w["smear_lambda"] * gate_BT[..., None]
+    saved["x0"] = norm(weighted_sum((1.0, embed), (smear_BT1, previous)))
+    return saved
+
+
+def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
+    """Layer i: adds attention and MLP to x, (B, T, D). `gate` has this layer's gates by name,
+    (B, T, 1) or (B, T, H); `saved` has the streams so far, and gets "middle{i}"."""
+    layer = c.layers[i]
+    x = x_BTD
+    terms = []  # of the sum after attention
+    if layer.window is not None:
+        # [saved-source] Late layers may attend to an early output instead of x. Record 77.
+        source = x if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+        v_terms = []
+        if layer.value_table is not None:
+            # [value-embed] v also reads a token table. For each head, 6 channels of the source and
+            # 6 of the table decide how much. arXiv:2410.17897; gates: record 55.
+            value = saved[f"value{layer.value_table}"]
+            gate_input = jnp.concatenate((norm(source)[..., :6], value[..., :6]), axis=-1)
+            logits_BTH = gate_input.astype(jnp.float32) @ w["value_gates"][i].T
+            weight_BTH1 = 2 * jax.nn.sigmoid(logits_BTH)[..., None]
+            v_terms.append((weight_BTH1, in_heads(value, c)))
+        y = attention(source, v_terms, i, w, gate, pos, c, out_scale=w["attn_lambdas"][i, 1])
+        terms.append((1.0, y))
+    # [x0] Each layer may scale x down and read the embeddings again. Record 9.
+    terms += [(gate[name], saved[name]) for name in ("x0", "bigram") if name in gate]
+    if terms:
+        x = weighted_sum((w["attn_lambdas"][i, 0], x), *terms)
+    saved[f"middle{i}"] = x
+    keep, add = w["mlp_lambdas"][i]
+    if layer.mlps == 0:
+        return weighted_sum((keep, x))
+    return weighted_sum((keep, x), (1.0, mlp(x, i, w, c, out_scale=add)))
+
+
+def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
+    """[mudd] Like block(), but a net reads x and computes the weights of every sum, for each token;
+    v and x mix several streams. Xiao et al. 2025, arXiv:2502.12170; record 81."""
+    layer = c.layers[i]
+    mix = run_net(f"mudd{i}", x_BTD, w, c)
+    source = x_BTD if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
+    streams = [*(saved[name] for name in layer.mudd), x_BTD]
+    v_terms = per_token_terms(mix["v"][..., None, :], [in_heads(x, c) for x in streams])
+    if layer.value_table is not None:
+        weight_BTH = jnp.repeat(mix["value"], c.H // 2, axis=-1)  # one for each half of the heads
+        v_terms.append((weight_BTH[..., None], in_heads(saved[f"value{layer.value_table}"], c)))
+    y = attention(source, v_terms, i, w, gate, pos, c)
+    x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
+    x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
+    saved[f"middle{i}"] = x
+    return weighted_sum(*per_token_terms(mix["mlp"], [x, mlp(x, i, w, c)]))
+
+
+def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
+    """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
+    broadcast to (B, T, H, K), that are added to v; `gate` has this layer's gates by name, (B, T, 1)
+    or (B, T, H); out_scale multiplies the output.
+
+    out_scale and the lambdas are multiplied into weights, D x D, and not into activations, T x D:
+    fewer bytes, in gradients as well.
+    """
+    layer = c.layers[i]
+    B, T, D = x_BTD.shape
+    K = D // c.H
+    # [narrow] Heads may use half of their channels: the weights of the others are not read, and do
+    # not change. Record 92.
+    K_qk = K // 2 if layer.narrow_qk else K
+    K_v = K // 2 if layer.narrow_v else K
+    w_v, w_o = w["vo"][i]
+    w_qk = first_channels(jnp.concatenate(w["qk"][i]), K, K_qk)
+    w_v = first_channels(w_v, K, K_v)
+    w_o = w_o.reshape(D, c.H, K)[:, :, :K_v].reshape(D, -1)
+    v_lambda, o_lambda = w["vo_lambdas"][i]
+    w_qkv = jnp.concatenate((w_qk, v_lambda * w_v)).astype(x_BTD.dtype)
+    # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
+    qkv = norm_linear(x_BTD, w_qkv, c.qkv_forward, c, radial_from="x")
+    parts = jnp.split(qkv, (c.H * K_qk, 2 * c.H * K_qk), axis=-1)
+    q, k, v = (part.reshape(B, T, c.H, -1) for part in parts)
+    cos, sin, score_scale = pos.rope[rope_kind(layer)]
+    # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
+    # cuDNN wants q, k and v of one width, so narrow q and k are padded with zeros.
+    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False, width=K_v)
+    # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
+    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset, width=K_v)
+    v = weighted_sum((1.0, v), *((weight, x[..., :K_v]) for weight, x in v_terms))
+    window = pos.windows[layer.window]
+    if layer.paired_heads:
+        # [paired-heads] Heads h and h + H / 2 become one head of twice the length: at token t they
+        # are its positions 2 t and 2 t + 1. So both see the keys of both, and a window of n
+        # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
+        # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
+        # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K_v) for a in (q, k, v))
+        y = attend(q2, k2, v2, window, score_scale, c).reshape(v.shape)
+    else:
+        y = attend(q, k, v, window, score_scale, c)
+    if layer.dc:
+        y = y + dc_attention(q, k, v, gate["dc_in"], gate["dc_out"], score_scale, c)
+    if layer.xsa:
+        # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
+        v32 = v.astype(jnp.float32)
+        y_dot_v = (y.astype(jnp.float32) * v32).sum(axis=-1)
+        v_dot_v = jnp.maximum((v32 * v32).sum(axis=-1), 1e-8)
+        removed_BTH = jnp.tanh(gate["xsa"]) * y_dot_v / v_dot_v
+        y = weighted_sum((1.0, y), (-removed_BTH[..., None], v))
+    if layer.head_gate:
+        # [head-gate] Each token scales each head's output. Records 28 and 85.
+        y = weighted_sum((gate["head"][..., None], y))
+    w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
+    return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
+
+
+def first_channels(w_ED, K: int, used: int) -> Array:
+    """The rows of a matrix that are the first `used` of the K channels of every head."""
+    D = w_ED.shape[-1]
+    return w_ED.reshape(-1, K, D)[:, :used].reshape(-1, D)
+
+
+def in_heads(x_BTD, c: Config) -> Array:
+    """The channels of every head, (B, T, H, K)."""
+    return x_BTD.reshape(*x_BTD.shape[:2], c.H, -1)
+
+
+def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
+    """[window] Each query attends to its own position and the `window` before it; scores are q.k
+    times scale. (B, T, H, K)."""
+    if c.attention == "band":
+        return band_attention(q_BTHK, k_BTHK, v_BTHK, window, scale)
+    # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
+    # open, and queries see the future.
+    options = {"is_causal": True, "local_window_size": (window, 0), "implementation": "cudnn"}
+    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, scale=scale, **options)
+
+
+def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
+    """attend() in plain JAX, for devices without cuDNN's kernel. Positions are cut into n bands of
+    W >= window, or into two: the queries i of a band see the keys j of their band and of the one
+    before. Bands are computed one after the other, and once more for the gradient, so that only the
+    scores of one band exist at a time: W * 2 W for each head, and not T * T."""
+    B, T, H, K = q_BTHK.shape
+    W = min(max(window, 1), -(-T // 2))
+    q_BnWHK = in_bands(q_BTHK, W)
+    bands = jnp.arange(q_BnWHK.shape[1])
+
+    @jax.checkpoint
+    def one_band(band, q, k, v):
+        scores = scale * jnp.einsum("BiHK,BjHK->BHij", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(band_mask(band, W, window), scores, -jnp.inf)
+        return jnp.einsum("BHij,BjHK->BiHK", jax.nn.softmax(scores).astype(v.dtype), v)
+
+    arrays = (q_BnWHK, in_two_bands(k_BTHK, W), in_two_bands(v_BTHK, W))
+    arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
+    y_nBWHK = lax.map(lambda band: one_band(*band), (bands, *arrays))
+    return jnp.moveaxis(y_nBWHK, 0, 1).reshape(B, -1, H, K)[:, :T]
+
+
+def in_bands(x_BT: Array, W: int) -> Array:
+    """Cuts the positions of (B, T, ..) into bands, (B, n, W, ..); zeros fill up the last one."""
+    B, T, *rest = x_BT.shape
+    n = -(-T // W)
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, n * W - T), *[(0, 0)] * len(rest)])
+    return x_BT.reshape(B, n, W, *rest)
+
+
+def in_two_bands(x_BT: Array, W: int) -> Array:
+    """Each band behind the one before it, (B, n, 2 W, ..); zeros are before the first."""
+    x_BnW = in_bands(x_BT, W)
+    before = jnp.pad(x_BnW[:, :-1], [(0, 0), (1, 0), *[(0, 0)] * (x_BnW.ndim - 2)])
+    return jnp.concatenate((before, x_BnW), axis=2)
+
+
+def band_mask(band: Array, W: int, window: int) -> Array:
+    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands. Key
+    j = W + i is at the same position as query i."""
+    query, key = jnp.ogrid[:W, : 2 * W]
+    distance = query + W - key
+    return (0 <= distance) & (distance <= window) & ((key >= W) | (band > 0))
+
+
+def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
+    """[dc] Composes one attention map from those of all heads, through which every head reads its
+    v; (B, T, H, K). Xiao et al. 2024, arXiv:2405.08553; record 85. For each token,
+
+        map = sum over h of w_in[h] softmax(scores[h])     w_in is scaled to rms 1 over the heads
+        y[h] = w_out[h] (map @ v[h])
+
+    Queries see only the nearest dc_window keys, so positions are cut into bands as in
+    band_attention(), and no T x T array exists.
+    """
+    B, T, H, K = q_BTHK.shape
+    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))  # a power of two, or two bands
+    scores = scale * dc_scores(in_bands(q_BTHK, W), in_two_bands(k_BTHK, W))
+    bands_n11 = jnp.arange(scores.shape[1])[:, None, None]
+    mask_nij = band_mask(bands_n11, W, c.dc_window - 1)
+    maps_BnHij = jax.nn.softmax(jnp.where(mask_nij[:, None], scores, -jnp.inf), axis=-1)
+    w_in = w_in_BTH * lax.rsqrt(jnp.square(w_in_BTH).mean(axis=-1, keepdims=True) + 1e-6)
+    mixed = jnp.einsum("BnHij,BniH->Bnij", maps_BnHij, in_bands(w_in, W)).astype(v_BTHK.dtype)
+    y = jnp.einsum("Bnij,BnjHK->BniHK", mixed, in_two_bands(v_BTHK, W))
+    y = y.reshape(B, -1, H, K)[:, :T]
+    return (w_out_BTH[..., None] * y).astype(v_BTHK.dtype)
+
+
+def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
+    """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
+    # Matrices of a bank have one shape, so proj is stored transposed. Two MLPs are a wider one.
+    fc_FD = jnp.concatenate(w["mlp"][i][0::2])
+    proj_FD = jnp.concatenate(w["mlp"][i][1::2])
+    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
+    hidden = jnp.square(jax.nn.relu(hidden))
+    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
+
+
+# ---- Gates and MUDD ------------------------------------------------------------------------------
+GATE_SCALE = 0.1  # the output of a MUDD net is multiplied by this; the gates' factor is learned
+KEEP_ADD = [1.1**0.5, 1.0]  # first weights of x, 1.1 after two sublayers, and of what each adds
+
+
+def nets(c: Config) -> dict[str, dict[str, list[float]]]:
+    """The nets that compute coefficients for each token: initial values of every output, by name.
+
+    [gates] "gates_input" reads x0, "gates4" reads x before layer 4; each serves the layers up to
+    the next such net. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
+    """
+    current = "gates_input"
+    table = {current: {"input.bigram": [0.05]}}
+    for i, layer in enumerate(c.layers):
+        if layer.new_gates:
+            current = f"gates{i}"
+            table[current] = {}
+        for name, start in layer_gates(layer, c.H).items():
+            table[current][f"layer{i}.{name}"] = start
+        if layer.mudd:
+            streams = [0.0] * (len(layer.mudd) + 1)  # the named ones, and x
+            mix = {"v": streams, "x": streams, "value": [2.0, 2.0]}
+            table[f"mudd{i}"] = mix | {"attn": [*KEEP_ADD, 0.0, 0.05], "mlp": KEEP_ADD}
+    if c.mudd_head:
+        table["mudd_head"] = {"x": [start for _, start in c.mudd_head]}
+    return table
+
+
+def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
+    """A layer's gates and their initial values: one for a token, or one for each of its H heads."""
+    gates = {}
+    if layer.x0 and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
+        gates["x0"] = [0.0]
+    if layer.bigram:
+        gates["bigram"] = [0.05]
+    if layer.skip_from is not None:
+        gates["skip"] = [0.5]
+    if layer.xsa:
+        gates["xsa"] = [0.0] * H
+    if layer.head_gate:
+        gates["head"] = [0.25] * H
+    if layer.dc:
+        gates["dc_in"] = [1.0] * H
+        gates["dc_out"] = [0.0] * H
+    return gates
+
+
+def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array]:
+    """Runs a net on x: scale * (w2 gelu(w1 x) + b2), where only b2 remains if R is 0. Returns its
+    outputs by name, (B, T, n) each, in float32; one matmul serves all of them. A net with groups
+    also has the output "groups", (B, T, n, groups), without biases."""
+    w1, w2 = (w[f"{name}.{matrix}"].astype(x_BTD.dtype) for matrix in ("w1", "w2"))
+    hidden_BTR = gelu(jnp.einsum("BTD,RD->BTR", x_BTD, w1))
+    y = jnp.einsum("BTR,nR->BTn", hidden_BTR, w2).astype(jnp.float32)
+    y = scale * (y + w[f"{name}.b2"])
+    starts = nets(c)[name]
+    ends = np.cumsum([len(start) for start in starts.values()])
+    outputs = dict(zip(starts, jnp.split(y, ends[:-1], axis=-1), strict=True))
+    if f"{name}.groups" in w:
+        w_nGR = w[f"{name}.groups"].astype(x_BTD.dtype)
+        y_BTnG = jnp.einsum("BTR,nGR->BTnG", hidden_BTR, w_nGR)
+        outputs["groups"] = scale * y_BTnG.astype(jnp.float32)
+    return outputs
+
+
+def named_stream(name: str, saved: dict[str, Array]) -> Array:
+    """A stream by its name, as "layer7", or normalized, as "norm(layer7)"; (B, T, D)."""
+    if name.startswith("norm("):
+        return norm(saved[name.removeprefix("norm(").removesuffix(")")])
+    return saved[name]
+
+
+def per_token_terms(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
+    """Terms of a weighted_sum in which every token has its own weight for each of n streams."""
+    return list(zip(jnp.split(weights_BTn, len(streams), axis=-1), streams, strict=True))
+
+
+def mudd_head_terms(x_BTD, saved: dict[str, Array], w, c: Config) -> list[tuple[Array, Array]]:
+    """[mudd] Terms of a weighted_sum: earlier streams for the head, with weights for each token or,
+    if there are groups, for each token and group of channels. Records 81 and 92."""
+    mix = run_net("mudd_head", x_BTD, w, c)
+    terms = per_token_terms(mix["x"], [named_stream(name, saved) for name, _ in c.mudd_head])
+    if c.mudd_groups:
+        for n, (weight_BT1, stream_BTD) in enumerate(terms):
+            more_BTD = jnp.repeat(mix["groups"][:, :, n], c.D // c.mudd_groups, axis=-1)
+            terms[n] = weight_BT1 + more_BTD, stream_BTD
+    return terms
+
+
+# ---- Building blocks -----------------------------------------------------------------------------
+def weighted_sum(*terms: tuple[Any, Array]) -> Array:
+    """The sum of weight * array, in float32 and rounded once: rounding every term to bfloat16 would
+    degrade the residual stream."""
+    total = sum(weight * x.astype(jnp.float32) for weight, x in terms)
+    return total.astype(terms[0][1].dtype)
+
+
+def inverse_rms(x: Array) -> Array:
+    """1 / rms over the last axis, which becomes 1, in float32. Like torch's, it adds epsilon."""
+    return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 2.0**-23)
+
+
+def norm(x: Array) -> Array:
+    """RMSNorm over the last axis, without weights."""
+    return (x * inverse_rms(x)).astype(x.dtype)
+
+
+def take_rows(table_VD, index_BT) -> Array:
+    """Rows of a table, (B, T, D). Every index must be inside the table."""
+    return table_VD.at[index_BT].get(mode="promise_in_bounds")
+
+
+# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
+# the row, then for the signs. Those of 2 and 3 are record 92's, the others are ours.
+NGRAM_FACTORS = {
+    2: ((36313, 27191), (48271, 30011)),
+    3: ((17351, 60961, 45259), (58699, 39779, 26801)),
+    4: ((52361, 31847, 64901, 22541), (33769, 61403, 24877, 50101)),
+    5: ((41077, 57413, 19609, 35251, 62989), (55057, 28019, 63841, 37123, 44651)),
+}
+
+
+def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
+    """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
+    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
+    table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
+    upstream's, n-grams do not end at documents."""
+    part = c.bigrams // len(c.ngrams)
+    last_row = part - 1
+    T = tokens_BT.shape[1]
+    hashes = []
+    for number, n in enumerate(c.ngrams):
+        row_factors, sign_factors = NGRAM_FACTORS[n]
+        first = min(n - 1, T)  # the first token with n - 1 others before it
+        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
+        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
+        for factor, token in zip(row_factors[1:], ngram[1:], strict=True):
+            if n == 2:  # as in upstream, the second token hashes last_row instead of the first one
+                token = token.at[:, 0].set(last_row)
+            row = row ^ (factor * token)
+        pad_front = ((0, 0), (first, 0))
+        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
+        if number:
+            index_BT = number * part + index_BT
+        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
+            ngram = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, ngram) % 8192
+        hashes.append((index_BT, jnp.pad(seed, pad_front)))
+    return hashes
+
+
+def ngram_rows(tokens_BT, c: Config) -> Array:
+    """The rows of the bigram table that tokens read, (B, N): T for each length of n-grams."""
+    return jnp.concatenate([row_BT for row_BT, _ in hash_ngrams(tokens_BT, c)], axis=1)
+
+
+def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
+    """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
+    that text repeats itself. For each token, the longest match is the earlier place in its document
+    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is that
+    of the head for the token that followed there, normalized. The gain is learned, one for each
+    length of a match. Pull request 378 of modded-nanogpt.
+
+    In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
+    """
+    T = tokens_BT.shape[1]
+    t = jnp.arange(T)
+    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
+    token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
+    equal_BTT = (token_BT[:, :, None] == token_BT[:, None, :]) & (t[:, None] > t)
+    # A match of n tokens ends at (t, j) if tokens t and j are equal, and a match of n - 1 ends at
+    # (t - 1, j - 1).
+    match_BTT = equal_BTT
+    length_BTT = equal_BTT.astype(jnp.int32)
+    for _ in range(c.copy - 1):
+        match_BTT = equal_BTT & jnp.pad(match_BTT[:, :-1, :-1], ((0, 0), (1, 0), (1, 0)))
+        length_BTT += match_BTT
+    best_BT = (length_BTT * T + t).max(axis=-1)  # the longest, and of these the latest
+    length_BT = best_BT // T
+    next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
+    follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
+    rows_BTD = norm(take_rows(w["head"], follows_BT).astype(c.compute))
+    return w["copy_gains"][length_BT][..., None], rows_BTD
+
+
+def random_signs(seed_BT, c: Config) -> Array:
+    """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
+    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
+    bits = bits * np.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
+    return 1 - 2 * (bits >> 31).astype(c.compute)
+
+
+class Rope(NamedTuple):
+    """Rotations of q and k, and the scale of their product."""
+
+    cos: Array  # (T, 1, frequencies), or (T, 2, frequencies) for paired heads
+    sin: Array
+    score_scale: float
+
+
+class Positions(NamedTuple):
+    """What attention needs to know of positions, documents and the stage."""
+
+    rope: dict[tuple, Rope]  # by rope_kind()
+    doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
+    doc_k: Array  # (B, T, 1, 4): the last four channels of every k
+    windows: dict[str, int]  # of SHORT and LONG layers
+
+
+def positions(starts_BT, c: Config, stage: int) -> Positions:
+    """Angles, document codes and windows; starts_BT: whether a token starts a document."""
+    t_T = jnp.arange(starts_BT.shape[1])
+    if c.segment:  # [segment] Attention sees a long document as pieces of this length. Record 92.
+        document_start_BT = lax.cummax(jnp.where(starts_BT, t_T, 0), axis=1)
+        starts_BT = (t_T - document_start_BT) % c.segment == 0
+    rope = {}
+    for layer in c.layers:
+        if layer.window:
+            rope[rope_kind(layer)] = layer_rope(t_T[:, None], layer, c, stage)
+    # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
+    # channels of q and k, which norm_rotate() overwrites, add
+    #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
+    # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
+    # -K and K, at most 128. In the presets, the scale of scores is at least 0.085: of two keys with
+    # equal other channels, that of an earlier document has less than exp(-21.7) times the weight.
+    # Exact for fewer than 4,096 documents.
+    document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
+    one = jnp.ones_like(document)
+    high, low = document // 16, document % 16
+    doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
+    doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
+    windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
+    return Positions(rope, doc_q, doc_k, windows)
+
+
+def rope_kind(layer: Layer) -> tuple:
+    """Layers of one kind rotate alike."""
+    return layer.paired_heads, layer.narrow_qk, layer.narrow_v
+
+
+def layer_rope(t_T1, layer: Layer, c: Config, stage: int) -> Rope:
+    """A layer's rotations; positions t are (T, 1)."""
+    frequency, score_scale = layer_frequencies(layer, c, stage)
+    # Of a paired head h, the position is 2 t + h % 2.
+    position = 2 * t_T1 + jnp.arange(2) if layer.paired_heads else t_T1
+    angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
+    return Rope(jnp.cos(angle), jnp.sin(angle), score_scale)
+
+
+def layer_frequencies(layer: Layer, c: Config, stage: int) -> tuple[np.ndarray, float]:
+    """rope_frequencies() of a layer. Where q, k and v are narrow, the document codes replace one
+    channel of each of the four slowest pairs, so that these must not rotate."""
+    frequency, score_scale = rope_frequencies(c, stage, layer.narrow_qk)
+    if layer.narrow_v:
+        frequency = frequency.copy()
+        frequency[-4:] = 0
+    return frequency, score_scale
+
+
+def rope_frequencies(c: Config, stage: int, narrow: bool = False) -> tuple[np.ndarray, float]:
+    """Frequencies, (K / 4,), of the channel pairs that rotate, and the scale of the scores.
+
+    [half-rope] Half of the channels do not rotate, but those of narrow heads do. Records 17 and 92.
+    [yarn] Where the long window grows from one stage with steps to the next, low frequencies fall
+    and scores grow; for narrow heads, it is the short window. arXiv:2309.00071, record 31.
+    """
+    frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
+    scale = c.narrow_score_scale if narrow else c.score_scale
+    windows = [s.short if narrow else s.long for s in c.stages[: stage + 1] if s.steps]
+    for old, new in itertools.pairwise(windows):
+        turns = old * frequency / (2 * np.pi)  # in the old window
+        keep = np.clip((turns - 1) / 31, 0, 1)  # YaRN's alpha = 1, beta = 32
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale = scale * (1 + 0.2 * np.log(new / old))  # upstream's; YaRN's has 0.1
+    return frequency, float(scale)
+
+
+def prefix_table(c: Config) -> np.ndarray:
+    """For each token, the longest other token that its bytes begin with, (vocab,); -1: none."""
+    return np.fromfile(c.prefixes, "<i4")
+
+
+@functools.cache
+def canonical_mask(c: Config) -> tuple:
+    """The arrays that apply_mask() reads, from a file of data/canonical_mask.py; () for none."""
+    if not c.canonical:
+        return ()
+    with np.load(c.canonical) as file:
+        return file["row_of"], file["column_of"], file["bits"]
+
+
+# ---- Loss ----------------------------------------------------------------------------------------
+def candidate_tokens(targets_BT, sweep_start: Array, count: int, c: Config) -> tuple[Array, Array]:
+    """[sampled-softmax] The tokens over which the softmax of a microbatch is taken: all of its
+    targets, filled up to `count` from a sweep over the vocabulary. Token k of the sweep is
+    SWEEP * (sweep_start + k) modulo V, so nothing is random. The loss is not corrected for the
+    tokens that are left out. Record 92.
+
+    Returns the candidates, (count,) in ascending order, and the place of every token among them,
+    (V,), -1 if it is none.
+    """
+    V = padded_vocab(c)
+    is_target_V = jnp.zeros(V, bool).at[targets_BT].set(True)
+    sweep_V = SWEEP * ((sweep_start + jnp.arange(V)) % V) % V
+    is_free_V = ~is_target_V[sweep_V]
+    is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= count - is_target_V.sum())
+    is_candidate_V = is_target_V.at[sweep_V].max(is_next_V)
+    candidates = jnp.nonzero(is_candidate_V, size=count)[0]
+    rank_V = jnp.cumsum(is_candidate_V) - 1
+    place_V = jnp.where(is_candidate_V & (rank_V < count), rank_V, -1)
+    # The barrier keeps XLA from searching the tokens again for every element of the head's rows.
+    return lax.optimization_barrier((candidates, place_V))
+
+
+SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+SOFTCAP_SHIFT = 5
+SOFTCAP_WIDTH = 7.5
+
+
+def softcap(z: Array) -> Array:
+    """[softcap] Bounded logits, in float32. Gemma 2, arXiv:2408.00118; records 18 and 54."""
+    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+
+
+def quantize(x: Array, scale: float, dtype: str) -> Array:
+    """x * scale in dtype, clipped to its range: beyond it, a cast to float8 makes NaN or inf on one
+    platform and the largest number on another."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+
+
+def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
+    """The product of two matrices, contracted over axes[0] of a and axes[1] of b, divided by scale,
+    in dtype. With precision "highest", tensor cores keep all bits while they sum up float8."""
+    contracted = (((axes[0],), (axes[1],)), ((), ()))
+    out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
+    return out * jnp.asarray(1 / scale, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> Array:
+    """[fp8-head] Softcapped cross-entropy over the rows of w to J targets (-1: none) with weights,
+    summed over N tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the
+    forward pass computes both gradients as well, while a chunk's logits are at hand. The mask is
+    that of apply_mask(). arXiv:2209.05433, record 19."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask, c)[0]
+
+
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x and w."""
+    grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
+    w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
+    w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
+
+    def one_chunk(dw_VD, chunk):
+        x, targets, *before = chunk
+        chunk_mask = (*before, *mask[1:])
+        weights = jnp.where(targets < 0, 0, weights_J)
+        x8 = quantize(x, c.x_scale, c.head_forward)
+        z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
+        # Softcapped logits are bounded, so there is no maximum to subtract.
+        all_tokens = np.arange(w_VD.shape[0])[None]
+        total = jnp.exp(apply_mask(softcap(z), all_tokens, chunk_mask)).sum(axis=1, keepdims=True)
+        token = jnp.maximum(targets, 0)
+        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
+        log_total = jnp.log(total)
+        s_target = apply_mask(softcap(z_target), token, chunk_mask)
+        loss = (weights * (log_total - s_target)).sum()
+        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
+        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
+        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
+        # The constants and the scale of float8 are multiplied into the weights beforehand.
+        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
+        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
+        # all of g8 a second time for its transpose.
+        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
+        s = softcap(z)
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        dloss_ds = softmax_weight * jnp.exp(apply_mask(s, all_tokens, chunk_mask))
+        for j in range(targets.shape[1]):
+            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
+        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
+        g8 = lax.optimization_barrier(g8)
+        dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
+        dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
+        return dw_VD + dw, (loss, dx)
+
+    size = math.gcd(len(x_ND), c.head_chunk)
+    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ, *mask[:1])]
+    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
+    return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
+
+
+def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
+    """The gradients that the forward pass has computed, times g."""
+    dx_ND, dw_VD = gradients
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, None
+
+
+head_loss.defvjp(head_loss_fwd, head_loss_bwd)
+
+
+MASKED = -60.0  # the softcapped logit of a masked token, whose others are between 0 and SOFTCAP
+
+
+def apply_mask(s_NJ, token_NJ, mask: tuple) -> Array:
+    """[canonical-mask] Softcapped logits of some tokens, MASKED where a token cannot follow the one
+    before it in text that the tokenizer has written; validation only. It also holds for the target,
+    so the loss is that of a probability model. Record 91.
+
+    The mask is (), for none, or (before, row_of, column_of, bits): the tokens before, (N, 1), and
+    the arrays of canonical_mask(). If bit i of byte j in row row_of[p] of bits, (R, C / 8), is set,
+    the tokens x with column_of[x] = 8 j + i cannot follow p. row_of and column_of are (V,).
+    """
+    if not mask:
+        return s_NJ
+    before_N1, row_of_V, column_of_V, bits = mask
+    column_NJ = column_of_V[token_NJ]
+    bytes_NJ = bits[row_of_V[before_N1], column_NJ // 8]
+    bit_NJ = (bytes_NJ >> (column_NJ % 8)) & 1
+    return jnp.where(bit_NJ == 1, MASKED, s_NJ)
+
+
+# ---- Custom gradients ----------------------------------------------------------------------------
+# JAX's own gradients of norms read and write more memory than they must. For h = x / rms(x),
+#     dx = (dh - h mean(dh h)) / rms(x), with the mean over the D channels.
+# The second term removes the radial part of dh, which is parallel to h: it would only change the
+# length of x, which the norm takes away.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def norm_linear(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> Array:
+    """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written to memory.
+
+    The backward pass computes the radial part from "x", or from "y", the result. That is cheaper
+    if an elementwise function follows, such as relu, because its gradient reads y anyway.
+    """
+    return norm_linear_fwd(x_BTD, w_ED, dtype, c, radial_from)[0]
+
+
+def norm_linear_fwd(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> tuple[Array, tuple]:
+    """x w^T / rms(x)."""
+    inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA computes x a second time
+    y = linear(x_BTD, w_ED, dtype, c, inverse)
+    return y, (x_BTD, inverse, w_ED, y)
+
+
+def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, dy) -> tuple:
+    """With h = norm(x) and dz = dy / rms(x):
+
+        dw = dz^T x
+        dh / rms(x) = dz w
+        dx = dh / rms(x) - x sum(dh h) / (D rms(x)^2)
+
+    sum(dh h) equals sum(dy y): radial_from says which one is computed.
+    """
+    x, inverse, w_ED, y = residuals
+    dz = (dy * inverse).astype(x.dtype)
+    dh_over_rms = jnp.einsum("BTE,ED->BTD", dz, w_ED)
+    a, b = (dy, y) if radial_from == "y" else (dh_over_rms, x)
+    radial = (a.astype(jnp.float32) * b).sum(axis=-1, keepdims=True) / x.shape[-1]
+    dw_ED = jnp.einsum("BTE,BTD->ED", dz, x)
+    return (dh_over_rms - x * (radial * inverse**2)).astype(x.dtype), dw_ED
+
+
+norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
+
+
+def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
+    """scale * x w^T, (B, T, E). [fp8-mlp] float8 in the forward pass only; records 84 and 89."""
+    if not dtype.startswith("float8"):
+        # Scaling after the matmul is free: XLA fuses it into whatever reads y.
+        return (jnp.einsum("BTD,ED->BTE", x_BTD, w_ED) * scale_BT1).astype(x_BTD.dtype)
+    # float8 is scaled before, so that x fills its range.
+    x8_ND = quantize((x_BTD * scale_BT1).reshape(-1, x_BTD.shape[-1]), c.x_scale, dtype)
+    w8_ED = quantize(w_ED, c.w_scale, dtype)
+    y_NE = scaled_matmul(x8_ND, w8_ED, (1, 1), c.x_scale * c.w_scale, c.compute)
+    return y_NE.reshape(*x_BTD.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project(x_BTF, w_FD, c: Config) -> Array:
+    """x w, (B, T, D). Its gradients are custom so that they stay in the dtype of x where the matmul
+    is in float8, and because JAX's own dw, dy^T x transposed, is slow on CPUs."""
+    return linear(x_BTF, w_FD.T, c.mlp_forward, c)
+
+
+def project_fwd(x_BTF, w_FD, c: Config) -> tuple[Array, tuple]:
+    """The result, and its operands."""
+    return project(x_BTF, w_FD, c), (x_BTF, w_FD)
+
+
+def project_bwd(c: Config, residuals: tuple, dy_BTD) -> tuple:
+    """dx = dy w^T and dw = x^T dy."""
+    x_BTF, w_FD = residuals
+    dx_BTF = jnp.einsum("BTD,FD->BTF", dy_BTD, w_FD)
+    return dx_BTF, jnp.einsum("BTF,BTD->FD", x_BTF, dy_BTD)
+
+
+project.defvjp(project_fwd, project_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> Array:
+    """rotate_and_shift(norm(x)), (B, T, H, width), whose last four channels are overwritten by the
+    document code, (B, T, 1, 4)."""
+    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset, width)[0]
+
+
+def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> tuple[Array, tuple]:
+    """The result, (B, T, H, width), and what the backward pass needs."""
+    inverse = inverse_rms(x_BTHK)
+    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset, width)
+    y = jnp.where(jnp.arange(width) < width - 4, y, jnp.tile(doc, width // 4)).astype(x_BTHK.dtype)
+    return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
+
+
+def norm_rotate_bwd(key_offset: bool, width: int, residuals: tuple, dy_BTHK) -> tuple:
+    """The transpose of the rotation, then the gradient of the norm."""
+    x, inverse, cos, sin = residuals
+    h = x * inverse
+
+    def rotate(h):
+        return rotate_and_shift(h, cos, sin, key_offset, width)
+
+    (dh,) = jax.linear_transpose(rotate, h)(dy_BTHK.astype(jnp.float32))
+    radial = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
+    return ((dh - h * radial) * inverse).astype(x.dtype), None, None, None
+
+
+norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
+
+
+def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool, width: int) -> Array:
+    """Rotates the channel pairs (a, b) of every head by the angle of its position:
+
+        [ a: F | b: F | rest: K - 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest | zeros ]
+
+    The result is (B, T, H, width), and its last four channels are 0. cos and sin are (T, 1 or 2,
+    F), where F is K / 4, or K / 2 for narrow heads; with two angles, head h takes number h % 2.
+    With key_offset, the rest comes from the previous position; the first position uses itself. The
+    function is linear in h, as the backward pass needs, and has no slices and concatenations,
+    because the threads of a GPU would diverge in them.
+    """
+    B, T, H, K = h_BTHK.shape
+    _, angles, F = cos.shape
+    parts = h_BTHK.reshape(B, T, H // angles, angles, K // F, F)  # a, b, and if wide, rest, rest
+    pairs = parts.reshape(B, T, H // angles, angles, K // (2 * F), 2, F)
+    partners = pairs[..., ::-1, :].reshape(parts.shape)  # b, a, rest, rest
+    cos, sin = cos[:, None, :, None], sin[:, None, :, None]
+    part = jnp.arange(K // F)[:, None]
+    sin = jnp.where(part == 0, sin, jnp.where(part == 1, -sin, 0))
+    y = (parts * jnp.where(part < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
+    no_pad = (0, 0, 0)
+    if key_offset:
+        previous = lax.pad(h_BTHK, np.float32(0), [no_pad, (1, -1, 0), no_pad, no_pad])  # shifted
+        is_first = jnp.arange(T)[:, None, None] == 0
+        y = jnp.where((jnp.arange(K) < K // 2) | is_first, y, previous)
+    if width > K:
+        y = lax.pad(y, np.float32(0), [no_pad, no_pad, no_pad, (0, width - K, 0)])
+    return jnp.where(jnp.arange(width) < width - 4, y, 0)
+
+
+@jax.custom_vjp
+def dc_scores(q_BniHK, k_BnjHK) -> Array:
+    """q.k, (B, n, H, i, j), in float32; the matmuls of its gradient are in the dtype of q."""
+    return jnp.einsum("BniHK,BnjHK->BnHij", q_BniHK, k_BnjHK, preferred_element_type=jnp.float32)
+
+
+def dc_scores_fwd(q_BniHK, k_BnjHK) -> tuple[Array, tuple]:
+    """The scores, and their operands."""
+    return dc_scores(q_BniHK, k_BnjHK), (q_BniHK, k_BnjHK)
+
+
+def dc_scores_bwd(residuals: tuple, g_BnHij) -> tuple:
+    """dq = g k and dk = g^T q."""
+    q, k = residuals
+    g = g_BnHij.astype(q.dtype)
+    return jnp.einsum("BnHij,BnjHK->BniHK", g, k), jnp.einsum("BnHij,BniHK->BnjHK", g, q)
+
+
+dc_scores.defvjp(dc_scores_fwd, dc_scores_bwd)
+
+
+@jax.custom_vjp
+def gelu(x: Array) -> Array:
+    """Exact GELU. In jax 0.12, erf in float32 cannot be differentiated inside shard_map."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def gelu_fwd(x: Array) -> tuple[Array, Array]:
+    """The value, and x."""
+    return gelu(x), x
+
+
+def gelu_bwd(x: Array, dy: Array) -> tuple[Array]:
+    """dx = dy (cdf(x) + x density(x)), both of the normal distribution."""
+    density = jnp.exp(-x * x / 2) / math.tau**0.5
+    return (dy * (lax.erfc(-x / 2**0.5) / 2 + x * density),)
+
+
+gelu.defvjp(gelu_fwd, gelu_bwd)
+
+
+# ---- Parameters ----------------------------------------------------------------------------------
+# The four kinds of parameters, by their sharding; Param explains them.
+BANK = P(None, "fsdp")
+LOOKUP = P("fsdp")
+EXCHANGED = P(None, "fsdp", None)
+REPLICATED = P()
+GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+
+
+class Param(NamedTuple):
+    """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
+    its cadence how often it is updated; neither follows from the optimizer.
+
+    sharding    stored               each device owns    sent in Config.compute
+    BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
+    LOOKUP      [rows, D]            some rows           all-gathered after its updates
+    EXCHANGED   [rows / 8, 8, D]     8 / n of 8 eighths  the rows that tokens read, every step
+    REPLICATED  any shape            all of it           never
+    """
+
+    shape: tuple[int, ...]  # of the master copy, padding included
+    init: Callable  # (key, shape) -> array
+    lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
+    weight_decay: float  # a decaying weight w shrinks by base_rate**2 * lr * weight_decay * w
+    # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
+    # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
+    optimizer: optax.GradientTransformation
+    sharding: P = REPLICATED
+    cadence: str = WITH_ADAM  # it is updated in the steps in which Config.due() has it
+    base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
+    layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
+    rows: int = 0  # of a table: rows without padding
+    dtype: str = "float32"  # of the master copy
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape without padding; of a bank, [matrices, rows, cols]."""
+        if self.sharding == BANK:
+            return (len(self.layers), *self.shape[2:])
+        return (self.rows, self.shape[-1]) if self.rows else self.shape
+
+
+def param_table(c: Config) -> dict[str, Param]:
+    """One row per parameter. A new technique adds its row here, and its line in the model."""
+    D, H = c.D, c.H
+    n_layers = len(c.layers)
+    with_attention = c.attention_layers()
+    with_mlps = [i for i, layer in enumerate(c.layers) for _ in range(layer.mlps)]
+    vocab = padded_vocab(c)
+    bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
+    tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
+    optimizer, decay = {"normuon": (normuon, 1.2), "anvil": (anvil, 2.25)}[c.matrix_optimizer]
+    muon = optimizer(c)
+    # fmt: off
+    table = {
+        # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
+        "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
+        "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
+        "bigram": ngram_table(c),
+        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95), WITH_TABLES)
+           for n in c.value_tables()},
+        # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
+        # optimizer, factor on the decay. A layer has H matrices in "qk", of two heads each: half of
+        # them for q, then half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon, decay),
+        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon, decay),
+        "mlp": bank(c.F, D, with_mlps, [(bound, tall), (0, 2 * tall)], muon, decay),
+        # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
+        "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
+        "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "skip_lambdas": replicated((n_layers,), -1.5, 5),
+        "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
+        "smear_gate":   replicated((12,), 0.0, 0.01),
+        "smear_lambda": replicated((1,), 0.0, 5),
+        **({"copy_gains": replicated((c.copy + 1,), 0.0, 5)} if c.copy else {}),
+        "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
+    }
+    # fmt: on
+    for net, outputs in nets(c).items():
+        lr = 0.25 if net.startswith("mudd") else 0.1
+        # run_net() multiplies by the scale.
+        starts = np.float32(np.concatenate(list(outputs.values()))) / np.float32(GATE_SCALE)
+        table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
+        table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
+        table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
+    if c.mudd_groups:
+        shape = (len(c.mudd_head), c.mudd_groups, c.R)
+        table["mudd_head.groups"] = replicated(shape, 0.0, 0.25, decay=1)
+    return table
+
+
+ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
+
+
+def lookup(
+    rows: int, D: int, std: float, lr: float, decay: float, betas: tuple, cadence=WITH_ADAM
+) -> Param:
+    """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
+    normal distribution. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
+    shape = (-(-rows // 128) * 128, D)
+    init = jax.nn.initializers.normal(std)
+    weight_decay = ADAM_DECAY * lr * decay
+    return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, cadence, rows=rows)
+
+
+def ngram_table(c: Config) -> Param:
+    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
+    device owns as many bigrams as trigrams. With row_adam it may have many millions of rows, so its
+    only copy is in the dtype of activations."""
+    shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
+    by_rows = c.ngram_optimizer == "row_adam"
+    return Param(
+        shape, init=jax.nn.initializers.zeros, lr=c.table_lr,
+        weight_decay=ADAM_DECAY * c.table_lr * 5,
+        optimizer=row_adam(0.95) if by_rows else adam(0.75, 0.95), sharding=EXCHANGED,
+        cadence=WITH_TABLES, rows=c.bigrams, dtype=c.compute if by_rows else "float32",
+    )  # fmt: skip
+
+
+def bank(
+    rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any, decay: float
+) -> Param:
+    """Matrices of one shape, for each layer as many as there are pairs (bound, rate), padded with
+    zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
+    gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
+    layer_of = tuple(layer for layer in layers for _ in matrices)
+    padding = [(0, 0)] * (-len(layer_of) % GROUP)
+    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
+    bounds, rates = pairs.T.reshape(2, -1, GROUP, 1, 1)
+    shape = (len(bounds), GROUP, rows, cols)
+    return Param(
+        shape, init=uniform(bounds), lr=rates, weight_decay=decay, optimizer=optimizer,
+        sharding=BANK, cadence=EVERY_STEP, base_lr="muon_lr", layers=layer_of,
+    )  # fmt: skip
+
+
+def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
+    """A small parameter that every device has. init is an initializer or the values; lr and
+    decay are upstream's lr_mul and wd_mul, b2 is Adam's."""
+    init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
+    weight_decay = ADAM_DECAY * decay * np.float32(lr)
+    return Param(tuple(shape), init, np.float32(lr), weight_decay, adam(0.9, b2))
+
+
+def uniform(bound: Any) -> Callable:
+    """An initializer: uniform between -bound and bound."""
+    return lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0)
+
+
+def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
+    """Whole parameters in their model_shape, without large_tables()."""
+    whole = {}
+    large = large_tables(params)
+    for name, param in param_table(c).items():
+        if name in large:
+            continue
+        array = process_allgather(params[name], tiled=True)
+        if param.sharding in (BANK, EXCHANGED):
+            array = array.reshape(-1, *param.model_shape[1:])
+        whole[name] = array[: param.model_shape[0]]
+    return whole
+
+
+# ---- Sharding ------------------------------------------------------------------------------------
+def make_mesh(devices: list[jax.Device]) -> Mesh:
+    """Axis "fsdp", over which weights are sharded; with more than 8 devices also "nodes", each of
+    which has all weights."""
+    if len(devices) <= 8:
+        return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    nodes = np.array(devices).reshape(-1, 8)
+    return Mesh(nodes, ("nodes", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def mesh_axes() -> tuple[str, ...]:
+    """("fsdp",) or ("nodes", "fsdp"), inside a program; tokens are spread over all of them."""
+    return jax.sharding.get_abstract_mesh().axis_names
+
+
+def node_axes() -> tuple[str, ...]:
+    """() or ("nodes",): the axes over which whole weights are repeated."""
+    return mesh_axes()[:-1]
+
+
+def varying(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks x, which is replicated, as varying over axes, so that its gradient is summed."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def all_gather(x: Array, c: Config) -> Array:
+    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. The
+    result is float32, so that gradients of microbatches add up in float32; XLA fuses the casts."""
+    x = varying(x.astype(c.compute), node_axes())
+    return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
+
+
+def reduce_scatter(grad_VD, c: Config) -> Array:
+    """The rows that this device owns, summed over all devices and sent in c.compute."""
+    grad = lax.psum_scatter(grad_VD.astype(c.compute), "fsdp", tiled=True)
+    return lax.psum(grad, node_axes()).astype(jnp.float32)
+
+
+def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
+    """[fsdp] All-gathers whole weights from the parts that devices own; a bank becomes {layer: its
+    matrices}. jax.vjp of this function sends every gradient to its owner. ZeRO-2,
+    arXiv:1910.02054."""
+    table = param_table(c)
+    weights = {}
+    for name, x in owned.items():
+        if table[name].sharding == BANK:
+            matrices = [matrix for group in x for matrix in all_gather(group, c)]
+            weights[name] = {layer: [] for layer in table[name].layers}
+            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
+                weights[name][layer].append(matrix)
+        elif table[name].sharding == LOOKUP:
+            weights[name] = all_gather(x, c)
+        else:
+            weights[name] = varying(x, mesh_axes())
+    return weights
+
+
+# ---- N-gram table --------------------------------------------------------------------------------
+# [ngram-table] The table of n-grams is too large to be gathered, so devices send each other only
+# the rows that their tokens read, and the gradients of these rows: all-to-all, with shapes that do
+# not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
+# Record 92.
+#
+# Shapes in this section: B sequences of a microbatch on this device, and Q on all devices of the
+# node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
+# device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
+class Request(NamedTuple):
+    """The rows that a microbatch reads."""
+
+    slot_BN: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
+    wanted_QpC: Array  # row in each slot of this device's eighths; R: the slot is empty
+
+
+class RowGradients(NamedTuple):
+    """Gradients of rows in this device's eighths. A row may occur more than once."""
+
+    rows: Array  # (p, S), in an eighth; R or more: none
+    gradients: Array  # (p, S, D)
+
+
+def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
+    """Sends the owners of the n-gram table what this device's tokens read."""
+    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), R=len(table_RpD))
+    slot_BN, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
+    return Request(slot_BN, lax.all_to_all(wanted_B8C, "fsdp", 1, 0, tiled=True))
+
+
+def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
+    """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
+    highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
+    slots, (8, C), counted in their eighth; R: none."""
+    place_N = rows_N % GROUP * R + rows_N // GROUP  # as if the eighths followed each other
+    order = jnp.argsort(place_N)
+    place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
+    is_first = jnp.concatenate((jnp.ones(1, bool), place[1:] != place[:-1]))
+    eighth = place // R
+    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
+    rank = jnp.cumsum(is_first) - 1  # of a row among all different rows
+    before_8 = jnp.cumsum(distinct_8) - distinct_8  # different rows of the eighths before
+    number = rank - before_8[eighth]
+    slot = jnp.where(number < C, eighth * C + number, GROUP * C)
+    wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
+    return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
+
+
+def pull_rows(table_RpD, request: Request, c: Config) -> Array:
+    """The rows that were requested, (B, N, D); zeros for those that are lost."""
+    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+    rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
+    rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", 0, 1, tiled=True)
+    B = len(rows_B8CD)
+    rows_BSD = rows_B8CD.reshape(B, -1, c.D)
+    sequence = jnp.arange(B)[:, None]
+    return rows_BSD.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
+
+
+def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
+    """[sparse-grads] Sends the owners the gradients of the rows that were requested, of each
+    sequence the sum: a gradient of the whole table would be mostly zeros. Record 71."""
+    B, N, D = gradients_BND.shape
+    C = request.wanted_QpC.shape[-1]
+    sequence = jnp.arange(B)[:, None]
+    sums = jnp.zeros((B, GROUP * C, D), jnp.float32)
+    sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
+    if lax.axis_size("fsdp") > 1:  # or else nothing is sent, and nothing need be rounded
+        sums = sums.astype(c.compute)
+    sums = sums.reshape(B, GROUP, C, D)
+    received = request.wanted_QpC, lax.all_to_all(sums, "fsdp", 1, 0, tiled=True)
+    if node_axes():
+        gather = functools.partial(lax.all_gather, axis_name=node_axes(), tiled=True)
+        received = [gather(x, to="invarying") for x in received]
+    return RowGradients(*(join_sequences(x) for x in received))
+
+
+def join_sequences(x_QpC: Array) -> Array:
+    """(Q, p, C, ..) to (p, Q C, ..)."""
+    Q, p, C, *rest = x_QpC.shape
+    return jnp.moveaxis(x_QpC, 0, 1).reshape(p, Q * C, *rest)
+
+
+def lost_ngrams(request: Request) -> Array:
+    """How many n-grams of this device have no slot."""
+    return jnp.sum(request.slot_BN == GROUP * request.wanted_QpC.shape[-1])
+
+
+def add_rows(table_RpD, rows: RowGradients) -> Array:
+    """The table, plus the gradients of rows."""
+    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+    return table_RpD.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
+
+
+def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
+    """Adds up the gradients of equal rows, in float32. Entries that are left over have row numbers
+    past the end of the eighth, R, so that all rows differ."""
+
+    def one_eighth(row, gradient_SD):
+        S = len(row)
+        order = jnp.argsort(row)
+        is_next = jnp.concatenate((jnp.zeros(1, bool), row[order][1:] != row[order][:-1]))
+        number = jnp.zeros(S, jnp.int32).at[order].set(jnp.cumsum(is_next))
+        total_SD = jnp.zeros(gradient_SD.shape, jnp.float32).at[number].add(
+            gradient_SD.astype(jnp.float32)
+        )
+        return (R + jnp.arange(S)).at[number].set(row), total_SD
+
+    return RowGradients(*jax.vmap(one_eighth)(*rows))
+
+
+def keep_rows(waiting: RowGradients, new: RowGradients, table_step: Array) -> RowGradients:
+    """Gradients of rows that wait for an update of the tables, with those of one more step."""
+
+    def put(new, waiting):
+        return waiting.at[table_step, :, : new.shape[1]].set(new.astype(waiting.dtype))
+
+    return jax.tree.map(put, new, waiting)
+
+
+def with_kept_rows(waiting: RowGradients, new: RowGradients, c: Config, stage: int) -> RowGradients:
+    """The gradients of a step, and those that have been waiting."""
+    steps, slots = c.waiting_rows(stage)
+
+    def join(new, waiting):
+        return jnp.concatenate((new, *waiting[:steps, :, :slots]), axis=1)
+
+    return jax.tree.map(join, new, waiting)
+
+
+def without_rows(waiting: RowGradients) -> RowGradients:
+    """Nothing waits any more."""
+    return waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
+
+
+def take_table_rows(table_RpD, rows_pS) -> Array:
+    """Rows of each eighth in float32, (p, S, D); the values of those past the end are arbitrary."""
+    eighth = jnp.arange(len(rows_pS))[:, None]
+    return table_RpD.at[rows_pS, eighth].get(mode="clip").astype(jnp.float32)
+
+
+def set_table_rows(table_RpD, rows_pS, new_pSD) -> Array:
+    """The table with new rows; nothing is done with those past the end."""
+    eighth = jnp.arange(len(rows_pS))[:, None]
+    new_pSD = new_pSD.astype(table_RpD.dtype)
+    return table_RpD.at[rows_pS, eighth].set(new_pSD, mode="drop", unique_indices=True)
+
+
+NO_ROW = 2**31 - 1  # past the end of any table
+
+
+# ---- Optimizer -----------------------------------------------------------------------------------
+POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the one before leaves
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+# Record 92's six. Above 1 / 1.05 they diverge: in bfloat16, small matrices of rank 1 may, but not
+# those of the record's size.
+ANVIL_QUINTICS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def orthogonalize(G: Array, dtype: str, quintics=POLAR_EXPRESS, margin: float = 1.02) -> Array:
+    """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
+    2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
+    arXiv:2505.16932, record 38. First, it scales G so that none is above 1 / margin."""
+    tall = G.shape[-2] > G.shape[-1]
+    X = G.mT if tall else G
+    X = (X / (margin * frobenius_norm(X) + 1e-6)).astype(dtype)
+    for c1, c3, c5 in quintics:
+        A = X @ X.mT
+        X = c1 * X + (c3 * A + c5 * A @ A) @ X
+    X = X.mT if tall else X
+    return X.astype(jnp.float32)
+
+
+def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
+    """Nesterov momentum, orthogonalization, and equal rows, of matrices [.., rows, cols]."""
+
+    def init(params):
+        return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
+
+    def update(grad, state, params=None, *, momentum, **_):
+        buffer, squares = state
+        buffer = buffer + (1 - momentum) * (grad - buffer)
+        nesterov = grad + momentum * (buffer - grad)
+        X = orthogonalize(nesterov, c.compute)
+        Y, squares = equalize(X, squares)
+        return Y, (buffer, squares)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Rails(NamedTuple):
+    """The state of anvil()."""
+
+    fast: Array  # running average of the gradients, as NorMuon's momentum
+    slow: Array  # the same, over more steps
+    squares: Array  # state of equalize()
+
+
+def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
+    """[anvil] NorMuon with two running averages of the gradients, a fast and a slow rail, and other
+    quintics. Late in the run, momentum is a mixture of both. Weights decay where the slow rail
+    shrinks them: see update_parameters(). Record 92."""
+
+    def init(params):
+        zeros = jnp.zeros_like(params)
+        return Rails(zeros, zeros, mean_square(zeros))
+
+    def update(grad, state, params=None, *, momentum, engaged, **_):
+        fast_momentum = jnp.where(engaged, 0.85, momentum)
+        fast_share = jnp.where(engaged, 0.4385, 1.0)
+        fast = state.fast + (1 - fast_momentum) * (grad - state.fast)
+        slow = state.slow + (1 - 0.98) * (grad - state.slow)
+        mixed = fast_share * fast + (1 - fast_share) * slow
+        nesterov = grad + momentum * (mixed - grad)
+        X = orthogonalize(nesterov, c.compute, ANVIL_QUINTICS, margin=1.05)
+        Y, squares = equalize(X, state.squares)
+        return Y, Rails(fast, slow, squares)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def equalize(X: Array, squares: Array) -> tuple[Array, Array]:
+    """[normuon] Scales each row of updates [.., rows, cols] by 1 / rms of its recent ones, so that
+    updates of all rows have equal rms (of wide matrices, columns). Returns them and the new running
+    average of squares. Li et al. 2025, arXiv:2510.05491; record 41."""
+    squares = squares + (1 - 0.9) * (mean_square(X) - squares)
+    Y = X * lax.rsqrt(jnp.maximum(squares, 1e-10))
+    Y = Y * (frobenius_norm(X) / jnp.maximum(frobenius_norm(Y), 1e-10))  # padding stays 0
+    return Y, squares
+
+
+def mean_square(X: Array) -> Array:
+    """Of each row of matrices [.., rows, cols] or, if they are wide, of each column; the other axis
+    becomes 1."""
+    axis = -1 if X.shape[-2] >= X.shape[-1] else -2
+    return jnp.square(X).mean(axis=axis, keepdims=True)
+
+
+def frobenius_norm(x: Array) -> Array:
+    """Of matrices [.., rows, cols]; both axes become 1."""
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+
+
+def adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
+    """Adam without a rate. If the gradient is that of `cycle` updates at once, its averages forget
+    as much as in so many. optax adds epsilon after the bias correction, upstream before it."""
+
+    def update(grad, state, params=None, *, cycle, **_):
+        return optax.scale_by_adam(b1**cycle, b2**cycle, eps=1e-10).update(grad, state)
+
+    return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2).init, update)
+
+
+class RowAdam(NamedTuple):
+    """The state of row_adam()."""
+
+    count: Array  # of updates
+    squares: Array  # running averages of squared gradients, a number for each row, [R, p, 1]
+
+
+def row_adam(b2: float) -> optax.GradientTransformationExtraArgs:
+    """[row-adam] Adam without momentum, with one second moment for each row of a table, for the
+    gradients of some rows; those that nobody has read do not move. Where an update stands for
+    `cycle` updates, the second moments forget as much as in `cycle` of them. Record 92."""
+
+    def init(params):
+        return RowAdam(jnp.zeros((), jnp.int32), jnp.zeros((*params.shape[:2], 1)))
+
+    def update(rows: RowGradients, state, params=None, *, cycle, **_):
+        memory = b2**cycle
+        count = state.count + 1
+        index = rows.rows, jnp.arange(len(rows.rows))[:, None]
+        mean = jnp.square(rows.gradients).mean(axis=-1, keepdims=True)
+        squares = (memory * state.squares).at[index].add((1 - memory) * mean, mode="drop")
+        correction = jnp.sqrt(1 - memory**count)
+        rms = jnp.sqrt(squares.at[index].get(mode="clip"))
+        direction = rows.gradients * (correction / (rms + 1e-10))
+        return direction, RowAdam(count, squares)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_update(p: Array, update: Array, gate: Array, rate: Array, lr: Any, weight_decay: Any):
+    """One step of a parameter. [cautious-decay] A weight decays only where the gate, usually the
+    update, also shrinks it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402,
+    record 43."""
+    decay = rate * weight_decay * jnp.where(gate * p > 0, p, 0)
+    return p - rate * lr * (update + decay)
+
+
+class ScheduleRow(NamedTuple):
+    """The numbers that change from step to step. They are arguments of a step's program, so it is
+    the same program with other rates or another number of steps."""
+
+    adam_lr: Any  # base rate of parameters with base_lr="adam_lr"
+    muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
+    momentum: Any  # Muon's
+    tied: Any  # whether embedding and head are one table
+    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
+    engaged: Any  # whether the slow rail of [anvil] counts
+    table_cycle: Any  # the tables are updated in every n-th of Adam's steps
+    table_step: Any  # steps since the last update of the tables
+    sweep_start: Any  # of [sampled-softmax], in the first microbatch of all devices
+    average_rates: Any  # of Config.averages: how far each moves
+
+
+def schedule(c: Config) -> list[ScheduleRow]:
+    """A row for each step of the run."""
+    steps = np.arange(c.total_steps)
+    lengths = np.array([stage.steps for stage in c.stages])
+    starts = np.cumsum(lengths) - lengths
+    stage_of = np.array([c.stage_at(step) for step in steps])
+    # planned_step[i]: where step i would be in a run with all steps of the stages (--steps 0).
+    planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
+    stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
+    progress = planned_step / sum(lengths)  # of the run, 0 to 1
+
+    cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
+    stage_lr = np.array([stage.lr for stage in c.stages])
+    lr = stage_lr[stage_of] * (1 - cooldown) + c.lr_floor * cooldown
+    rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
+    fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
+    momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
+    average_rates = [rates_of_average(average, progress) for average in c.averages]
+    samples = any(stage.candidates for stage in c.stages)
+    rows = []
+    for step in steps:
+        stage = c.stages[stage_of[step]]
+        ramps = target_weights(stage).values()
+        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
+        # As many tokens on in every step as there are candidates, so that all take part.
+        sweep_start = step * stage.candidates % padded_vocab(c)
+        # What the run does not use is (), so that its programs do not have it.
+        row = ScheduleRow(
+            adam_lr=np.float32(c.adam_lr * lr[step]),
+            muon_lr=np.float32(c.muon_lr * lr[step]),
+            momentum=np.float32(momentum[step]),
+            tied=np.bool_(progress[step] <= c.untie),
+            loss_weights=np.float32(weights),
+            engaged=np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else (),
+            table_cycle=np.float32(c.table_cycle(step)) if c.table_every > 1 else (),
+            table_step=np.int32(c.table_step(step)) if c.waits(WITH_TABLES) else (),
+            sweep_start=np.int32(sweep_start) if samples else (),
+            average_rates=tuple(np.float32(rates[step]) for rates in average_rates),
+        )
+        rows.append(row)
+    return rows
+
+
+def rates_of_average(average: Average, progress: np.ndarray) -> np.ndarray:
+    """The rate of an average in each step, (steps,). Up to its first move it is 1, so that the
+    average equals the parameter. `progress` is that of schedule()."""
+    remaining = len(progress) - 1 - np.arange(len(progress))
+    moves = (remaining % average.every == 0) | (remaining < average.last)
+    moves &= progress >= average.start
+    rate = min(1.0, average.every / (average.memory * len(progress)))
+    has_moved = np.cumsum(moves) - moves > 0
+    return np.where(has_moved, np.where(moves, rate, 0.0), 1.0)
+
+
+# ---- Step ----------------------------------------------------------------------------------------
+class State(NamedTuple):
+    """Everything that a step changes."""
+
+    params: dict[str, Array]  # master copies
+    opt_state: dict[str, Any]  # of each parameter's optimizer
+    waiting_grads: dict[str, Any]  # of parameters whose update comes only in a later step
+    lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
+    averages: list[dict[str, Array]]  # of parameters, in the order of Config.averages
+    lost_ngrams: Array  # n-grams that were read as zeros so far, because there was no slot
+
+
+def validated(state: State, c: Config) -> dict[str, Array]:
+    """The weights that are validated, saved and exported. [tail-average] A parameter with averages
+    moves toward one after the other, and is scaled to the norm that it had. Record 92."""
+    weights = dict(state.params)
+    keep_norm = {}
+    for row, arrays in zip(c.averages, state.averages, strict=True):
+        for name, average in arrays.items():
+            weights[name] += row.blend * (average - weights[name])
+            keep_norm[name] = row.keep_norm
+    for name in [name for name in keep_norm if keep_norm[name]]:
+        moved_norm = jnp.maximum(jnp.linalg.norm(weights[name]), 1e-10)
+        weights[name] *= jnp.linalg.norm(state.params[name]) / moved_norm
+    return weights
+
+
+def initial_state(seed: Array, c: Config) -> State:
+    """The state before the first step. Random keys are made from the parameters' names, so that a
+    new row of param_table() does not change the initial values of the others."""
+    table = param_table(c)
+    params = {}
+    for name, param in table.items():
+        key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
+        params[name] = param.init(key, param.shape).astype(param.dtype)
+    # [tie] Until c.untie, embedding and head are one table, so their rows in param_table() must be
+    # equal, and both start from the head's random numbers. Records 51 and 53.
+    params["embed"] = params["head"]
+    params["qk"] = start_keys_as_queries(params["qk"], c)
+    opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
+    waiting = {}
+    for name in params:
+        if c.waits(table[name].cadence) and name != "bigram":
+            waiting[name] = jnp.zeros_like(params[name])
+    if c.waits(table["bigram"].cadence):  # the gradients of rows, for each step that waits
+        steps, slots = c.waiting_rows(len(c.stages) - 1)
+        rows = jnp.full((steps, GROUP, slots), NO_ROW)
+        waiting["bigram"] = RowGradients(rows, jnp.zeros((*rows.shape, c.D), c.compute))
+    tables = [name for name in params if table[name].sharding == LOOKUP]
+    lookups = {name: jnp.array(params[name], c.compute) for name in tables}
+    averages = [{name: jnp.array(params[name]) for name in row.params} for row in c.averages]
+    return State(params, opt_state, waiting, lookups, averages, jnp.zeros((), jnp.int32))
+
+
+def start_keys_as_queries(qk: Array, c: Config) -> Array:
+    """[key-start] In layers with key_start, key weights start as copies of query weights, so that
+    from the first step on a token attends to its like and, with key_offset, to what followed it.
+    Not in upstream."""
+    matrices = qk.reshape(-1, *qk.shape[2:])
+    for n, i in enumerate(c.attention_layers()):
+        if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
+            first = n * c.H
+            half = c.H // 2
+            queries = matrices[first : first + half]
+            matrices = matrices.at[first + half : first + c.H].set(queries)
+    return matrices.reshape(qk.shape)
+
+
+def state_shapes(c: Config, mesh: Mesh) -> State:
+    """Shape and sharding of every array. Gradients and optimizer states are sharded like their
+    parameters; scalars and whole lookups are replicated."""
+    table = param_table(c)
+
+    def shape_of(tree_path, x):  # the path has a field of State and the name of a parameter
+        spec = REPLICATED
+        if tree_path[0].name != "lookups" and x.ndim > 0:
+            name = [key.key for key in tree_path if isinstance(key, jax.tree_util.DictKey)][0]
+            spec = table[name].sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map_with_path(shape_of, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
+
+
+def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
+    """The state at the start of a run; the same numbers on any number of devices. main() has
+    replaced a seed of -1; for tools that have not, it is 0. The memory of an old state is used
+    again, because a program's first call with new addresses is slow, and would be on the clock."""
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
+    options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
+    program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
+    return program(old, np.uint32(max(0, c.seed)))
+
+
+def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, updates: Updates):
+    """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
+    the loss per token, summed over targets. Only parameters of the cadences that are due are
+    updated; the other gradients wait for a later step.
+
+    collective       what                             axis   dtype     when
+    all-gather       banks                            fsdp   compute   every step
+    reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
+    all-reduce       the same, beyond 8 devices       nodes  compute   every step
+    all-to-all       rows of bigram, and gradients    fsdp   compute   every step
+    all-gather       gradients of rows, beyond 8      nodes  compute   every step
+    all-reduce       gradients of replicated; loss    all    float32   every step
+    all-gather       lookups that were updated        fsdp   compute   after their updates
+    """
+    table = param_table(c)
+    # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
+    # gathered when they were updated.
+    gathered = (BANK, REPLICATED)
+    owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
+    weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
+    lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
+    weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
+
+    # Gradients, added up over microbatches. The loss is a mean over the batch's sequences and a sum
+    # over their positions: Muon and Adam do not see a factor. It is divided by T for the log.
+    ks = target_weights(c.stages[stage])
+    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
+
+    # [sampled-softmax] Sweeps start at places that do not depend on the number of devices.
+    sweep_start_M = ()
+    if c.stages[stage].candidates:
+        sequence_M = lax.axis_index(mesh_axes()) * len(tokens_MBS) + jnp.arange(len(tokens_MBS))
+        sweep_start_M = row.sweep_start + sequence_M * padded_vocab(c) // c.batch
+
+    def microbatch(total, inputs):
+        tokens_BS, sweep_start = inputs
+        request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
+        w = weights | {"bigram_rows": pull_rows(state.params["bigram"], request, c)}
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep_start)
+        row_grads = push_gradients(grads.pop("bigram_rows"), request, c)
+        total = jax.tree.map(jnp.add, total, (loss, grads))
+        return total, (row_grads, lost_ngrams(request))
+
+    zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
+    total, (row_grads, lost) = lax.scan(microbatch, zero, (tokens_MBS, sweep_start_M))
+    loss, grads = total
+
+    # Every owner gets its gradients, summed over all devices.
+    lookup_grads = {name: reduce_scatter(grads.pop(name), c) for name in lookups}
+    (grads,) = send_to_owners(grads)
+    grads |= lookup_grads
+    row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
+    waiting = dict(state.waiting_grads)
+    if WITH_TABLES not in updates.due:
+        waiting["bigram"] = keep_rows(waiting["bigram"], row_grads, row.table_step)
+    else:
+        if "bigram" in waiting:
+            kept = waiting["bigram"]
+            waiting["bigram"] = without_rows(kept)
+            row_grads = with_kept_rows(kept, row_grads, c, stage)
+        bigram = state.params["bigram"]
+        if c.ngram_optimizer == "row_adam":
+            grads["bigram"] = sum_equal_rows(row_grads, len(bigram))
+        else:
+            grads["bigram"] = add_rows(jnp.zeros_like(bigram), row_grads)
+    lost = state.lost_ngrams + lax.psum(lost.sum(), mesh_axes())
+    state = state._replace(waiting_grads=waiting, lost_ngrams=lost)
+    state = update_parameters(state, grads, row, c, updates)
+    return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
+
+
+def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, updates: Updates):
+    """Returns the state after an update of the parameters that are due, of this device's parts.
+    grads has the gradient of every parameter, by name and shaped like the part, summed over all
+    devices."""
+    table = param_table(c)
+    due = [name for name, param in table.items() if param.cadence in updates.due]
+    grads = dict(grads)
+    waiting = dict(state.waiting_grads)
+    for name in waiting:
+        if name == "bigram":  # see keep_rows()
+            continue
+        if table[name].cadence in updates.waiting:
+            grads[name] = waiting[name] + grads[name]
+        if name not in due:  # else it is used up, and a later step overwrites it
+            waiting[name] = grads[name]
+    if "embed" in due:
+        both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
+        grads |= {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
+
+    params, opt_state = dict(state.params), dict(state.opt_state)
+    for name in due:
+        param = table[name]
+        has_cycles = c.table_every > 1 and param.cadence == WITH_TABLES
+        cycle = row.table_cycle if has_cycles else 1
+        by_rows = isinstance(grads[name], RowGradients)
+        old = take_table_rows(params[name], grads[name].rows) if by_rows else params[name]
+        update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
+            grads[name], opt_state[name], old,
+            momentum=row.momentum, engaged=row.engaged, cycle=cycle,
+        )  # fmt: skip
+        # [cautious-decay] The gate is the update, but for [anvil] its slow rail.
+        gate = opt_state[name].slow if isinstance(opt_state[name], Rails) else update
+        lr = param.lr
+        if param.sharding == BANK:  # of each group, the matrices that this device owns
+            n = update.shape[1]
+            lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
+        rate = getattr(row, param.base_lr)
+        decay = cycle * param.weight_decay
+        new = apply_update(old, update, gate, rate, lr, decay)
+        params[name] = set_table_rows(params[name], grads[name].rows, new) if by_rows else new
+    if "embed" in due:  # a copy, because XLA may round the two updates differently
+        params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
+    lookups = dict(state.lookups)
+    for name in lookups:
+        if name in due:  # gathered here and not in the next step, to overlap with Muon
+            x = params[name].astype(c.compute)
+            lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
+    averages = move_averages(state.averages, params, row.average_rates)
+    return state._replace(
+        params=params, opt_state=opt_state, waiting_grads=waiting, lookups=lookups,
+        averages=averages,
+    )  # fmt: skip
+
+
+def move_averages(averages: list[dict], params: dict, rates: tuple) -> list[dict[str, Array]]:
+    """[tail-average] The averages after a step: each moves toward its parameters by its rate."""
+    moved = []
+    for rate, arrays in zip(rates, averages, strict=True):
+        moved.append({name: (1 - rate) * x + rate * params[name] for name, x in arrays.items()})
+    return moved
+
+
+def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage: int) -> tuple:
+    """Mean next-token loss of a validation batch, and how many n-grams were read as zeros; under
+    shard_map. c is from for_validation(), the mask from canonical_mask(). All-gathers banks and
+    lookups, exchanges the rows of n-grams, all-reduces the results."""
+    params = dict(params)
+    bigram = params.pop("bigram")
+    weights = whole_weights(params, c)
+
+    def microbatch(tokens_BS):
+        request = request_rows(tokens_BS[:, :-1], bigram, c)
+        w = weights | {"bigram_rows": pull_rows(bigram, request, c)}
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, mask=mask), lost_ngrams(request)
+
+    loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
+    nodes = lax.psum(1, node_axes())  # all validate the same sequences
+    loss = lax.psum(loss, mesh_axes()) / (nodes * VAL_SEQUENCES * c.val_T)
+    return loss, lax.psum(lost, "fsdp")
+
+
+OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
+    "gpu": {
+        "xla_gpu_enable_triton_gemm": False,  # cuBLAS accumulates into an array in the same kernel
+        "xla_gpu_enable_dynamic_slice_fusion": False,  # matmuls in such fusions are not autotuned
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,  # gradients are sent at once
+        "xla_allow_excess_precision": False,  # or the residual stream would stay in float32
+        "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
+        "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
+    },
+    # YNNPACK's kernels are slower in jax 0.10 than those that they replace, and faster since 0.11.
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
+}
+
+
+def compile_train_step(stage: int, updates: Updates, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+    """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
+    T = c.sequence_length(stage)
+    at_once = math.gcd(c.microbatch, c.batch // mesh.size)  # divides the device's sequences
+
+    def step(state, tokens, row):
+        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, updates)
+
+    weights = np.zeros(len(target_weights(c.stages[stage])), np.float32)
+    row = shapes_on(mesh, P(), schedule(c)[0]._replace(loss_weights=weights))
+    tokens = shapes_on(mesh, P(mesh.axis_names), np.zeros((c.batch, T + 1), np.int32))
+    return compile_program(step, mesh, (state_shapes(c, mesh), tokens, row), is_training=True)
+
+
+def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+    """The program (params, tokens, mask) -> (loss, lost n-grams), with the windows of a stage,
+    compiled from shapes. The mask is that of canonical_mask()."""
+    params = state_shapes(c, mesh).params
+    mask = shapes_on(mesh, P(), canonical_mask(c))
+    c = c.for_validation()
+    at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
+
+    def step(params, tokens, mask):
+        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), mask, c, stage)
+
+    tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
+    return compile_program(step, mesh, (params, tokens, mask), is_training=False)
+
+
+def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
+    """Shapes of arrays that are sharded by spec."""
+    shard = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shard), arrays)
+
+
+def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: bool) -> Any:
+    """Compiles a step from the shapes of its arguments. A training step gives the memory of the
+    state, its first argument, to the new state."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
+    out_specs = (specs[0], P()) if is_training else (P(), P())
+    program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    # keep_unused: warm_up() expects the shapes of all arguments.
+    program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
+    platform = mesh.devices.flat[0].platform
+    return program.lower(*arguments).compile(OPTIONS.get(platform))
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
+    """(sequences, T, max_doc) of every batch of the run, "train", or of a validation, "val"."""
+    if split == "val":
+        return [(VAL_SEQUENCES, c.val_T, 0)] * (c.val_tokens // (VAL_SEQUENCES * c.val_T))
+    stages = [c.stage_at(step) for step in range(c.total_steps)]
+    return [(c.batch, c.sequence_length(i), c.stages[i].max_doc) for i in stages]
+
+
+def open_shard(path: Path) -> np.memmap:
+    """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
+    if count < 1 or path.stat().st_size != 1024 + 2 * count:
+        refuse(f"{path} is not a complete shard: python data/check.py {path.parent} says why")
+    return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
+
+
+def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
+    """[packing] The batches that a shard holds; of each sequence, (start, end) of its pieces, T + 1
+    tokens in all. Records 26 and 29.
+
+    Documents are taken in order, each cut to max_doc tokens, and the last one to what is missing.
+    What is cut off is dropped. For T + 1 = 6, max_doc = 4 and documents of 3, 9 and 5 tokens, the
+    sequences are [(0, 3), (3, 6)], [(12, 16), ...]. With max_doc 0, a sequence is one piece, which
+    begins with the last target of the one before. What is left of a shard at its end is dropped.
+    """
+    documents = find_documents(shard, c)
+    start, end = -1, 0  # of the document that comes next
+    cursor = 0  # all tokens before this one are taken or dropped
+    for sequences, T, max_doc in shapes:
+        batch = []
+        for _ in range(sequences):
+            pieces = []
+            room = T + 1  # tokens that the sequence still needs
+            if max_doc == 0:
+                pieces.append((cursor, cursor + T + 1))
+                cursor += T  # the last token is only a target here: the next sequence reads it
+                room = 0
+            while room:
+                while start < cursor:
+                    start, end = next(documents, (len(shard), len(shard)))
+                if start == len(shard):
+                    return
+                size = min(room, max_doc, end - start)
+                pieces.append((start, start + size))
+                cursor = end
+                room -= size
+            batch.append(pieces)
+        if batch[-1][-1][1] > len(shard):
+            return
+        yield batch
+
+
+def find_documents(shard: np.ndarray, c: Config) -> Iterator[tuple[int, int]]:
+    """(start, end) of every document of a shard. It reads a million tokens at a time, because the
+    first batch is found on the clock."""
+
+    def starts_and_end():
+        for first in range(0, len(shard), 1_000_000):
+            offsets = np.flatnonzero(shard[first : first + 1_000_000] == c.eot)
+            yield from (first + offsets).tolist()
+        yield len(shard)
+
+    return itertools.pairwise(starts_and_end())
+
+
+def find_data(c: Config) -> dict[str, list[np.memmap]]:
+    """The shards that the run reads, by split; exits with status 2 if they hold too little."""
+    needs_prefixes = any(PREFIX in target_weights(stage) for stage in c.stages)
+    if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
+        refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
+    has_mask = c.canonical and Path(c.canonical).is_file()
+    if c.canonical and not (has_mask and len(canonical_mask(c)[0]) == padded_vocab(c)):
+        refuse(f"{c.canonical} does not hold pairs of {c.vocab} tokens: see data/README.md")
+    folder = Path(c.data).absolute()
+    shards = {"train": [], "val": []}
+    for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
+        shapes = batch_shapes(split, c)
+        found = 0
+        paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
+        for path in paths if split == "train" else paths[:1]:  # the rules name one for validation
+            if found < len(shapes):
+                shards[split].append(open_shard(path))
+                found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
+        if found < len(shapes):
+            missing = f"the {split} shards hold {found} of {len(shapes)} batches"
+            cure = f"run with fewer {flag}, as in the line that ./run.sh tokenize prints"
+            refuse(f"{folder}: {missing}; get more (data/README.md), or {cure}")
+    return shards
+
+
+def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, Any]:
+    """A shard's facts for the log; exits with status 2 if its tokens do not fit the run."""
+    path = Path(shard.filename)
+    largest = int(shard.max())
+    starts = np.flatnonzero(shard == c.eot)
+    sizes = np.diff(starts, append=len(shard))
+    if largest >= c.vocab or len(starts) == 0:
+        refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
+    # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
+    for _, T, max_doc in set(shapes):
+        most = 4095
+        if c.segment:  # pieces of documents count as documents
+            most -= 1 + T // c.segment
+        taken = np.minimum(sizes, max_doc or len(shard))
+        begins = np.cumsum(taken) - taken
+        if np.any(begins[most:] - begins[:-most] < T):
+            refuse(f"{path}: a sequence of {T} tokens would hold more than {most:,} documents")
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    counts = {"tokens": len(shard), "documents": len(starts), "largest_token": largest}
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
+
+
+def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
+    """[deal] The same sequences in other batches: the text of successive batches of one shape is
+    cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
+    part k. So the sequences of a small batch are not of one document. Not in upstream."""
+    for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
+        stage_batches = [batch for _, batch in stage]
+        sequences = [sequence for batch in stage_batches for sequence in batch]
+        for step in range(len(stage_batches)):
+            yield sequences[step :: len(stage_batches)]
+
+
+def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
+    """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
+    sequences of this part (from 0) of every batch."""
+    done = 0
+    for shard in shards:
+        batches = pack_documents(shard, shapes[done:], c)
+        if c.deal:
+            batches = deal(batches, shapes[done:])
+        for batch in batches:
+            mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
+            sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
+            yield np.stack(sequences).astype(np.int32)
+            done += 1
+
+
+def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
+    """Copies arrays to the devices some steps early; each process passes its rows. The transfer is
+    asynchronous, so it overlaps with a step."""
+    queue = collections.deque()
+    for batch in batches:
+        queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
+        if len(queue) > ahead:
+            yield queue.popleft()
+    yield from queue
+
+
+# ---- Command line --------------------------------------------------------------------------------
+def refuse(message: str) -> None:
+    """Ends a run before it begins, with one line and exit status 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def warn(message: str) -> None:
+    """Prints a warning."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def parse_config(argv: list[str]) -> tuple[str, Config]:
+    """train_gpt.py [PRESET] [--field value ...]: numbers and strings are flags."""
+    if "-h" in argv or "--help" in argv:
+        fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
+        print(parse_config.__doc__, fields, sep="\n\n")
+        for name, preset in PRESETS.items():
+            values = {field.name: getattr(preset, field.name) for field in flag_fields()}
+            changed = [f"--{k} {v!r}" for k, v in values.items() if v != getattr(Config, k)]
+            print(f"\n{name}: {' '.join(changed) or 'the defaults above'}")
+        sys.exit()
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="record")
+    for field in flag_fields():
+        parser.add_argument(f"--{field.name}", type=field.type)
+    flags = vars(parser.parse_args(argv))
+    preset = flags.pop("preset")
+    try:
+        return preset, dataclasses.replace(PRESETS[preset], **flags)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def flag_fields() -> list[dataclasses.Field]:
+    """The fields of Config that are also flags."""
+    return [field for field in dataclasses.fields(Config) if field.type in (int, float, str)]
+
+
+def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
+    """The devices of all hosts, and the configuration with the kernels that they support."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = devices[: c.batch] if jax.process_count() == 1 else devices
+    n = len(devices)
+    on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
+    if on_cpu and preset in ("record", "record92", "medium"):
+        refuse(
+            f"JAX sees only a CPU, but {preset} needs GPUs or TPUs; without them: ./run.sh tiny; "
+            "JAX_PLATFORMS=cpu trains it on the CPU all the same"
+        )
+    if (n not in (1, 2, 4) and n % 8) or c.batch % n:
+        refuse(
+            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
+            "for more, dev/hosts.md says which --batch and --head_chunk to choose"
+        )
+    c = fit_kernels(devices[0], c)
+    lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
+    if c.attention == "cudnn" and any(T % 128 for T in lengths):
+        refuse(
+            f"sequences of {sorted(lengths)} tokens: cuDNN's gradients may be NaN where this is no "
+            "multiple of 128; choose another --batch or --val_T, or --attention band"
+        )
+    return devices, c
+
+
+def fit_kernels(device: jax.Device, c: Config) -> Config:
+    """The kernel for attention and the dtypes of matmuls that a device supports."""
+    # Only NVIDIA's compute capabilities are numbers: AMD's are like gfx942, others have none.
+    capability = getattr(device, "compute_capability", "")
+    capability = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
+    if capability < 8.0 or c.compute != "bfloat16":
+        c = dataclasses.replace(c, attention="band")
+    generation = re.search(r"\d+", device.device_kind) if device.platform == "tpu" else None
+    if 0 < capability < 8.9 or (generation and int(generation[0]) < 7):
+        c = c.without_fp8()  # which would be refused or emulated
+    return c
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+def saved_arrays(state: State) -> dict[str, Any]:
+    """The arrays of a checkpoint, by their path in the state. Lookups are left out: they are
+    parameters in c.compute."""
+    leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def large_tables(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that are stored in bfloat16. They have files of their own, because gathering
+    one would fill a host's memory: each process writes the parts of its devices."""
+    return {name: x for name, x in params.items() if x.dtype == jnp.bfloat16}
+
+
+def write_tables(stem: Path, params: dict[str, Any]) -> dict[str, dict]:
+    """Writes each of large_tables(), [R, 8, D], as <stem>.<name>.bin: its eighths one after the
+    other, (8, R, D), as the bits of bfloat16. Returns the arguments of read_table(), by name.
+    Several processes need a disk that they share. Raises OSError in all of them if one fails."""
+    about = {}
+    for name, table in large_tables(params).items():
+        part = Path(f"{stem}.{name}.part")
+        checksums = np.zeros(GROUP, np.uint32)
+        try:
+            in_all_processes(write_eighths, part, table, checksums)
+            in_all_processes(complete_table, part, table)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        checksums = np.reshape(process_allgather(checksums), (-1, GROUP)).sum(axis=0)
+        about[name] = {"shape": table.shape, "checksums": checksums.tolist()}
+    return about
+
+
+def in_all_processes(write: Callable, *arguments: Any) -> None:
+    """Calls a function that writes a file. If it fails in one process, this raises OSError in all
+    of them, because the others would wait for that one."""
+    failure = None
+    try:
+        write(*arguments)
+    except OSError as error:
+        failure = error
+    if process_allgather(np.int32(failure is not None)).any():
+        raise failure or OSError("another process cannot write")
+
+
+def write_eighths(part: Path, table: Array, checksums: np.ndarray) -> None:
+    """Writes the eighths of a table that this process has, into a file that other processes write
+    as well, and fills in their checksums."""
+    part.parent.mkdir(exist_ok=True)
+    part.touch()  # and does not truncate what another process has written
+    with part.open("r+b") as file:
+        for shard in table.addressable_shards:
+            if shard.replica_id > 0:
+                continue
+            first = shard.index[1].start or 0
+            eighths = np.asarray(shard.data).view(np.uint16)
+            for n in range(eighths.shape[1]):
+                eighth = np.ascontiguousarray(eighths[:, n])
+                file.seek((first + n) * eighth.nbytes)
+                eighth.tofile(file)
+                checksums[first + n] = crc32(eighth)
+
+
+def complete_table(part: Path, table: Array) -> None:
+    """Gives the file of a table its name, in process 0."""
+    if jax.process_index() == 0:
+        with part.open("rb") as file:  # a network disk may know the size only once it is opened
+            size = file.seek(0, os.SEEK_END)
+        if size != 2 * table.size:
+            raise OSError(f"{part} lacks what other hosts have written: they must share its disk")
+        part.replace(part.with_suffix(".bin"))
+
+
+def read_table(path: Path, shape: list[int], checksums: list[int]) -> np.ndarray:
+    """The bits of a table [R, 8, D] that write_tables() has written, as a view of its file. Raises
+    ValueError if it is damaged."""
+    rows, _, width = shape
+    bits = np.memmap(path, np.uint16, "r")
+    if bits.size != math.prod(shape):
+        raise ValueError(f"{path} is incomplete")
+    eighths = bits.reshape(GROUP, rows, width)
+    if [crc32(eighth) for eighth in eighths] != checksums:
+        raise ValueError(f"{path} has a wrong checksum")
+    return np.moveaxis(eighths, 0, 1)
+
+
+def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
+    """Writes a checkpoint under another name, renames it, and deletes all but the newest two.
+    Returns False, and writes nothing, if a number is not finite."""
+    tables = large_tables(state.params)
+    small = {name: x for name, x in state.params.items() if name not in tables}
+    leaves = saved_arrays(state._replace(params=small))
+    arrays = {key: process_allgather(x, tiled=True) for key, x in leaves.items()}
+    all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+    finite = [np.isfinite(x).all() for x in arrays.values()]
+    finite += [all_finite(table) for table in tables.values()]
+    if not all(finite):
+        return False
+    facts = facts | {"tables": write_tables(path.with_suffix(""), tables)}
+    if jax.process_index() == 0:
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_name("next.part")
+        try:
+            with part.open("wb") as file:
+                for key, x in arrays.items():  # a file of NumPy cannot hold bfloat16
+                    arrays[key] = x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+                np.savez(file, facts=json.dumps(facts), **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        states = sorted(path.parent.glob("*.state"), key=os.path.getmtime)
+        for old in states[:-2]:
+            old.unlink()
+        newest = [state.stem for state in states[-2:]]
+        for table in [*path.parent.glob("*.bin"), *path.parent.glob("*.part")]:
+            if table.name.split(".")[0] not in newest:
+                table.unlink()
+    return True
+
+
+def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Facts and arrays of a checkpoint, or of a folder's newest intact one. The facts are step,
+    seconds, log, identity, command and machine: see main() and train()."""
+    if source.suffix == ".npz" or not source.exists():
+        refuse(f"--resume {source} is not a .state file, and not a folder with some")
+    paths = [source] if source.is_file() else sorted(source.rglob("*.state"), key=os.path.getmtime)
+    for path in reversed(paths):
+        try:
+            with np.load(path) as file:
+                if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
+                    raise ValueError("a checksum is wrong")
+                arrays = dict(file)
+            facts = json.loads(arrays.pop("facts").item())
+            for name, about in facts.pop("tables", {}).items():
+                table = Path(f"{path.with_suffix('')}.{name}.bin")
+                arrays[f".params['{name}']"] = read_table(table, **about)
+            return facts, arrays
+        except Exception as error:
+            warn(f"{path} is not an intact checkpoint: {error!r}")
+    refuse(f"--resume {source}: there is no intact checkpoint")
+
+
+def identity(c: Config, data: list[dict]) -> dict[str, Any]:
+    """What must not change between a checkpoint and the run that resumes it."""
+    may_change = ("data", "resume", "force", "save", "save_every", "stall")
+    flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in may_change}
+    same = {"the source": crc32(SOURCE.encode()), **flags}
+    same |= {shard["file"]: shard["sha256"] for shard in data}
+    return json.loads(json.dumps(same))  # as it is read back from a file
+
+
+def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> str:
+    """Returns what has changed since the checkpoint, "" if nothing has. Exits with status 2 if the
+    run cannot be resumed: --force allows another source, flags or tokens, but not other shapes."""
+    before, now = facts["identity"], identity(c, data)
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
+    why = f"--resume {c.resume}: {'; '.join(changes[:5])}"
+    state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
+    shapes = {key: x.shape for key, x in saved_arrays(state).items()}
+    if shapes != {key: x.shape for key, x in arrays.items()}:
+        refuse(f"{why}; its arrays are not those of this model: repeat the flags of its run")
+    if facts["step"] > c.total_steps:
+        refuse(f"{why}; it is from step {facts['step']}, but the run has {c.total_steps}")
+    if changes and not c.force:
+        refuse(f"{why}; repeat the flags of its run, or add --force 1, which makes another run")
+    return "; ".join(changes)
+
+
+def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
+    """The state that was saved, on these devices."""
+
+    def put(tree_path, x):  # a lookup is its parameter, rounded
+        key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
+
+        def part(index):
+            saved = np.asarray(arrays[key][index], order="C")
+            if saved.dtype == np.uint16:  # the bits of bfloat16
+                saved = saved.view(jnp.bfloat16)
+            return saved.astype(x.dtype)
+
+        return jax.make_array_from_callback(x.shape, x.sharding, part)
+
+    return jax.tree.map_with_path(put, state_shapes(c, mesh))
+
+
+# ---- Log -----------------------------------------------------------------------------------------
+class Log:
+    """logs/<run>.txt: the source, a line of 100 =, facts as `name json`, losses in the format
+    of modded-nanogpt, RESULT json. A resumed run appends to its log. Only process 0 writes."""
+
+    def __init__(self, path: str = ""):
+        # All processes take the name that process 0 makes.
+        seconds, number = broadcast_one_to_all(np.uint32([time.time(), secrets.randbits(32)]))
+        name = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(int(seconds)))
+        self.path = Path(path or f"logs/{name}_{number:08x}.txt")
+        self.path.parent.mkdir(exist_ok=True)
+        writes = jax.process_index() == 0
+        self.file = open(self.path if writes else os.devnull, "a", encoding="utf-8")
+        self.line("" if self.file.tell() else SOURCE + "=" * 100, show=False)
+
+    def line(self, text: str, show: bool = True) -> None:
+        """Writes and shows a line. A full disk costs lines of the log, but not the run."""
+        for file in [sys.stdout, self.file] if show else [self.file]:
+            try:
+                print(text, file=file, flush=True)
+            except OSError as error:
+                warn(f"{file.name} has gaps: {error}")
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Writes a line for each fact."""
+        for name, value in facts.items():
+            self.line(f"{name} {json.dumps(value)}", show=False)
+
+
+def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
+    """Returns what it takes to run this again, without secrets."""
+    secret = re.compile("TOKEN|KEY|SECRET|PASS")
+    relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
+    environment = {
+        name: value.replace(str(Path.home()), "~")
+        for name, value in os.environ.items()
+        if relevant.match(name) and not secret.search(name)
+    }
+    driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
+    versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
+    versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
+    versions |= accelerator_wheels()
+    return {
+        "hosts": jax.process_count(),
+        "versions": versions,
+        "devices": [device.device_kind for device in devices],
+        "driver": subprocess.getoutput(driver),
+        "git": subprocess.getoutput("git describe --always --dirty --abbrev=40 2>/dev/null"),
+        "environment": environment,
+        "argv": argv,
+        "seed": c.seed,
+        "config": {"preset": preset, **dataclasses.asdict(c)},
+        "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
+        "canonical": crc32(b"".join(array.tobytes() for array in canonical_mask(c))),
+        "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
+    }
+
+
+def accelerator_wheels() -> dict[str, str]:
+    """Versions of the installed wheels of cuDNN, cuBLAS with cuBLASLt, NCCL and libtpu, by name."""
+    wheels = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
+    wanted = re.compile("nvidia-(cudnn|cublas|nccl)|libtpu")
+    return {name: wheels[name] for name in sorted(filter(wanted.match, filter(None, wheels)))}
+
+
+# ---- Run -----------------------------------------------------------------------------------------
+STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run finishes them
+NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
+
+
+def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
+    """Compiles every program of the run, by (stage, Updates) and (stage, "val")."""
+    start = time.perf_counter()
+    keys = [(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)]
+    keys += [(c.program_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
+    print(f"compiling {len(keys)} programs ...", flush=True)
+
+    def compile_one(key):
+        stage, kind = key
+        if kind == "val":
+            return compile_val_step(stage, c, mesh)
+        return compile_train_step(stage, kind, c, mesh)
+
+    # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
+    tunes = mesh.devices.flat[0].platform == "gpu"
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
+    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
+    first = pool.submit(compile_one, keys[0]).result()
+    programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
+    log.facts({"compile": {"seconds": time.perf_counter() - start}})
+    return programs
+
+
+def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
+    """Runs every program once, because the first call loads it and sets up the communication
+    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
+    but its memory, in which main() makes the first one."""
+    state = make_state(c, mesh)
+    for (_, kind), program in programs.items():
+        # Zeros for all arguments but the first, the state or its parameters.
+        shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        zeros = jax.device_put(zeros, shardings)
+        if kind == "val":
+            jax.block_until_ready(program(validated(state, c), *zeros))
+        else:
+            state, _ = jax.block_until_ready(program(state, *zeros))
+    return state
+
+
+def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict):
+    """Trains from a state, a fresh one or that of a checkpoint, whose facts these are. Returns the
+    trained weights and the RESULT. Checkpoints save the facts."""
+    resumed = "step" in facts
+    jax.block_until_ready(state)
+    exits = []  # exit statuses, asked for by signals and by losses that are not finite
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: exits.append(128 + received))
+    start = facts.get("step", 0)
+    batches = train_batches(c, mesh, shards, start)
+    pending = collections.deque()  # (step, loss) of steps that the devices may still be running
+    stopwatch = Stopwatch(facts.get("seconds", 0.0), c.stall)
+    stopwatch.start()
+
+    def show_losses(wait=False):
+        """Logs every tenth loss, as soon as the devices have computed it."""
+        while pending and (wait or pending[0][1].is_ready()):
+            done, loss = pending.popleft()
+            stopwatch.postpone_stall()
+            if done % 10 == 0:
+                loss = float(loss)
+                ms = stopwatch.ms()
+                log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
+                if not math.isfinite(loss):
+                    exits.append(NON_FINITE)
+
+    for step in range(start, c.total_steps + 1):
+        stop = agreed_exit(exits, step)
+        checkpoint = c.save_every and step > start and step % c.save_every == 0
+        if c.validates_before(step) or checkpoint or stop:
+            show_losses(wait=True)
+            # Averaging is on the clock.
+            weights = validated(state, c) if c.validates_before(step) else {}
+            jax.block_until_ready((state, weights))
+            stopwatch.stop()
+            ms = 1e3 * stopwatch.seconds
+            if c.validates_before(step):
+                val_loss, lost = validate(weights, step, c, mesh, programs, shards)
+                lost += int(state.lost_ngrams)
+                if lost:
+                    log.line(f"warning: {lost} n-grams were read as zeros: raise --ngram_capacity")
+                log.line(
+                    f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
+                    f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+                )
+                if not math.isfinite(val_loss):
+                    stop = NON_FINITE
+                elif val_loss <= c.target or step == c.total_steps:
+                    break
+            if checkpoint or stop:
+                facts |= {"step": step, "seconds": stopwatch.seconds, "log": str(log.path)}
+                save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
+            del weights  # the steps need its memory
+            stopwatch.start()
+        tokens, row = next(batches)
+        state, loss = programs[c.program_stage(step), c.updates(step)](state, tokens, row)
+        pending.append((step + 1, loss))
+        if len(pending) > STEPS_AHEAD:
+            jax.block_until_ready(pending[0][1])
+        show_losses()
+
+    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
+    result |= {"resumed": resumed, "lost_ngrams": lost}
+    return weights, result_facts(val_loss, step, c, mesh) | result
+
+
+def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
+    """Returns what the RESULT line states beyond losses and times."""
+    memory = [device.memory_stats() or {} for device in mesh.local_devices]
+    return {
+        "reason": "target reached" if val_loss <= c.target else "end of schedule",
+        "target": c.target,
+        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
+        "seed": c.seed,
+        "devices": mesh.size,
+        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
+    }
+
+
+def agreed_exit(exits: list[int], step: int) -> int:
+    """The first exit status, or 0. Several processes agree on one every ten steps."""
+    first = exits[0] if exits else 0
+    if jax.process_count() == 1:
+        return first
+    return 0 if step % 10 else int(process_allgather(np.int32(first)).max())
+
+
+def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
+    """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
+    shapes = batch_shapes("train", c)
+    batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
+    steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
+    everywhere = NamedSharding(mesh, P())
+    row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
+    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
+    return prefetch(itertools.islice(steps, start, None), shardings)
+
+
+def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict):
+    """Mean loss over the validation tokens, nats a token, and how many n-grams were lost."""
+    hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
+    shapes = batch_shapes("val", c)
+    tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
+    batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
+    mask = jax.device_put(canonical_mask(c), NamedSharding(mesh, P()))
+    program = programs[c.program_stage(step), "val"]
+    results = [jax.tree.map(float, program(weights, batch, mask)) for batch in batches]
+    losses, lost = zip(*results, strict=True)
+    return float(np.mean(losses)), int(sum(lost))
+
+
+class Stopwatch:
+    """Counts the seconds of training. While it runs, the process must finish a step every `stall`
+    seconds (0: no limit); otherwise it ends, with exit status 1 and the stacks of its threads."""
+
+    def __init__(self, seconds: float, stall: int):
+        self.seconds = seconds  # until it was last stopped
+        self.stall = stall
+
+    def start(self) -> None:
+        """Starts counting again."""
+        self.started = time.perf_counter()
+        self.postpone_stall()
+
+    def stop(self) -> None:
+        """Stops counting."""
+        self.seconds += time.perf_counter() - self.started
+        faulthandler.cancel_dump_traceback_later()
+
+    def ms(self) -> float:
+        """Milliseconds of training, while it runs."""
+        return 1e3 * (self.seconds + time.perf_counter() - self.started)
+
+    def postpone_stall(self) -> None:
+        """Counts the time that a step may take from now on."""
+        if self.stall:
+            faulthandler.dump_traceback_later(self.stall, exit=True)
+
+
+def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) -> None:
+    """Writes a checkpoint, unless the run is void; exits, if there is a status to exit with."""
+    step = facts["step"]
+    folder = log.path.with_suffix("")
+    try:
+        if status == NON_FINITE or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
+            status = NON_FINITE
+    except OSError as error:  # the run is worth more than a checkpoint
+        log.line(f"warning: no checkpoint of step {step}: {error}")
+    process_allgather(np.int32(0))  # the others wait for the process that writes
+    if status:
+        why = f"NON-FINITE: the loss or a weight, by step {step}"
+        if status != NON_FINITE:
+            why = f"INTERRUPTED by {signal.Signals(status - 128).name} after step {step}"
+        last = max(folder.glob("*.state"), key=os.path.getmtime, default=None)
+        how = f"to resume: {facts['command']} --resume {last}" if last else "there is no checkpoint"
+        log.line(f"{why}; {how}")
+        sys.exit(status)
+
+
+def set_compilation_cache() -> None:
+    """Lets JAX keep compiled programs in .cache/jax, unless JAX_COMPILATION_CACHE_DIR names another
+    folder. They contain plans of cuDNN, whose version is not in JAX's key, so it is in the path.
+    Several processes keep none: in the second run, only process 0 would find its programs, and the
+    others would wait for it to tune theirs."""
+    if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
+        return
+    versions = [v for name, v in accelerator_wheels().items() if name.startswith("nvidia-cudnn")]
+    folder = f".cache/jax/cudnn-{versions[0]}" if versions else ".cache/jax"
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
+    """Runs a preset and returns the path of its weights, if they are saved. `command` is how it was
+    started, for the line that says how to resume. Where several processes train together,
+    dev/launch.py has called jax.distributed.initialize()."""
+    preset, c = parse_config(argv)
+    set_compilation_cache()
+
+    # Checkpoint: its facts and arrays, both empty for a new run.
+    facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
+
+    # Devices. Until the checkpoint is compared, c has the kernels and dtypes that were asked for,
+    # because it may be from another kind of device.
+    devices, fitted = fit_devices(preset, c)
+    mesh = make_mesh(devices)
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
+
+    # Data: find the shards, and read all of each for the log.
+    shards = find_data(c)
+    jobs = [(shard, batch_shapes(split, c)) for split in shards for shard in shards[split]]
+    with ThreadPoolExecutor(8) as pool:
+        data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
+
+    # What has changed since the checkpoint, "" for a new run.
+    if c.seed < 0:
+        seed = facts["identity"]["--seed"] if facts else secrets.randbits(31)
+        c = dataclasses.replace(c, seed=seed)
+    changed = check_checkpoint(facts, arrays, c, data) if facts else ""
+    resume = re.escape(shlex.quote(c.resume))
+    facts["identity"] = identity(c, data)
+    facts["command"] = re.sub(f" --resume[ =]{resume}", "", f"{command} {shlex.join(argv)}")
+
+    if facts.get("machine", machine) != machine:
+        warn(f"{c.resume} is from {facts['machine']}, this is {machine}: not equal bit by bit")
+    facts["machine"] = machine
+
+    # Run. After a change, it is another run, with a log of its own.
+    c = dataclasses.replace(fitted, seed=c.seed)
+    log = Log("" if changed else facts.get("log", ""))
+    if arrays:
+        print(f"resuming {facts['log']} after step {facts['step']}")
+        log.facts({"resume": {"step": facts["step"], "changed": changed}})
+    log.facts({"data": data} | run_facts(preset, c, devices, argv))
+    print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
+    programs = compile_all(c, mesh, log)
+    state = warm_up(programs, c, mesh)
+    if arrays:
+        del state  # before the restored one takes as much memory
+        state = restore(arrays, c, mesh)
+        del arrays
+    else:
+        state = make_state(c, mesh, state)
+    weights, result = train(state, c, mesh, programs, shards, log, facts)
+    path = log.path.with_suffix(".npz")
+    try:
+        if c.save:
+            tables = write_tables(path.with_suffix(""), weights)
+            save_weights(path, unpad(weights, c), c, result, tables)
+            result["weights"] = path.name
+    finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
+        log.line(f"RESULT {json.dumps(result)}")
+    return path if c.save else None
+
+
+def save_weights(path: Path, weights: dict, c: Config, result: dict, tables: dict) -> None:
+    """Writes weights by name, and what evals/ need to know of them, as JSON. `tables` is the result
+    of write_tables()."""
+    about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
+    if tables:
+        about["tables"] = tables
+    about = {name: json.dumps(value) for name, value in about.items()}
+    if jax.process_index() == 0:
+        np.savez(path, **about, **weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], f"python {shlex.quote(sys.argv[0])}")
