@@ -2,7 +2,7 @@
 
     ./run.sh     or   python train_gpt.py [PRESET] [--field value ...]
 
-PRESET is record, record92, medium, small or tiny. The model; every stream is (B, T, D):
+PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
     x0 = norm(embedding + some of the previous token's embedding)               [smear]
     x  = x0 + gate * bigram                                                     [bigram]
     for every layer:
@@ -13,15 +13,14 @@ PRESET is record, record92, medium, small or tiny. The model; every stream is (B
     x  = x + gain * head's row of what followed the longest match  only with copy  [copy]
     logits = softcap(norm(x) @ head.T)
 a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
-A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon, or in
-record92 anvil, on the matrices that each device owns. Adam updates everything else, less often:
-param_table() has the cadence of each parameter.
+A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
+matrices that each device owns. Adam updates everything else, in every second step.
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
 targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
 lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
-rewritten in JAX; record92 is record 92 with a smaller table of n-grams and less FP8.
+rewritten in JAX.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
@@ -68,11 +67,9 @@ SHORT, LONG = "short", "long"  # attention windows; each Stage says how long the
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One block: attention (unless window is None), then MLPs. Layers are numbered from 0."""
+    """One block: attention (unless window is None), then an MLP. Layers are numbered from 0."""
 
     window: str | None              # SHORT, LONG, or None: this layer has no attention
-    narrow_qk: bool = False         # [narrow] q and k use only the first half of a head's channels
-    narrow_v: bool = False          # [narrow] and so does v
     paired_heads: bool = False      # [paired-heads] two heads see each other's keys
     key_offset: bool = False        # [key-offset] half of a key is the previous token's
     key_start: bool = False         # [key-start] key weights start as copies of the query weights
@@ -86,13 +83,11 @@ class Layer:
     mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
     skip_from: int | None = None    # [u-net] add that layer's output to x first
     new_gates: bool = False         # [gates] from here on, gates come from a new net that reads x
-    mlps: int = 1                   # MLPs that read the same x; their results are added
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of one shape. Stages in a row that have equal shapes share their programs. Where a loss
-    weight is a pair (a, b), it moves linearly from a to b over the stage."""
+    """Steps of one shape. A loss weight (a, b) moves linearly from a to b over the stage."""
 
     steps: int      # 0: only the last validation uses this stage's windows
     tokens: int     # in a step, on all devices together; T = tokens // Config.batch
@@ -103,21 +98,6 @@ class Stage:
     targets: tuple = (1.0,)                     # [mtp] loss weights of the tokens 1, 2, ... ahead
     # [prefix] loss weight of the longest token that is a proper prefix of the next token
     prefix: float | tuple[float, float] = 0.0
-    candidates: int = 0  # [sampled-softmax] tokens that the softmax is taken over; 0: all
-
-
-@dataclasses.dataclass(frozen=True)
-class Average:
-    """[tail-average] A running average of parameters. In some of the last steps, it moves:
-    average += rate * (parameter - average). Until its first move, it equals the parameter."""
-
-    params: tuple[str, ...]  # names in param_table()
-    start: float             # fraction of the run before which it does not move
-    every: int               # it moves in every n-th step, of which the last step of the run is one
-    memory: float            # fraction of the run that it remembers: rate = every / steps of memory
-    blend: float             # share of the average in the weights that are validated
-    last: int = 1            # it also moves in each of so many last steps
-    keep_norm: bool = True   # the weights that are validated have the norm of the parameter
 
 
 RECORD_LAYERS = (
@@ -142,47 +122,6 @@ RECORD_STAGES = (
     Stage(423, 24 * 16384, short=640, long=1408, max_doc=2048, lr=1.73),
     Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
-)
-RECORD92_LAYERS = (
-    Layer(SHORT, paired_heads=True, narrow_qk=True),
-    Layer(SHORT, narrow_qk=True, narrow_v=True, xsa=True, bigram=True, value_table=0),
-    Layer(SHORT, paired_heads=True, narrow_qk=True, value_table=1),
-    Layer(LONG, key_offset=True, xsa=True, head_gate=True, x0=False),
-    Layer(None, bigram=True, new_gates=True),
-    Layer(SHORT, paired_heads=True, narrow_qk=True, bigram=True),
-    Layer(None, skip_from=3, x0=False),
-    Layer(None, mlps=0),
-    Layer(SHORT, attend_to=7, narrow_qk=True, narrow_v=True, value_table=2, mlps=2, x0=False),
-    Layer(None, bigram=True, x0=False),
-    Layer(LONG, attend_to=7, key_offset=True, head_gate=True, value_table=3,
-          mudd=("input", "layer7")),
-)
-# The second target's weight falls from 1/2 to 0 over the four rows of 361 steps together.
-RECORD92_STAGES = (
-    Stage(320, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00, candidates=10240,
-          targets=(1.0, 0.5, (0.25, 0.0)), prefix=0.25),
-    Stage(91, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
-          targets=(1.0, (361 / 722, 270 / 722)), prefix=0.20),
-    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
-          targets=(1.0, (270 / 722, 180 / 722)), prefix=0.15),
-    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
-          targets=(1.0, (180 / 722, 90 / 722)), prefix=0.10),
-    Stage(90, 16 * 16384, short=384, long=896, max_doc=2048, lr=1.52, candidates=10240,
-          targets=(1.0, (90 / 722, 0.0)), prefix=0.05),
-    Stage(284, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=14336),
-    Stage(142, 24 * 16384, short=640, long=1408, max_doc=3072, lr=1.73, candidates=24576),
-    Stage(67, 20 * 16384, short=640, long=1408, max_doc=3072, lr=1.73 * (20 / 24) ** 0.5),
-    Stage(20, 8 * 16384, short=768, long=1664, max_doc=3072, lr=1.0),
-    Stage(0, 8 * 16384, short=768, long=2560, max_doc=3072, lr=1.0),
-)
-RECORD92_TABLES = ("value0", "value1", "value2", "value3")
-RECORD92_AVERAGES = (
-    Average(("embed", "head"), start=896 / 1194, every=1, memory=149.5 / 1194, blend=0.65),
-    Average(("vo", "mlp"), start=945 / 1194, every=4, memory=53 / 1194, blend=1.0),
-    Average(RECORD92_TABLES, start=947 / 1194, every=4, memory=53 / 1194, blend=1.0,
-            keep_norm=False),
-    Average(("qk",), start=897 / 1194, every=4, memory=150 / 1194, blend=0.55, last=2),
-    Average(("vo", "mlp"), start=897 / 1194, every=4, memory=150 / 1194, blend=0.3493, last=2),
 )
 # A model of the same parts that trains in minutes on two CPU cores.
 TINY_LAYERS = (
@@ -251,8 +190,7 @@ MEDIUM_STAGES = (
 
 
 # How often a parameter is updated: the cadences of param_table().
-EVERY_STEP, WITH_ADAM, WITH_TABLES = "every step", "with Adam", "with tables"
-CADENCES = EVERY_STEP, WITH_ADAM, WITH_TABLES
+EVERY_STEP, WITH_ADAM = CADENCES = "every step", "with Adam"
 
 
 class Updates(NamedTuple):
@@ -271,7 +209,6 @@ class Config:
     # The streams that the head adds to x, and how much of each at first; (): none. See forward().
     mudd_head: tuple[tuple[str, float], ...] = (
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
-    averages: tuple[Average, ...] = ()  # that change the weights which are validated and saved
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
@@ -283,19 +220,14 @@ class Config:
     momentum_low: float = 0.85             # Muon's momentum in the first and in the last step
     momentum_high: float = 0.95            # momentum in between
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
-    matrix_optimizer: str = "normuon"  # of the matrices in the layers; or anvil
-    engage: float = 1.0         # fraction of the run from which on [anvil] uses its slow rail
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
     table_lr: float = 75.0      # factor on the rates of the value tables and the bigram table
-    table_every: int = 1        # n: they are updated in every n-th of Adam's steps
-    table_start: float = 0.0    # fraction of the run before which they are updated in all of them
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
-    mudd_groups: int = 0        # groups of channels with weights of their own in mudd_head; 0: none
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
@@ -303,7 +235,6 @@ class Config:
     # fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and
     # is counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
-    ngram_optimizer: str = "adam"   # or row_adam, which moves only rows that were read
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
@@ -322,17 +253,14 @@ class Config:
     w_scale: float = 256.0      # weights are a few hundredths, and below 1.7
     g_scale: float = 512.0      # gradients of the logits, times batch, are below 2
     score_scale: float = 0.1    # q.k is multiplied by this in the first stage, see [yarn]
-    narrow_score_scale: float = 0.13  # the same for layers with narrow q and k
-    segment: int = 0            # attention cuts documents into pieces of so many tokens; 0: never
     attention: str = "cudnn"    # or band, in plain JAX: fit_devices() chooses
     prefixes: str = "data/gpt2_prefixes.bin"  # each token's longest proper prefix, int32; "": none
-    canonical: str = ""         # file of the [canonical-mask]; "": none
     data: str = "data/fineweb10B"  # folder with the *_train_*.bin and *_val_*.bin shards
     val_every: int = 250        # steps between validations
     val_T: int = 262144         # tokens in a validation sequence
     val_tokens: int = 10485760  # fixed by the rules: the same text whatever the machine
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
-    save: int = 1               # 0: do not save the weights (record: 2.5 GB, record92: 34 GB)
+    save: int = 1               # 0: do not save the weights (record: 2.5 GB)
     seed: int = -1              # of the initial weights; -1: a fresh one
     save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
     resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
@@ -368,19 +296,10 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
-    def table_cycle(self, step: int) -> int:
-        """n, if at this step of the run every n-th of Adam's steps updates the tables."""
-        steps = self.adam_every * self.table_every  # of a long cycle, which is the first one's, too
-        start = round(self.table_start * self.total_steps / steps) * steps
-        return self.table_every if step >= start else 1
-
     def due(self, step: int) -> tuple[str, ...]:
         """[two-cadences] The cadences whose parameters a step updates: always the matrices, in some
-        steps also what Adam updates. Records 39 and 92."""
-        adam_step, rest = divmod(step + 1, self.adam_every)
-        if rest:
-            return (EVERY_STEP,)
-        return (EVERY_STEP, WITH_ADAM) if adam_step % self.table_cycle(step) else CADENCES
+        steps also what Adam updates. Record 39."""
+        return (EVERY_STEP,) if (step + 1) % self.adam_every else CADENCES
 
     def updates(self, step: int) -> Updates:
         """What a step updates."""
@@ -395,7 +314,7 @@ class Config:
     def table_step(self, step: int) -> int:
         """The number of steps since the last update of the tables."""
         first = step
-        while first > 0 and WITH_TABLES not in self.due(first - 1):
+        while first > 0 and WITH_ADAM not in self.due(first - 1):
             first -= 1
         return step - first
 
@@ -406,22 +325,9 @@ class Config:
     def waiting_rows(self, stage: int) -> tuple[int, int]:
         """How many steps may have left gradients of n-gram rows when a step of this stage begins,
         and how many rows of an eighth each of them may have read."""
-        steps = [i for i in range(self.total_steps) if self.program_stage(i) <= stage]
+        steps = [i for i in range(self.total_steps) if self.stage_at(i) <= stage]
         longest = max(self.sequence_length(i) for i in range(stage + 1))
         return max(1, *map(self.table_step, steps)), self.batch * self.ngram_slots(longest)
-
-    def program_stage(self, step: int) -> int:
-        """The stage whose programs run a step, or validate before it: the first of those up to its
-        own that follow each other and have equal shapes."""
-
-        def shapes(stage):
-            row = self.stages[stage]
-            return row.tokens, row.short, row.long, row.candidates, [*target_weights(row)]
-
-        stage = self.stage_at(step)
-        while stage > 0 and shapes(stage - 1) == shapes(stage):
-            stage -= 1
-        return stage
 
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
@@ -436,13 +342,11 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, a softmax over all tokens, documents in one
-        piece, and microbatches of as many tokens as in training, but of at least one sequence."""
+        """The configuration of validation: no FP8, and microbatches of as many tokens as in
+        training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        stages = tuple(dataclasses.replace(stage, candidates=0) for stage in self.stages)
-        c = self.without_fp8()
-        return dataclasses.replace(c, microbatch=at_once, stages=stages, segment=0)
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
@@ -469,16 +373,9 @@ def check_config(c: Config) -> None:
     streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
     for i, layer in enumerate(c.layers):
         require(layer.window in (SHORT, LONG, None), f"layer {i}: no window {layer.window!r}")
-        names = ("x0", "bigram", "skip_from", "new_gates", "mlps")
+        names = ("x0", "bigram", "skip_from", "new_gates")
         bare = Layer(None, **{name: getattr(layer, name) for name in names})
         require(layer.window or layer == bare, f"layer {i} has no attention: it can only be {bare}")
-        require(layer.narrow_qk or not layer.narrow_v, f"layer {i}: narrow_v needs narrow_qk")
-        halves = K % 8 == 0 or not layer.narrow_qk
-        require(halves, f"layer {i}: half of {K} channels is not a multiple of 4")
-        rotates_all = layer.narrow_qk and layer.key_offset
-        require(not rotates_all, f"layer {i}: narrow keys have no half for key_offset")
-        whole = not layer.mudd or (not layer.narrow_v and layer.mlps == 1)
-        require(whole, f"layer {i}: mudd needs v of full width and one MLP")
         for name in ("attend_to", "skip_from"):
             source = getattr(layer, name)
             earlier = source is None or 0 <= source < i
@@ -487,14 +384,9 @@ def check_config(c: Config) -> None:
             require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
         twice = layer.mudd and layer.bigram
         require(not twice, f"layer {i}: leave out bigram=True, mudd adds the bigram anyway")
-        streams += [f"middle{i}", f"layer{i}"]
+        streams.append(f"layer{i}")
     for name, _ in c.mudd_head:
-        plain = name.removeprefix("norm(").removesuffix(")")
-        require(plain in streams, f"mudd_head reads {name!r}, there are only {streams}")
-    groups = c.mudd_groups or 1
-    require(groups > 0 and c.D % groups == 0, f"--mudd_groups {groups} does not divide --D {c.D}")
-    optimizer = c.matrix_optimizer
-    require(optimizer in ("normuon", "anvil"), f"--matrix_optimizer {optimizer}: normuon or anvil")
+        require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
     trained = sum(stage.steps > 0 for stage in c.stages)
     require(0 < trained <= c.total_steps, f"--steps {c.total_steps} is less than {trained} stages")
     for i, stage in enumerate(c.stages):
@@ -504,30 +396,17 @@ def check_config(c: Config) -> None:
         require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
         even = stage.tokens % c.batch == 0
         require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
-        V = padded_vocab(c)
-        single = stage.candidates == 0 or c.microbatch == 1
-        require(single, f"stage {i}: candidates belong to one sequence: use --microbatch 1")
-        require(0 <= stage.candidates <= V, f"stage {i}: {stage.candidates} candidates of {V}")
-        fits = stage.candidates == 0 or V * SWEEP < 2**31  # in int32
-        require(fits, f"stage {i}: with candidates, --vocab {c.vocab} must be below 107,000")
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
     divisor = math.gcd(c.head_chunk, *lengths)
     message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
-    # Where it does not divide a sequence, half of it may, as in record92's of 40,960 tokens.
-    require(2 * divisor >= c.head_chunk, f"{message}, but {divisor} does")
+    require(divisor == c.head_chunk, f"{message}, but {divisor} does")
     fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
     require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
     require(c.val_every > 0, "--val_every must be at least 1")
     require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
-    require(c.table_every > 0, "--table_every must be at least 1")
     require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
     require(0 < c.ngram_capacity <= 1, f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]")
-    optimizer = c.ngram_optimizer
-    require(optimizer in ("adam", "row_adam"), f"--ngram_optimizer {optimizer}: adam or row_adam")
     require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
-
-
-SWEEP = 20011  # [sampled-softmax] a prime: its multiples modulo V are a permutation of all tokens
 
 
 def padded_vocab(c: Config) -> int:
@@ -552,19 +431,6 @@ def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
 
 PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
-    "record92": Config(
-        layers=RECORD92_LAYERS, stages=RECORD92_STAGES, averages=RECORD92_AVERAGES, F=2816,
-        mudd_groups=12, mudd_head=(
-            ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0),
-            ("value1", 0.0), ("value3", 0.0), ("value2", 0.0), ("norm(middle10)", 0.0),
-            ("norm(layer7)", 0.0)),
-        cooldown_start=234 / 1194, cooldown_end=1174 / 1194, lr_floor=0.30,
-        momentum_warmup=240 / 1194, momentum_cooldown=50 / 1194, momentum_high=0.93,
-        untie=1175 / 1194, matrix_optimizer="anvil", engage=514 / 1194, table_lr=70.0,
-        table_every=2, table_start=336 / 1194, canonical="data/gpt2_canonical.npz",
-        bigrams=21150720, ngrams=(2, 3), ngram_optimizer="row_adam", score_scale=0.085,
-        segment=2560,
-    ),
     "medium": Config(
         layers=MEDIUM_LAYERS, stages=MEDIUM_STAGES, D=1024, H=8, F=4096, bigrams=251520, mudd_head=(
             ("input", 0.0), ("layer11", -0.5), ("layer14", 0.0), ("value0", 0.0), ("layer4", 0.0)),
@@ -591,10 +457,9 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int, sweep_start=None, mask=()) -> Array:
+def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int) -> Array:
     """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
-    number as in target_weights(). sweep_start is that of candidate_tokens(), the mask that of
-    canonical_mask()."""
+    number as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
@@ -605,17 +470,7 @@ def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int, sweep_start=None
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
     targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
     weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
-    head = w["head"]
-    if c.stages[stage].candidates:
-        # [sampled-softmax] The head has the rows of the candidates alone. All next tokens are
-        # candidates. A prefix may be none, and is dropped then.
-        count = c.stages[stage].candidates
-        candidates, place_V = candidate_tokens(tokens_BS[:, 1:], sweep_start, count, c)
-        head = head.at[candidates].get(mode="promise_in_bounds", unique_indices=True)
-        targets_NJ = jnp.where(targets_NJ < 0, -1, place_V[targets_NJ])
-    if mask:
-        mask = (tokens_BS[:, :-1].reshape(-1, 1), *mask)
-    return head_loss(norm(x_BTD).reshape(-1, c.D), head, targets_NJ, weights_J, mask, c)
+    return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
@@ -625,9 +480,8 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
     Instead of the bigram table, w has "bigram_rows", the rows of ngram_rows(), (B, N, D).
 
-    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ... and, for x between
-    attention and MLP, "middle0", ...; keys of gates are "input.bigram", "layer3.x0", ..., of which
-    a layer reads its own without the prefix.
+    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
+    "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
@@ -650,7 +504,10 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
             x = block(x, i, w, gate, saved, pos, c)
         saved[f"layer{i}"] = x
     if c.mudd_head:
-        x = weighted_sum((1.0, x), *mudd_head_terms(x, saved, w, c))
+        # [mudd] The head weighs earlier streams, for each token. Record 81.
+        weights_BTn = run_net("mudd_head", x, w, c)["x"]
+        streams = [saved[name] for name, _ in c.mudd_head]
+        x = weighted_sum((1.0, x), *per_token_terms(weights_BTn, streams))
     if c.copy:
         x = weighted_sum((1.0, x), copied_term(tokens_BT, w, c))
     return x
@@ -680,7 +537,7 @@ def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
 
 def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
     """Layer i: adds attention and MLP to x, (B, T, D). `gate` has this layer's gates by name,
-    (B, T, 1) or (B, T, H); `saved` has the streams so far, and gets "middle{i}"."""
+    (B, T, 1) or (B, T, H); `saved` has the streams so far."""
     layer = c.layers[i]
     x = x_BTD
     terms = []  # of the sum after attention
@@ -702,10 +559,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
     terms += [(gate[name], saved[name]) for name in ("x0", "bigram") if name in gate]
     if terms:
         x = weighted_sum((w["attn_lambdas"][i, 0], x), *terms)
-    saved[f"middle{i}"] = x
     keep, add = w["mlp_lambdas"][i]
-    if layer.mlps == 0:
-        return weighted_sum((keep, x))
     return weighted_sum((keep, x), (1.0, mlp(x, i, w, c, out_scale=add)))
 
 
@@ -723,7 +577,6 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     y = attention(source, v_terms, i, w, gate, pos, c)
     x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
     x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
-    saved[f"middle{i}"] = x
     return weighted_sum(*per_token_terms(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
@@ -738,27 +591,18 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     layer = c.layers[i]
     B, T, D = x_BTD.shape
     K = D // c.H
-    # [narrow] Heads may use half of their channels: the weights of the others are not read, and do
-    # not change. Record 92.
-    K_qk = K // 2 if layer.narrow_qk else K
-    K_v = K // 2 if layer.narrow_v else K
     w_v, w_o = w["vo"][i]
-    w_qk = first_channels(jnp.concatenate(w["qk"][i]), K, K_qk)
-    w_v = first_channels(w_v, K, K_v)
-    w_o = w_o.reshape(D, c.H, K)[:, :, :K_v].reshape(D, -1)
     v_lambda, o_lambda = w["vo_lambdas"][i]
-    w_qkv = jnp.concatenate((w_qk, v_lambda * w_v)).astype(x_BTD.dtype)
+    w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
     # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
     qkv = norm_linear(x_BTD, w_qkv, c.qkv_forward, c, radial_from="x")
-    parts = jnp.split(qkv, (c.H * K_qk, 2 * c.H * K_qk), axis=-1)
-    q, k, v = (part.reshape(B, T, c.H, -1) for part in parts)
-    cos, sin, score_scale = pos.rope[rope_kind(layer)]
+    q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
+    cos, sin, score_scale = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
-    # cuDNN wants q, k and v of one width, so narrow q and k are padded with zeros.
-    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False, width=K_v)
+    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False)
     # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
-    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset, width=K_v)
-    v = weighted_sum((1.0, v), *((weight, x[..., :K_v]) for weight, x in v_terms))
+    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset)
+    v = weighted_sum((1.0, v), *v_terms)
     window = pos.windows[layer.window]
     if layer.paired_heads:
         # [paired-heads] Heads h and h + H / 2 become one head of twice the length: at token t they
@@ -766,7 +610,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
-        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K_v) for a in (q, k, v))
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K) for a in (q, k, v))
         y = attend(q2, k2, v2, window, score_scale, c).reshape(v.shape)
     else:
         y = attend(q, k, v, window, score_scale, c)
@@ -784,12 +628,6 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         y = weighted_sum((gate["head"][..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
-
-
-def first_channels(w_ED, K: int, used: int) -> Array:
-    """The rows of a matrix that are the first `used` of the K channels of every head."""
-    D = w_ED.shape[-1]
-    return w_ED.reshape(-1, K, D)[:, :used].reshape(-1, D)
 
 
 def in_heads(x_BTD, c: Config) -> Array:
@@ -878,9 +716,7 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
 
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
-    # Matrices of a bank have one shape, so proj is stored transposed. Two MLPs are a wider one.
-    fc_FD = jnp.concatenate(w["mlp"][i][0::2])
-    proj_FD = jnp.concatenate(w["mlp"][i][1::2])
+    fc_FD, proj_FD = w["mlp"][i]  # matrices of a bank have one shape, so proj is transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
     return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
@@ -935,44 +771,19 @@ def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
 
 def run_net(name: str, x_BTD, w, c: Config, scale=GATE_SCALE) -> dict[str, Array]:
     """Runs a net on x: scale * (w2 gelu(w1 x) + b2), where only b2 remains if R is 0. Returns its
-    outputs by name, (B, T, n) each, in float32; one matmul serves all of them. A net with groups
-    also has the output "groups", (B, T, n, groups), without biases."""
+    outputs by name, (B, T, n) each, in float32; one matmul serves all of them."""
     w1, w2 = (w[f"{name}.{matrix}"].astype(x_BTD.dtype) for matrix in ("w1", "w2"))
     hidden_BTR = gelu(jnp.einsum("BTD,RD->BTR", x_BTD, w1))
     y = jnp.einsum("BTR,nR->BTn", hidden_BTR, w2).astype(jnp.float32)
     y = scale * (y + w[f"{name}.b2"])
     starts = nets(c)[name]
     ends = np.cumsum([len(start) for start in starts.values()])
-    outputs = dict(zip(starts, jnp.split(y, ends[:-1], axis=-1), strict=True))
-    if f"{name}.groups" in w:
-        w_nGR = w[f"{name}.groups"].astype(x_BTD.dtype)
-        y_BTnG = jnp.einsum("BTR,nGR->BTnG", hidden_BTR, w_nGR)
-        outputs["groups"] = scale * y_BTnG.astype(jnp.float32)
-    return outputs
-
-
-def named_stream(name: str, saved: dict[str, Array]) -> Array:
-    """A stream by its name, as "layer7", or normalized, as "norm(layer7)"; (B, T, D)."""
-    if name.startswith("norm("):
-        return norm(saved[name.removeprefix("norm(").removesuffix(")")])
-    return saved[name]
+    return dict(zip(starts, jnp.split(y, ends[:-1], axis=-1), strict=True))
 
 
 def per_token_terms(weights_BTn, streams: list[Array]) -> list[tuple[Array, Array]]:
     """Terms of a weighted_sum in which every token has its own weight for each of n streams."""
     return list(zip(jnp.split(weights_BTn, len(streams), axis=-1), streams, strict=True))
-
-
-def mudd_head_terms(x_BTD, saved: dict[str, Array], w, c: Config) -> list[tuple[Array, Array]]:
-    """[mudd] Terms of a weighted_sum: earlier streams for the head, with weights for each token or,
-    if there are groups, for each token and group of channels. Records 81 and 92."""
-    mix = run_net("mudd_head", x_BTD, w, c)
-    terms = per_token_terms(mix["x"], [named_stream(name, saved) for name, _ in c.mudd_head])
-    if c.mudd_groups:
-        for n, (weight_BT1, stream_BTD) in enumerate(terms):
-            more_BTD = jnp.repeat(mix["groups"][:, :, n], c.D // c.mudd_groups, axis=-1)
-            terms[n] = weight_BT1 + more_BTD, stream_BTD
-    return terms
 
 
 # ---- Building blocks -----------------------------------------------------------------------------
@@ -999,7 +810,7 @@ def take_rows(table_VD, index_BT) -> Array:
 
 
 # By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
-# the row, then for the signs. Those of 2 and 3 are record 92's, the others are ours.
+# the row, then for the signs. Those of 2 and 3 are upstream's, the others are ours.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -1090,7 +901,7 @@ class Rope(NamedTuple):
 class Positions(NamedTuple):
     """What attention needs to know of positions, documents and the stage."""
 
-    rope: dict[tuple, Rope]  # by rope_kind()
+    rope: dict[bool, Rope]  # by Layer.paired_heads
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
     windows: dict[str, int]  # of SHORT and LONG layers
@@ -1098,20 +909,20 @@ class Positions(NamedTuple):
 
 def positions(starts_BT, c: Config, stage: int) -> Positions:
     """Angles, document codes and windows; starts_BT: whether a token starts a document."""
-    t_T = jnp.arange(starts_BT.shape[1])
-    if c.segment:  # [segment] Attention sees a long document as pieces of this length. Record 92.
-        document_start_BT = lax.cummax(jnp.where(starts_BT, t_T, 0), axis=1)
-        starts_BT = (t_T - document_start_BT) % c.segment == 0
+    t_T1 = jnp.arange(starts_BT.shape[1])[:, None]
+    frequency, score_scale = rope_frequencies(c, stage)
     rope = {}
-    for layer in c.layers:
-        if layer.window:
-            rope[rope_kind(layer)] = layer_rope(t_T[:, None], layer, c, stage)
+    for paired in {layer.paired_heads for layer in c.layers if layer.window}:
+        # Of a paired head h, the position is 2 t + h % 2.
+        position = 2 * t_T1 + jnp.arange(2) if paired else t_T1
+        angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
+        rope[paired] = Rope(jnp.cos(angle), jnp.sin(angle), score_scale)
     # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
-    # -K and K, at most 128. In the presets, the scale of scores is at least 0.085: of two keys with
-    # equal other channels, that of an earlier document has less than exp(-21.7) times the weight.
+    # -K and K, at most 128. The scale of scores is at least 0.1: of two keys with equal other
+    # channels, that of an earlier document has less than exp(-25) times the weight.
     # Exact for fewer than 4,096 documents.
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
@@ -1122,40 +933,16 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     return Positions(rope, doc_q, doc_k, windows)
 
 
-def rope_kind(layer: Layer) -> tuple:
-    """Layers of one kind rotate alike."""
-    return layer.paired_heads, layer.narrow_qk, layer.narrow_v
-
-
-def layer_rope(t_T1, layer: Layer, c: Config, stage: int) -> Rope:
-    """A layer's rotations; positions t are (T, 1)."""
-    frequency, score_scale = layer_frequencies(layer, c, stage)
-    # Of a paired head h, the position is 2 t + h % 2.
-    position = 2 * t_T1 + jnp.arange(2) if layer.paired_heads else t_T1
-    angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
-    return Rope(jnp.cos(angle), jnp.sin(angle), score_scale)
-
-
-def layer_frequencies(layer: Layer, c: Config, stage: int) -> tuple[np.ndarray, float]:
-    """rope_frequencies() of a layer. Where q, k and v are narrow, the document codes replace one
-    channel of each of the four slowest pairs, so that these must not rotate."""
-    frequency, score_scale = rope_frequencies(c, stage, layer.narrow_qk)
-    if layer.narrow_v:
-        frequency = frequency.copy()
-        frequency[-4:] = 0
-    return frequency, score_scale
-
-
-def rope_frequencies(c: Config, stage: int, narrow: bool = False) -> tuple[np.ndarray, float]:
+def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     """Frequencies, (K / 4,), of the channel pairs that rotate, and the scale of the scores.
 
-    [half-rope] Half of the channels do not rotate, but those of narrow heads do. Records 17 and 92.
+    [half-rope] Half of the channels do not rotate. Record 17.
     [yarn] Where the long window grows from one stage with steps to the next, low frequencies fall
-    and scores grow; for narrow heads, it is the short window. arXiv:2309.00071, record 31.
+    and scores grow. arXiv:2309.00071, record 31.
     """
     frequency = (1 / 1024) ** np.linspace(0, 1, c.D // c.H // 4)
-    scale = c.narrow_score_scale if narrow else c.score_scale
-    windows = [s.short if narrow else s.long for s in c.stages[: stage + 1] if s.steps]
+    scale = c.score_scale
+    windows = [s.long for s in c.stages[: stage + 1] if s.steps]
     for old, new in itertools.pairwise(windows):
         turns = old * frequency / (2 * np.pi)  # in the old window
         keep = np.clip((turns - 1) / 31, 0, 1)  # YaRN's alpha = 1, beta = 32
@@ -1169,38 +956,7 @@ def prefix_table(c: Config) -> np.ndarray:
     return np.fromfile(c.prefixes, "<i4")
 
 
-@functools.cache
-def canonical_mask(c: Config) -> tuple:
-    """The arrays that apply_mask() reads, from a file of data/canonical_mask.py; () for none."""
-    if not c.canonical:
-        return ()
-    with np.load(c.canonical) as file:
-        return file["row_of"], file["column_of"], file["bits"]
-
-
 # ---- Loss ----------------------------------------------------------------------------------------
-def candidate_tokens(targets_BT, sweep_start: Array, count: int, c: Config) -> tuple[Array, Array]:
-    """[sampled-softmax] The tokens over which the softmax of a microbatch is taken: all of its
-    targets, filled up to `count` from a sweep over the vocabulary. Token k of the sweep is
-    SWEEP * (sweep_start + k) modulo V, so nothing is random. The loss is not corrected for the
-    tokens that are left out. Record 92.
-
-    Returns the candidates, (count,) in ascending order, and the place of every token among them,
-    (V,), -1 if it is none.
-    """
-    V = padded_vocab(c)
-    is_target_V = jnp.zeros(V, bool).at[targets_BT].set(True)
-    sweep_V = SWEEP * ((sweep_start + jnp.arange(V)) % V) % V
-    is_free_V = ~is_target_V[sweep_V]
-    is_next_V = is_free_V & (jnp.cumsum(is_free_V) <= count - is_target_V.sum())
-    is_candidate_V = is_target_V.at[sweep_V].max(is_next_V)
-    candidates = jnp.nonzero(is_candidate_V, size=count)[0]
-    rank_V = jnp.cumsum(is_candidate_V) - 1
-    place_V = jnp.where(is_candidate_V & (rank_V < count), rank_V, -1)
-    # The barrier keeps XLA from searching the tokens again for every element of the head's rows.
-    return lax.optimization_barrier((candidates, place_V))
-
-
 SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 SOFTCAP_SHIFT = 5
 SOFTCAP_WIDTH = 7.5
@@ -1226,35 +982,32 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
     return out * jnp.asarray(1 / scale, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> Array:
-    """[fp8-head] Softcapped cross-entropy over the rows of w to J targets (-1: none) with weights,
-    summed over N tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the
-    forward pass computes both gradients as well, while a chunk's logits are at hand. The mask is
-    that of apply_mask(). arXiv:2209.05433, record 19."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask, c)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
+    """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
+    tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
+    computes both gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
+    19."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
 
 
-def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> tuple[Array, tuple]:
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
     """The loss, and its gradients for x and w."""
     grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
     def one_chunk(dw_VD, chunk):
-        x, targets, *before = chunk
-        chunk_mask = (*before, *mask[1:])
+        x, targets = chunk
         weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
         z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
         # Softcapped logits are bounded, so there is no maximum to subtract.
-        all_tokens = np.arange(w_VD.shape[0])[None]
-        total = jnp.exp(apply_mask(softcap(z), all_tokens, chunk_mask)).sum(axis=1, keepdims=True)
+        total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)
         token = jnp.maximum(targets, 0)
         z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
         log_total = jnp.log(total)
-        s_target = apply_mask(softcap(z_target), token, chunk_mask)
-        loss = (weights * (log_total - s_target)).sum()
+        loss = (weights * (log_total - softcap(z_target))).sum()
         # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
         #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
         #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
@@ -1266,7 +1019,7 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> 
         z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
         s = softcap(z)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * jnp.exp(apply_mask(s, all_tokens, chunk_mask))
+        dloss_ds = softmax_weight * jnp.exp(s)
         for j in range(targets.shape[1]):
             dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
         g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
@@ -1276,7 +1029,7 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> 
         return dw_VD + dw, (loss, dx)
 
     size = math.gcd(len(x_ND), c.head_chunk)
-    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ, *mask[:1])]
+    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ)]
     dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
     return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
 
@@ -1284,31 +1037,10 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, mask: tuple, c: Config) -> 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
     dx_ND, dw_VD = gradients
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, None
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
-
-
-MASKED = -60.0  # the softcapped logit of a masked token, whose others are between 0 and SOFTCAP
-
-
-def apply_mask(s_NJ, token_NJ, mask: tuple) -> Array:
-    """[canonical-mask] Softcapped logits of some tokens, MASKED where a token cannot follow the one
-    before it in text that the tokenizer has written; validation only. It also holds for the target,
-    so the loss is that of a probability model. Record 91.
-
-    The mask is (), for none, or (before, row_of, column_of, bits): the tokens before, (N, 1), and
-    the arrays of canonical_mask(). If bit i of byte j in row row_of[p] of bits, (R, C / 8), is set,
-    the tokens x with column_of[x] = 8 j + i cannot follow p. row_of and column_of are (V,).
-    """
-    if not mask:
-        return s_NJ
-    before_N1, row_of_V, column_of_V, bits = mask
-    column_NJ = column_of_V[token_NJ]
-    bytes_NJ = bits[row_of_V[before_N1], column_NJ // 8]
-    bit_NJ = (bytes_NJ >> (column_NJ % 8)) & 1
-    return jnp.where(bit_NJ == 1, MASKED, s_NJ)
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1388,28 +1120,29 @@ def project_bwd(c: Config, residuals: tuple, dy_BTD) -> tuple:
 project.defvjp(project_fwd, project_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> Array:
-    """rotate_and_shift(norm(x)), (B, T, H, width), whose last four channels are overwritten by the
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
+    """rotate_and_shift(norm(x)), (B, T, H, K), whose last four channels are overwritten by the
     document code, (B, T, 1, 4)."""
-    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset, width)[0]
+    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
 
 
-def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool, width: int) -> tuple[Array, tuple]:
-    """The result, (B, T, H, width), and what the backward pass needs."""
+def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool) -> tuple[Array, tuple]:
+    """The result, and what the backward pass needs."""
+    K = x_BTHK.shape[-1]
     inverse = inverse_rms(x_BTHK)
-    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset, width)
-    y = jnp.where(jnp.arange(width) < width - 4, y, jnp.tile(doc, width // 4)).astype(x_BTHK.dtype)
+    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset)
+    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(doc, K // 4)).astype(x_BTHK.dtype)
     return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
 
 
-def norm_rotate_bwd(key_offset: bool, width: int, residuals: tuple, dy_BTHK) -> tuple:
+def norm_rotate_bwd(key_offset: bool, residuals: tuple, dy_BTHK) -> tuple:
     """The transpose of the rotation, then the gradient of the norm."""
     x, inverse, cos, sin = residuals
     h = x * inverse
 
     def rotate(h):
-        return rotate_and_shift(h, cos, sin, key_offset, width)
+        return rotate_and_shift(h, cos, sin, key_offset)
 
     (dh,) = jax.linear_transpose(rotate, h)(dy_BTHK.astype(jnp.float32))
     radial = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
@@ -1419,24 +1152,24 @@ def norm_rotate_bwd(key_offset: bool, width: int, residuals: tuple, dy_BTHK) -> 
 norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
 
 
-def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool, width: int) -> Array:
+def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
     """Rotates the channel pairs (a, b) of every head by the angle of its position:
 
-        [ a: F | b: F | rest: K - 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest | zeros ]
+        [ a: F | b: F | rest: 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest ]
 
-    The result is (B, T, H, width), and its last four channels are 0. cos and sin are (T, 1 or 2,
-    F), where F is K / 4, or K / 2 for narrow heads; with two angles, head h takes number h % 2.
+    The last four channels of the result are 0. cos and sin are (T, 1 or 2, F), where F is K / 4;
+    with two angles, head h takes number h % 2.
     With key_offset, the rest comes from the previous position; the first position uses itself. The
     function is linear in h, as the backward pass needs, and has no slices and concatenations,
     because the threads of a GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
     _, angles, F = cos.shape
-    parts = h_BTHK.reshape(B, T, H // angles, angles, K // F, F)  # a, b, and if wide, rest, rest
-    pairs = parts.reshape(B, T, H // angles, angles, K // (2 * F), 2, F)
+    parts = h_BTHK.reshape(B, T, H // angles, angles, 4, F)  # a, b, rest, rest
+    pairs = parts.reshape(B, T, H // angles, angles, 2, 2, F)
     partners = pairs[..., ::-1, :].reshape(parts.shape)  # b, a, rest, rest
     cos, sin = cos[:, None, :, None], sin[:, None, :, None]
-    part = jnp.arange(K // F)[:, None]
+    part = jnp.arange(4)[:, None]
     sin = jnp.where(part == 0, sin, jnp.where(part == 1, -sin, 0))
     y = (parts * jnp.where(part < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
     no_pad = (0, 0, 0)
@@ -1444,9 +1177,7 @@ def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool, width: int) -> Array:
         previous = lax.pad(h_BTHK, np.float32(0), [no_pad, (1, -1, 0), no_pad, no_pad])  # shifted
         is_first = jnp.arange(T)[:, None, None] == 0
         y = jnp.where((jnp.arange(K) < K // 2) | is_first, y, previous)
-    if width > K:
-        y = lax.pad(y, np.float32(0), [no_pad, no_pad, no_pad, (0, width - K, 0)])
-    return jnp.where(jnp.arange(width) < width - 4, y, 0)
+    return jnp.where(jnp.arange(K) < K - 4, y, 0)
 
 
 @jax.custom_vjp
@@ -1522,7 +1253,6 @@ class Param(NamedTuple):
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a table: rows without padding
-    dtype: str = "float32"  # of the master copy
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -1537,26 +1267,24 @@ def param_table(c: Config) -> dict[str, Param]:
     D, H = c.D, c.H
     n_layers = len(c.layers)
     with_attention = c.attention_layers()
-    with_mlps = [i for i, layer in enumerate(c.layers) for _ in range(layer.mlps)]
     vocab = padded_vocab(c)
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
-    optimizer, decay = {"normuon": (normuon, 1.2), "anvil": (anvil, 2.25)}[c.matrix_optimizer]
-    muon = optimizer(c)
+    muon = normuon(c)
     # fmt: off
     table = {
         # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
         "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
         "bigram": ngram_table(c),
-        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95), WITH_TABLES)
+        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95))
            for n in c.value_tables()},
         # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
-        # optimizer, factor on the decay. A layer has H matrices in "qk", of two heads each: half of
-        # them for q, then half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
-        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon, decay),
-        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon, decay),
-        "mlp": bank(c.F, D, with_mlps, [(bound, tall), (0, 2 * tall)], muon, decay),
+        # optimizer. A layer has H matrices in "qk", of two heads each: half of them for q, then
+        # half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),
+        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
+        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),
         # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
@@ -1576,43 +1304,31 @@ def param_table(c: Config) -> dict[str, Param]:
         table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
         table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
         table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
-    if c.mudd_groups:
-        shape = (len(c.mudd_head), c.mudd_groups, c.R)
-        table["mudd_head.groups"] = replicated(shape, 0.0, 0.25, decay=1)
     return table
 
 
 ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
 
 
-def lookup(
-    rows: int, D: int, std: float, lr: float, decay: float, betas: tuple, cadence=WITH_ADAM
-) -> Param:
+def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
     """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
     normal distribution. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
     weight_decay = ADAM_DECAY * lr * decay
-    return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, cadence, rows=rows)
+    return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, rows=rows)
 
 
 def ngram_table(c: Config) -> Param:
     """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
-    device owns as many bigrams as trigrams. With row_adam it may have many millions of rows, so its
-    only copy is in the dtype of activations."""
+    device owns as many bigrams as trigrams."""
     shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
-    by_rows = c.ngram_optimizer == "row_adam"
-    return Param(
-        shape, init=jax.nn.initializers.zeros, lr=c.table_lr,
-        weight_decay=ADAM_DECAY * c.table_lr * 5,
-        optimizer=row_adam(0.95) if by_rows else adam(0.75, 0.95), sharding=EXCHANGED,
-        cadence=WITH_TABLES, rows=c.bigrams, dtype=c.compute if by_rows else "float32",
-    )  # fmt: skip
+    zeros = jax.nn.initializers.zeros
+    decay = ADAM_DECAY * c.table_lr * 5
+    return Param(shape, zeros, c.table_lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
 
 
-def bank(
-    rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any, decay: float
-) -> Param:
+def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
     """Matrices of one shape, for each layer as many as there are pairs (bound, rate), padded with
     zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
     gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
@@ -1622,7 +1338,7 @@ def bank(
     bounds, rates = pairs.T.reshape(2, -1, GROUP, 1, 1)
     shape = (len(bounds), GROUP, rows, cols)
     return Param(
-        shape, init=uniform(bounds), lr=rates, weight_decay=decay, optimizer=optimizer,
+        shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
         sharding=BANK, cadence=EVERY_STEP, base_lr="muon_lr", layers=layer_of,
     )  # fmt: skip
 
@@ -1641,12 +1357,9 @@ def uniform(bound: Any) -> Callable:
 
 
 def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
-    """Whole parameters in their model_shape, without large_tables()."""
+    """Whole parameters in their model_shape."""
     whole = {}
-    large = large_tables(params)
     for name, param in param_table(c).items():
-        if name in large:
-            continue
         array = process_allgather(params[name], tiled=True)
         if param.sharding in (BANK, EXCHANGED):
             array = array.reshape(-1, *param.model_shape[1:])
@@ -1805,23 +1518,6 @@ def add_rows(table_RpD, rows: RowGradients) -> Array:
     return table_RpD.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
 
 
-def sum_equal_rows(rows: RowGradients, R: int) -> RowGradients:
-    """Adds up the gradients of equal rows, in float32. Entries that are left over have row numbers
-    past the end of the eighth, R, so that all rows differ."""
-
-    def one_eighth(row, gradient_SD):
-        S = len(row)
-        order = jnp.argsort(row)
-        is_next = jnp.concatenate((jnp.zeros(1, bool), row[order][1:] != row[order][:-1]))
-        number = jnp.zeros(S, jnp.int32).at[order].set(jnp.cumsum(is_next))
-        total_SD = jnp.zeros(gradient_SD.shape, jnp.float32).at[number].add(
-            gradient_SD.astype(jnp.float32)
-        )
-        return (R + jnp.arange(S)).at[number].set(row), total_SD
-
-    return RowGradients(*jax.vmap(one_eighth)(*rows))
-
-
 def keep_rows(waiting: RowGradients, new: RowGradients, table_step: Array) -> RowGradients:
     """Gradients of rows that wait for an update of the tables, with those of one more step."""
 
@@ -1846,19 +1542,6 @@ def without_rows(waiting: RowGradients) -> RowGradients:
     return waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
 
 
-def take_table_rows(table_RpD, rows_pS) -> Array:
-    """Rows of each eighth in float32, (p, S, D); the values of those past the end are arbitrary."""
-    eighth = jnp.arange(len(rows_pS))[:, None]
-    return table_RpD.at[rows_pS, eighth].get(mode="clip").astype(jnp.float32)
-
-
-def set_table_rows(table_RpD, rows_pS, new_pSD) -> Array:
-    """The table with new rows; nothing is done with those past the end."""
-    eighth = jnp.arange(len(rows_pS))[:, None]
-    new_pSD = new_pSD.astype(table_RpD.dtype)
-    return table_RpD.at[rows_pS, eighth].set(new_pSD, mode="drop", unique_indices=True)
-
-
 NO_ROW = 2**31 - 1  # past the end of any table
 
 
@@ -1872,26 +1555,14 @@ POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the on
 )
 
 
-# Record 92's six. Above 1 / 1.05 they diverge: in bfloat16, small matrices of rank 1 may, but not
-# those of the record's size.
-ANVIL_QUINTICS = (
-    (3.923798038567, -6.095026865488, 3.905234618423),
-    (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615),
-    (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461),
-    (2.256537145403, -2.166840097229, 0.929501253245),
-)
-
-
-def orthogonalize(G: Array, dtype: str, quintics=POLAR_EXPRESS, margin: float = 1.02) -> Array:
+def orthogonalize(G: Array, dtype: str) -> Array:
     """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
     2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
-    arXiv:2505.16932, record 38. First, it scales G so that none is above 1 / margin."""
+    arXiv:2505.16932, record 38."""
     tall = G.shape[-2] > G.shape[-1]
     X = G.mT if tall else G
-    X = (X / (margin * frobenius_norm(X) + 1e-6)).astype(dtype)
-    for c1, c3, c5 in quintics:
+    X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)
+    for c1, c3, c5 in POLAR_EXPRESS:
         A = X @ X.mT
         X = c1 * X + (c3 * A + c5 * A @ A) @ X
     X = X.mT if tall else X
@@ -1911,37 +1582,6 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         X = orthogonalize(nesterov, c.compute)
         Y, squares = equalize(X, squares)
         return Y, (buffer, squares)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class Rails(NamedTuple):
-    """The state of anvil()."""
-
-    fast: Array  # running average of the gradients, as NorMuon's momentum
-    slow: Array  # the same, over more steps
-    squares: Array  # state of equalize()
-
-
-def anvil(c: Config) -> optax.GradientTransformationExtraArgs:
-    """[anvil] NorMuon with two running averages of the gradients, a fast and a slow rail, and other
-    quintics. Late in the run, momentum is a mixture of both. Weights decay where the slow rail
-    shrinks them: see update_parameters(). Record 92."""
-
-    def init(params):
-        zeros = jnp.zeros_like(params)
-        return Rails(zeros, zeros, mean_square(zeros))
-
-    def update(grad, state, params=None, *, momentum, engaged, **_):
-        fast_momentum = jnp.where(engaged, 0.85, momentum)
-        fast_share = jnp.where(engaged, 0.4385, 1.0)
-        fast = state.fast + (1 - fast_momentum) * (grad - state.fast)
-        slow = state.slow + (1 - 0.98) * (grad - state.slow)
-        mixed = fast_share * fast + (1 - fast_share) * slow
-        nesterov = grad + momentum * (mixed - grad)
-        X = orthogonalize(nesterov, c.compute, ANVIL_QUINTICS, margin=1.05)
-        Y, squares = equalize(X, state.squares)
-        return Y, Rails(fast, slow, squares)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -1968,50 +1608,15 @@ def frobenius_norm(x: Array) -> Array:
     return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
-def adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
-    """Adam without a rate. If the gradient is that of `cycle` updates at once, its averages forget
-    as much as in so many. optax adds epsilon after the bias correction, upstream before it."""
-
-    def update(grad, state, params=None, *, cycle, **_):
-        return optax.scale_by_adam(b1**cycle, b2**cycle, eps=1e-10).update(grad, state)
-
-    return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2).init, update)
+def adam(b1: float, b2: float) -> optax.GradientTransformation:
+    """Adam without a rate. optax adds epsilon after the bias correction, upstream before it."""
+    return optax.scale_by_adam(b1, b2, eps=1e-10)
 
 
-class RowAdam(NamedTuple):
-    """The state of row_adam()."""
-
-    count: Array  # of updates
-    squares: Array  # running averages of squared gradients, a number for each row, [R, p, 1]
-
-
-def row_adam(b2: float) -> optax.GradientTransformationExtraArgs:
-    """[row-adam] Adam without momentum, with one second moment for each row of a table, for the
-    gradients of some rows; those that nobody has read do not move. Where an update stands for
-    `cycle` updates, the second moments forget as much as in `cycle` of them. Record 92."""
-
-    def init(params):
-        return RowAdam(jnp.zeros((), jnp.int32), jnp.zeros((*params.shape[:2], 1)))
-
-    def update(rows: RowGradients, state, params=None, *, cycle, **_):
-        memory = b2**cycle
-        count = state.count + 1
-        index = rows.rows, jnp.arange(len(rows.rows))[:, None]
-        mean = jnp.square(rows.gradients).mean(axis=-1, keepdims=True)
-        squares = (memory * state.squares).at[index].add((1 - memory) * mean, mode="drop")
-        correction = jnp.sqrt(1 - memory**count)
-        rms = jnp.sqrt(squares.at[index].get(mode="clip"))
-        direction = rows.gradients * (correction / (rms + 1e-10))
-        return direction, RowAdam(count, squares)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def apply_update(p: Array, update: Array, gate: Array, rate: Array, lr: Any, weight_decay: Any):
-    """One step of a parameter. [cautious-decay] A weight decays only where the gate, usually the
-    update, also shrinks it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402,
-    record 43."""
-    decay = rate * weight_decay * jnp.where(gate * p > 0, p, 0)
+def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: float) -> Array:
+    """One step of a parameter. [cautious-decay] A weight decays only where the update also shrinks
+    it. As upstream, the decay is proportional to rate**2. arXiv:2510.12402, record 43."""
+    decay = rate * weight_decay * jnp.where(update * p > 0, p, 0)
     return p - rate * lr * (update + decay)
 
 
@@ -2024,11 +1629,7 @@ class ScheduleRow(NamedTuple):
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
     loss_weights: Any  # (J,): of the targets, in the order of target_weights()
-    engaged: Any  # whether the slow rail of [anvil] counts
-    table_cycle: Any  # the tables are updated in every n-th of Adam's steps
     table_step: Any  # steps since the last update of the tables
-    sweep_start: Any  # of [sampled-softmax], in the first microbatch of all devices
-    average_rates: Any  # of Config.averages: how far each moves
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -2048,41 +1649,21 @@ def schedule(c: Config) -> list[ScheduleRow]:
     rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
     fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
     momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
-    average_rates = [rates_of_average(average, progress) for average in c.averages]
-    samples = any(stage.candidates for stage in c.stages)
     rows = []
     for step in steps:
         stage = c.stages[stage_of[step]]
         ramps = target_weights(stage).values()
         weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
-        # As many tokens on in every step as there are candidates, so that all take part.
-        sweep_start = step * stage.candidates % padded_vocab(c)
-        # What the run does not use is (), so that its programs do not have it.
         row = ScheduleRow(
             adam_lr=np.float32(c.adam_lr * lr[step]),
             muon_lr=np.float32(c.muon_lr * lr[step]),
             momentum=np.float32(momentum[step]),
             tied=np.bool_(progress[step] <= c.untie),
             loss_weights=np.float32(weights),
-            engaged=np.bool_(progress[step] >= c.engage) if c.matrix_optimizer == "anvil" else (),
-            table_cycle=np.float32(c.table_cycle(step)) if c.table_every > 1 else (),
-            table_step=np.int32(c.table_step(step)) if c.waits(WITH_TABLES) else (),
-            sweep_start=np.int32(sweep_start) if samples else (),
-            average_rates=tuple(np.float32(rates[step]) for rates in average_rates),
+            table_step=np.int32(c.table_step(step)) if c.waits(WITH_ADAM) else (),
         )
         rows.append(row)
     return rows
-
-
-def rates_of_average(average: Average, progress: np.ndarray) -> np.ndarray:
-    """The rate of an average in each step, (steps,). Up to its first move it is 1, so that the
-    average equals the parameter. `progress` is that of schedule()."""
-    remaining = len(progress) - 1 - np.arange(len(progress))
-    moves = (remaining % average.every == 0) | (remaining < average.last)
-    moves &= progress >= average.start
-    rate = min(1.0, average.every / (average.memory * len(progress)))
-    has_moved = np.cumsum(moves) - moves > 0
-    return np.where(has_moved, np.where(moves, rate, 0.0), 1.0)
 
 
 # ---- Step ----------------------------------------------------------------------------------------
@@ -2093,23 +1674,7 @@ class State(NamedTuple):
     opt_state: dict[str, Any]  # of each parameter's optimizer
     waiting_grads: dict[str, Any]  # of parameters whose update comes only in a later step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
-    averages: list[dict[str, Array]]  # of parameters, in the order of Config.averages
     lost_ngrams: Array  # n-grams that were read as zeros so far, because there was no slot
-
-
-def validated(state: State, c: Config) -> dict[str, Array]:
-    """The weights that are validated, saved and exported. [tail-average] A parameter with averages
-    moves toward one after the other, and is scaled to the norm that it had. Record 92."""
-    weights = dict(state.params)
-    keep_norm = {}
-    for row, arrays in zip(c.averages, state.averages, strict=True):
-        for name, average in arrays.items():
-            weights[name] += row.blend * (average - weights[name])
-            keep_norm[name] = row.keep_norm
-    for name in [name for name in keep_norm if keep_norm[name]]:
-        moved_norm = jnp.maximum(jnp.linalg.norm(weights[name]), 1e-10)
-        weights[name] *= jnp.linalg.norm(state.params[name]) / moved_norm
-    return weights
 
 
 def initial_state(seed: Array, c: Config) -> State:
@@ -2119,7 +1684,7 @@ def initial_state(seed: Array, c: Config) -> State:
     params = {}
     for name, param in table.items():
         key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
-        params[name] = param.init(key, param.shape).astype(param.dtype)
+        params[name] = param.init(key, param.shape)
     # [tie] Until c.untie, embedding and head are one table, so their rows in param_table() must be
     # equal, and both start from the head's random numbers. Records 51 and 53.
     params["embed"] = params["head"]
@@ -2135,8 +1700,7 @@ def initial_state(seed: Array, c: Config) -> State:
         waiting["bigram"] = RowGradients(rows, jnp.zeros((*rows.shape, c.D), c.compute))
     tables = [name for name in params if table[name].sharding == LOOKUP]
     lookups = {name: jnp.array(params[name], c.compute) for name in tables}
-    averages = [{name: jnp.array(params[name]) for name in row.params} for row in c.averages]
-    return State(params, opt_state, waiting, lookups, averages, jnp.zeros((), jnp.int32))
+    return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
 
 
 def start_keys_as_queries(qk: Array, c: Config) -> Array:
@@ -2206,23 +1770,16 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     ks = target_weights(c.stages[stage])
     loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
 
-    # [sampled-softmax] Sweeps start at places that do not depend on the number of devices.
-    sweep_start_M = ()
-    if c.stages[stage].candidates:
-        sequence_M = lax.axis_index(mesh_axes()) * len(tokens_MBS) + jnp.arange(len(tokens_MBS))
-        sweep_start_M = row.sweep_start + sequence_M * padded_vocab(c) // c.batch
-
-    def microbatch(total, inputs):
-        tokens_BS, sweep_start = inputs
+    def microbatch(total, tokens_BS):
         request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
         w = weights | {"bigram_rows": pull_rows(state.params["bigram"], request, c)}
-        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage, sweep_start)
+        loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage)
         row_grads = push_gradients(grads.pop("bigram_rows"), request, c)
         total = jax.tree.map(jnp.add, total, (loss, grads))
         return total, (row_grads, lost_ngrams(request))
 
     zero = varying(jnp.zeros(()), mesh_axes()), jax.tree.map(jnp.zeros_like, weights)
-    total, (row_grads, lost) = lax.scan(microbatch, zero, (tokens_MBS, sweep_start_M))
+    total, (row_grads, lost) = lax.scan(microbatch, zero, tokens_MBS)
     loss, grads = total
 
     # Every owner gets its gradients, summed over all devices.
@@ -2231,18 +1788,14 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     grads |= lookup_grads
     row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
     waiting = dict(state.waiting_grads)
-    if WITH_TABLES not in updates.due:
+    if WITH_ADAM not in updates.due:
         waiting["bigram"] = keep_rows(waiting["bigram"], row_grads, row.table_step)
     else:
         if "bigram" in waiting:
             kept = waiting["bigram"]
             waiting["bigram"] = without_rows(kept)
             row_grads = with_kept_rows(kept, row_grads, c, stage)
-        bigram = state.params["bigram"]
-        if c.ngram_optimizer == "row_adam":
-            grads["bigram"] = sum_equal_rows(row_grads, len(bigram))
-        else:
-            grads["bigram"] = add_rows(jnp.zeros_like(bigram), row_grads)
+        grads["bigram"] = add_rows(jnp.zeros_like(state.params["bigram"]), row_grads)
     lost = state.lost_ngrams + lax.psum(lost.sum(), mesh_axes())
     state = state._replace(waiting_grads=waiting, lost_ngrams=lost)
     state = update_parameters(state, grads, row, c, updates)
@@ -2271,24 +1824,16 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
     params, opt_state = dict(state.params), dict(state.opt_state)
     for name in due:
         param = table[name]
-        has_cycles = c.table_every > 1 and param.cadence == WITH_TABLES
-        cycle = row.table_cycle if has_cycles else 1
-        by_rows = isinstance(grads[name], RowGradients)
-        old = take_table_rows(params[name], grads[name].rows) if by_rows else params[name]
-        update, opt_state[name] = optax.with_extra_args_support(param.optimizer).update(
-            grads[name], opt_state[name], old,
-            momentum=row.momentum, engaged=row.engaged, cycle=cycle,
-        )  # fmt: skip
-        # [cautious-decay] The gate is the update, but for [anvil] its slow rail.
-        gate = opt_state[name].slow if isinstance(opt_state[name], Rails) else update
+        optimizer = optax.with_extra_args_support(param.optimizer)
+        update, opt_state[name] = optimizer.update(
+            grads[name], opt_state[name], params[name], momentum=row.momentum
+        )
         lr = param.lr
         if param.sharding == BANK:  # of each group, the matrices that this device owns
             n = update.shape[1]
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
-        decay = cycle * param.weight_decay
-        new = apply_update(old, update, gate, rate, lr, decay)
-        params[name] = set_table_rows(params[name], grads[name].rows, new) if by_rows else new
+        params[name] = apply_update(params[name], update, rate, lr, param.weight_decay)
     if "embed" in due:  # a copy, because XLA may round the two updates differently
         params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
     lookups = dict(state.lookups)
@@ -2296,25 +1841,15 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
         if name in due:  # gathered here and not in the next step, to overlap with Muon
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
-    averages = move_averages(state.averages, params, row.average_rates)
     return state._replace(
-        params=params, opt_state=opt_state, waiting_grads=waiting, lookups=lookups,
-        averages=averages,
-    )  # fmt: skip
+        params=params, opt_state=opt_state, waiting_grads=waiting, lookups=lookups
+    )
 
 
-def move_averages(averages: list[dict], params: dict, rates: tuple) -> list[dict[str, Array]]:
-    """[tail-average] The averages after a step: each moves toward its parameters by its rate."""
-    moved = []
-    for rate, arrays in zip(rates, averages, strict=True):
-        moved.append({name: (1 - rate) * x + rate * params[name] for name, x in arrays.items()})
-    return moved
-
-
-def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage: int) -> tuple:
+def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tuple:
     """Mean next-token loss of a validation batch, and how many n-grams were read as zeros; under
-    shard_map. c is from for_validation(), the mask from canonical_mask(). All-gathers banks and
-    lookups, exchanges the rows of n-grams, all-reduces the results."""
+    shard_map. c is from for_validation(). All-gathers banks and lookups, exchanges the rows of
+    n-grams, all-reduces the results."""
     params = dict(params)
     bigram = params.pop("bigram")
     weights = whole_weights(params, c)
@@ -2322,7 +1857,7 @@ def val_step(params: dict[str, Array], tokens_MBS, mask: tuple, c: Config, stage
     def microbatch(tokens_BS):
         request = request_rows(tokens_BS[:, :-1], bigram, c)
         w = weights | {"bigram_rows": pull_rows(bigram, request, c)}
-        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, mask=mask), lost_ngrams(request)
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage), lost_ngrams(request)
 
     loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
@@ -2359,18 +1894,17 @@ def compile_train_step(stage: int, updates: Updates, c: Config, mesh: Mesh) -> j
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens, mask) -> (loss, lost n-grams), with the windows of a stage,
-    compiled from shapes. The mask is that of canonical_mask()."""
+    """The program (params, tokens) -> (loss, lost n-grams), with the windows of a stage, compiled
+    from shapes."""
     params = state_shapes(c, mesh).params
-    mask = shapes_on(mesh, P(), canonical_mask(c))
     c = c.for_validation()
     at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
 
-    def step(params, tokens, mask):
-        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), mask, c, stage)
+    def step(params, tokens):
+        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
-    return compile_program(step, mesh, (params, tokens, mask), is_training=False)
+    return compile_program(step, mesh, (params, tokens), is_training=False)
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
@@ -2463,9 +1997,6 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     needs_prefixes = any(PREFIX in target_weights(stage) for stage in c.stages)
     if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
         refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
-    has_mask = c.canonical and Path(c.canonical).is_file()
-    if c.canonical and not (has_mask and len(canonical_mask(c)[0]) == padded_vocab(c)):
-        refuse(f"{c.canonical} does not hold pairs of {c.vocab} tokens: see data/README.md")
     folder = Path(c.data).absolute()
     shards = {"train": [], "val": []}
     for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
@@ -2493,13 +2024,10 @@ def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, A
         refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
     # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
     for _, T, max_doc in set(shapes):
-        most = 4095
-        if c.segment:  # pieces of documents count as documents
-            most -= 1 + T // c.segment
         taken = np.minimum(sizes, max_doc or len(shard))
         begins = np.cumsum(taken) - taken
-        if np.any(begins[most:] - begins[:-most] < T):
-            refuse(f"{path}: a sequence of {T} tokens would hold more than {most:,} documents")
+        if np.any(begins[4095:] - begins[:-4095] < T):
+            refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     counts = {"tokens": len(shard), "documents": len(starts), "largest_token": largest}
@@ -2589,7 +2117,7 @@ def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
     on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
-    if on_cpu and preset in ("record", "record92", "medium"):
+    if on_cpu and preset in ("record", "medium"):
         refuse(
             f"JAX sees only a CPU, but {preset} needs GPUs or TPUs; without them: ./run.sh tiny; "
             "JAX_PLATFORMS=cpu trains it on the CPU all the same"
@@ -2630,97 +2158,13 @@ def saved_arrays(state: State) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def large_tables(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that are stored in bfloat16. They have files of their own, because gathering
-    one would fill a host's memory: each process writes the parts of its devices."""
-    return {name: x for name, x in params.items() if x.dtype == jnp.bfloat16}
-
-
-def write_tables(stem: Path, params: dict[str, Any]) -> dict[str, dict]:
-    """Writes each of large_tables(), [R, 8, D], as <stem>.<name>.bin: its eighths one after the
-    other, (8, R, D), as the bits of bfloat16. Returns the arguments of read_table(), by name.
-    Several processes need a disk that they share. Raises OSError in all of them if one fails."""
-    about = {}
-    for name, table in large_tables(params).items():
-        part = Path(f"{stem}.{name}.part")
-        checksums = np.zeros(GROUP, np.uint32)
-        try:
-            in_all_processes(write_eighths, part, table, checksums)
-            in_all_processes(complete_table, part, table)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        checksums = np.reshape(process_allgather(checksums), (-1, GROUP)).sum(axis=0)
-        about[name] = {"shape": table.shape, "checksums": checksums.tolist()}
-    return about
-
-
-def in_all_processes(write: Callable, *arguments: Any) -> None:
-    """Calls a function that writes a file. If it fails in one process, this raises OSError in all
-    of them, because the others would wait for that one."""
-    failure = None
-    try:
-        write(*arguments)
-    except OSError as error:
-        failure = error
-    if process_allgather(np.int32(failure is not None)).any():
-        raise failure or OSError("another process cannot write")
-
-
-def write_eighths(part: Path, table: Array, checksums: np.ndarray) -> None:
-    """Writes the eighths of a table that this process has, into a file that other processes write
-    as well, and fills in their checksums."""
-    part.parent.mkdir(exist_ok=True)
-    part.touch()  # and does not truncate what another process has written
-    with part.open("r+b") as file:
-        for shard in table.addressable_shards:
-            if shard.replica_id > 0:
-                continue
-            first = shard.index[1].start or 0
-            eighths = np.asarray(shard.data).view(np.uint16)
-            for n in range(eighths.shape[1]):
-                eighth = np.ascontiguousarray(eighths[:, n])
-                file.seek((first + n) * eighth.nbytes)
-                eighth.tofile(file)
-                checksums[first + n] = crc32(eighth)
-
-
-def complete_table(part: Path, table: Array) -> None:
-    """Gives the file of a table its name, in process 0."""
-    if jax.process_index() == 0:
-        with part.open("rb") as file:  # a network disk may know the size only once it is opened
-            size = file.seek(0, os.SEEK_END)
-        if size != 2 * table.size:
-            raise OSError(f"{part} lacks what other hosts have written: they must share its disk")
-        part.replace(part.with_suffix(".bin"))
-
-
-def read_table(path: Path, shape: list[int], checksums: list[int]) -> np.ndarray:
-    """The bits of a table [R, 8, D] that write_tables() has written, as a view of its file. Raises
-    ValueError if it is damaged."""
-    rows, _, width = shape
-    bits = np.memmap(path, np.uint16, "r")
-    if bits.size != math.prod(shape):
-        raise ValueError(f"{path} is incomplete")
-    eighths = bits.reshape(GROUP, rows, width)
-    if [crc32(eighth) for eighth in eighths] != checksums:
-        raise ValueError(f"{path} has a wrong checksum")
-    return np.moveaxis(eighths, 0, 1)
-
-
 def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
     """Writes a checkpoint under another name, renames it, and deletes all but the newest two.
     Returns False, and writes nothing, if a number is not finite."""
-    tables = large_tables(state.params)
-    small = {name: x for name, x in state.params.items() if name not in tables}
-    leaves = saved_arrays(state._replace(params=small))
+    leaves = saved_arrays(state)
     arrays = {key: process_allgather(x, tiled=True) for key, x in leaves.items()}
-    all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
-    finite = [np.isfinite(x).all() for x in arrays.values()]
-    finite += [all_finite(table) for table in tables.values()]
-    if not all(finite):
+    if not all(np.isfinite(x).all() for x in arrays.values()):
         return False
-    facts = facts | {"tables": write_tables(path.with_suffix(""), tables)}
     if jax.process_index() == 0:
         path.parent.mkdir(exist_ok=True)
         part = path.with_name("next.part")
@@ -2737,10 +2181,6 @@ def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
         states = sorted(path.parent.glob("*.state"), key=os.path.getmtime)
         for old in states[:-2]:
             old.unlink()
-        newest = [state.stem for state in states[-2:]]
-        for table in [*path.parent.glob("*.bin"), *path.parent.glob("*.part")]:
-            if table.name.split(".")[0] not in newest:
-                table.unlink()
     return True
 
 
@@ -2756,11 +2196,7 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                 if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
-            facts = json.loads(arrays.pop("facts").item())
-            for name, about in facts.pop("tables", {}).items():
-                table = Path(f"{path.with_suffix('')}.{name}.bin")
-                arrays[f".params['{name}']"] = read_table(table, **about)
-            return facts, arrays
+            return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
             warn(f"{path} is not an intact checkpoint: {error!r}")
     refuse(f"--resume {source}: there is no intact checkpoint")
@@ -2863,7 +2299,6 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         "seed": c.seed,
         "config": {"preset": preset, **dataclasses.asdict(c)},
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
-        "canonical": crc32(b"".join(array.tobytes() for array in canonical_mask(c))),
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
 
@@ -2883,8 +2318,8 @@ NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
     """Compiles every program of the run, by (stage, Updates) and (stage, "val")."""
     start = time.perf_counter()
-    keys = [(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)]
-    keys += [(c.program_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys = [(c.stage_at(step), c.updates(step)) for step in range(c.total_steps)]
+    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
     print(f"compiling {len(keys)} programs ...", flush=True)
 
@@ -2916,7 +2351,7 @@ def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         zeros = jax.device_put(zeros, shardings)
         if kind == "val":
-            jax.block_until_ready(program(validated(state, c), *zeros))
+            jax.block_until_ready(program(state.params, *zeros))
         else:
             state, _ = jax.block_until_ready(program(state, *zeros))
     return state
@@ -2953,13 +2388,11 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         checkpoint = c.save_every and step > start and step % c.save_every == 0
         if c.validates_before(step) or checkpoint or stop:
             show_losses(wait=True)
-            # Averaging is on the clock.
-            weights = validated(state, c) if c.validates_before(step) else {}
-            jax.block_until_ready((state, weights))
+            jax.block_until_ready(state)
             stopwatch.stop()
             ms = 1e3 * stopwatch.seconds
             if c.validates_before(step):
-                val_loss, lost = validate(weights, step, c, mesh, programs, shards)
+                val_loss, lost = validate(state.params, step, c, mesh, programs, shards)
                 lost += int(state.lost_ngrams)
                 if lost:
                     log.line(f"warning: {lost} n-grams were read as zeros: raise --ngram_capacity")
@@ -2974,10 +2407,9 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             if checkpoint or stop:
                 facts |= {"step": step, "seconds": stopwatch.seconds, "log": str(log.path)}
                 save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
-            del weights  # the steps need its memory
             stopwatch.start()
         tokens, row = next(batches)
-        state, loss = programs[c.program_stage(step), c.updates(step)](state, tokens, row)
+        state, loss = programs[c.stage_at(step), c.updates(step)](state, tokens, row)
         pending.append((step + 1, loss))
         if len(pending) > STEPS_AHEAD:
             jax.block_until_ready(pending[0][1])
@@ -2985,7 +2417,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
 
     result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
     result |= {"resumed": resumed, "lost_ngrams": lost}
-    return weights, result_facts(val_loss, step, c, mesh) | result
+    return state.params, result_facts(val_loss, step, c, mesh) | result
 
 
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
@@ -3026,9 +2458,8 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
-    mask = jax.device_put(canonical_mask(c), NamedSharding(mesh, P()))
-    program = programs[c.program_stage(step), "val"]
-    results = [jax.tree.map(float, program(weights, batch, mask)) for batch in batches]
+    program = programs[c.stage_at(step), "val"]
+    results = [jax.tree.map(float, program(weights, batch)) for batch in batches]
     losses, lost = zip(*results, strict=True)
     return float(np.mean(losses)), int(sum(lost))
 
@@ -3149,20 +2580,16 @@ def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
     path = log.path.with_suffix(".npz")
     try:
         if c.save:
-            tables = write_tables(path.with_suffix(""), weights)
-            save_weights(path, unpad(weights, c), c, result, tables)
+            save_weights(path, unpad(weights, c), c, result)
             result["weights"] = path.name
     finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
         log.line(f"RESULT {json.dumps(result)}")
     return path if c.save else None
 
 
-def save_weights(path: Path, weights: dict, c: Config, result: dict, tables: dict) -> None:
-    """Writes weights by name, and what evals/ need to know of them, as JSON. `tables` is the result
-    of write_tables()."""
+def save_weights(path: Path, weights: dict, c: Config, result: dict) -> None:
+    """Writes weights by name, and what evals/ need to know of them, as JSON."""
     about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
-    if tables:
-        about["tables"] = tables
     about = {name: json.dumps(value) for name, value in about.items()}
     if jax.process_index() == 0:
         np.savez(path, **about, **weights)
