@@ -189,17 +189,6 @@ MEDIUM_STAGES = (
 )
 
 
-# How often a parameter is updated: the cadences of param_table().
-EVERY_STEP, WITH_ADAM = CADENCES = "every step", "with Adam"
-
-
-class Updates(NamedTuple):
-    """What a step updates. Each combination has programs of its own."""
-
-    due: tuple[str, ...]  # cadences whose parameters are updated
-    waiting: tuple[str, ...]  # cadences whose gradients wait from the steps before
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Defaults are the record's. Numbers and strings are also flags; tuples are changed here."""
@@ -296,38 +285,13 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
-    def due(self, step: int) -> tuple[str, ...]:
-        """[two-cadences] The cadences whose parameters a step updates: always the matrices, in some
-        steps also what Adam updates. Record 39."""
-        return (EVERY_STEP,) if (step + 1) % self.adam_every else CADENCES
-
-    def updates(self, step: int) -> Updates:
-        """What a step updates."""
-        before = self.due(step - 1) if step else CADENCES
-        waiting = tuple(cadence for cadence in CADENCES if cadence not in before)
-        return Updates(self.due(step), waiting)
-
-    def waits(self, cadence: str) -> bool:
-        """Whether some steps compute gradients of a cadence without an update."""
-        return any(cadence not in self.due(step) for step in range(self.total_steps))
-
-    def table_step(self, step: int) -> int:
-        """The number of steps since the last update of the tables."""
-        first = step
-        while first > 0 and WITH_ADAM not in self.due(first - 1):
-            first -= 1
-        return step - first
+    def is_adam_step(self, step: int) -> bool:
+        """[two-cadences] Whether a step updates everything, and not the matrices alone: record 39."""
+        return (step + 1) % self.adam_every == 0
 
     def ngram_slots(self, T: int) -> int:
         """Rows of each eighth of the n-gram table that a sequence of T tokens may read."""
         return math.ceil(self.ngram_capacity * len(self.ngrams) * T)
-
-    def waiting_rows(self, stage: int) -> tuple[int, int]:
-        """How many steps may have left gradients of n-gram rows when a step of this stage begins,
-        and how many rows of an eighth each of them may have read."""
-        steps = [i for i in range(self.total_steps) if self.stage_at(i) <= stage]
-        longest = max(self.sequence_length(i) for i in range(stage + 1))
-        return max(1, *map(self.table_step, steps)), self.batch * self.ngram_slots(longest)
 
     def validates_before(self, step: int) -> bool:
         """Whether the run validates before this step."""
@@ -1232,7 +1196,7 @@ GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
 
 class Param(NamedTuple):
     """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
-    its cadence how often it is updated; neither follows from the optimizer.
+    every_step how often it is updated; neither follows from the optimizer.
 
     sharding    stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
@@ -1249,7 +1213,7 @@ class Param(NamedTuple):
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
     sharding: P = REPLICATED
-    cadence: str = WITH_ADAM  # it is updated in the steps in which Config.due() has it
+    every_step: bool = False  # updated in every step, or only where Config.is_adam_step()
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a table: rows without padding
@@ -1339,7 +1303,7 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     shape = (len(bounds), GROUP, rows, cols)
     return Param(
         shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
-        sharding=BANK, cadence=EVERY_STEP, base_lr="muon_lr", layers=layer_of,
+        sharding=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
     )  # fmt: skip
 
 
@@ -1512,37 +1476,11 @@ def lost_ngrams(request: Request) -> Array:
     return jnp.sum(request.slot_BN == GROUP * request.wanted_QpC.shape[-1])
 
 
-def add_rows(table_RpD, rows: RowGradients) -> Array:
-    """The table, plus the gradients of rows."""
+def table_gradient(rows: RowGradients, table_RpD) -> Array:
+    """The gradient of this device's eighths of the table. Gradients of equal rows are added."""
     eighth = jnp.arange(table_RpD.shape[1])[:, None]
-    return table_RpD.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
-
-
-def keep_rows(waiting: RowGradients, new: RowGradients, table_step: Array) -> RowGradients:
-    """Gradients of rows that wait for an update of the tables, with those of one more step."""
-
-    def put(new, waiting):
-        return waiting.at[table_step, :, : new.shape[1]].set(new.astype(waiting.dtype))
-
-    return jax.tree.map(put, new, waiting)
-
-
-def with_kept_rows(waiting: RowGradients, new: RowGradients, c: Config, stage: int) -> RowGradients:
-    """The gradients of a step, and those that have been waiting."""
-    steps, slots = c.waiting_rows(stage)
-
-    def join(new, waiting):
-        return jnp.concatenate((new, *waiting[:steps, :, :slots]), axis=1)
-
-    return jax.tree.map(join, new, waiting)
-
-
-def without_rows(waiting: RowGradients) -> RowGradients:
-    """Nothing waits any more."""
-    return waiting._replace(rows=jnp.full_like(waiting.rows, NO_ROW))
-
-
-NO_ROW = 2**31 - 1  # past the end of any table
+    zeros = jnp.zeros_like(table_RpD)
+    return zeros.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
 
 
 # ---- Optimizer -----------------------------------------------------------------------------------
@@ -1629,7 +1567,6 @@ class ScheduleRow(NamedTuple):
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
     loss_weights: Any  # (J,): of the targets, in the order of target_weights()
-    table_step: Any  # steps since the last update of the tables
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1660,7 +1597,6 @@ def schedule(c: Config) -> list[ScheduleRow]:
             momentum=np.float32(momentum[step]),
             tied=np.bool_(progress[step] <= c.untie),
             loss_weights=np.float32(weights),
-            table_step=np.int32(c.table_step(step)) if c.waits(WITH_ADAM) else (),
         )
         rows.append(row)
     return rows
@@ -1672,7 +1608,7 @@ class State(NamedTuple):
 
     params: dict[str, Array]  # master copies
     opt_state: dict[str, Any]  # of each parameter's optimizer
-    waiting_grads: dict[str, Any]  # of parameters whose update comes only in a later step
+    waiting_grads: dict[str, Array]  # of parameters whose update comes only in the next step
     lookups: dict[str, Array]  # whole LOOKUPs in c.compute, from the last all-gather
     lost_ngrams: Array  # n-grams that were read as zeros so far, because there was no slot
 
@@ -1691,13 +1627,9 @@ def initial_state(seed: Array, c: Config) -> State:
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
     waiting = {}
-    for name in params:
-        if c.waits(table[name].cadence) and name != "bigram":
-            waiting[name] = jnp.zeros_like(params[name])
-    if c.waits(table["bigram"].cadence):  # the gradients of rows, for each step that waits
-        steps, slots = c.waiting_rows(len(c.stages) - 1)
-        rows = jnp.full((steps, GROUP, slots), NO_ROW)
-        waiting["bigram"] = RowGradients(rows, jnp.zeros((*rows.shape, c.D), c.compute))
+    if c.adam_every > 1:
+        rare = [name for name in params if not table[name].every_step]
+        waiting = {name: jnp.zeros_like(params[name]) for name in rare}
     tables = [name for name in params if table[name].sharding == LOOKUP]
     lookups = {name: jnp.array(params[name], c.compute) for name in tables}
     return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
@@ -1742,10 +1674,10 @@ def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     return program(old, np.uint32(max(0, c.seed)))
 
 
-def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, updates: Updates):
+def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, adam_step: bool):
     """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
-    the loss per token, summed over targets. Only parameters of the cadences that are due are
-    updated; the other gradients wait for a later step.
+    the loss per token, summed over targets. Unless it is an Adam step, only the matrices are
+    updated; the other gradients wait for the next step.
 
     collective       what                             axis   dtype     when
     all-gather       banks                            fsdp   compute   every step
@@ -1787,43 +1719,32 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
     row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
-    waiting = dict(state.waiting_grads)
-    if WITH_ADAM not in updates.due:
-        waiting["bigram"] = keep_rows(waiting["bigram"], row_grads, row.table_step)
-    else:
-        if "bigram" in waiting:
-            kept = waiting["bigram"]
-            waiting["bigram"] = without_rows(kept)
-            row_grads = with_kept_rows(kept, row_grads, c, stage)
-        grads["bigram"] = add_rows(jnp.zeros_like(state.params["bigram"]), row_grads)
-    lost = state.lost_ngrams + lax.psum(lost.sum(), mesh_axes())
-    state = state._replace(waiting_grads=waiting, lost_ngrams=lost)
-    state = update_parameters(state, grads, row, c, updates)
+    grads["bigram"] = table_gradient(row_grads, state.params["bigram"])
+    state = state._replace(lost_ngrams=state.lost_ngrams + lax.psum(lost.sum(), mesh_axes()))
+    state = update_parameters(state, grads, row, c, adam_step)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
-def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, updates: Updates):
-    """Returns the state after an update of the parameters that are due, of this device's parts.
-    grads has the gradient of every parameter, by name and shaped like the part, summed over all
-    devices."""
+def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, adam_step: bool):
+    """Returns the state after an update of this device's parts of the parameters: of all in an Adam
+    step, otherwise of the matrices. grads has the gradient of every parameter, by name and shaped
+    like the part, summed over all devices."""
     table = param_table(c)
-    due = [name for name, param in table.items() if param.cadence in updates.due]
-    grads = dict(grads)
-    waiting = dict(state.waiting_grads)
-    for name in waiting:
-        if name == "bigram":  # see keep_rows()
-            continue
-        if table[name].cadence in updates.waiting:
-            grads[name] = waiting[name] + grads[name]
-        if name not in due:  # else it is used up, and a later step overwrites it
-            waiting[name] = grads[name]
-    if "embed" in due:
-        both = grads["embed"] + grads["head"]  # [tie] With one gradient, they stay one table.
+    waiting = state.waiting_grads
+    if adam_step:
+        # [two-cadences] Gradients that waited are added. They stay there, and the next step, which
+        # is none of Adam's, overwrites them.
+        grads = grads | {name: waiting[name] + grads[name] for name in waiting}
+        # [tie] With one gradient, embedding and head stay one table.
+        both = grads["embed"] + grads["head"]
         grads |= {name: jnp.where(row.tied, both, grads[name]) for name in ("embed", "head")}
+    else:
+        waiting = {name: grads[name] for name in waiting}
 
     params, opt_state = dict(state.params), dict(state.opt_state)
-    for name in due:
-        param = table[name]
+    for name, param in table.items():
+        if not (adam_step or param.every_step):
+            continue
         optimizer = optax.with_extra_args_support(param.optimizer)
         update, opt_state[name] = optimizer.update(
             grads[name], opt_state[name], params[name], momentum=row.momentum
@@ -1834,11 +1755,12 @@ def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, up
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
         params[name] = apply_update(params[name], update, rate, lr, param.weight_decay)
-    if "embed" in due:  # a copy, because XLA may round the two updates differently
-        params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
+
     lookups = dict(state.lookups)
-    for name in lookups:
-        if name in due:  # gathered here and not in the next step, to overlap with Muon
+    if adam_step:
+        # A copy, because XLA may round the two updates differently.
+        params["embed"] = jnp.where(row.tied, params["head"], params["embed"])
+        for name in lookups:  # gathered here and not in the next step, to overlap with Muon
             x = params[name].astype(c.compute)
             lookups[name] = lax.all_gather(x, "fsdp", tiled=True, to="invarying")
     return state._replace(
@@ -1879,13 +1801,13 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
 }
 
 
-def compile_train_step(stage: int, updates: Updates, c: Config, mesh: Mesh) -> jax.stages.Compiled:
+def compile_train_step(stage: int, adam_step: bool, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     """The program (state, tokens, schedule row) -> (state, loss), compiled from shapes."""
     T = c.sequence_length(stage)
     at_once = math.gcd(c.microbatch, c.batch // mesh.size)  # divides the device's sequences
 
     def step(state, tokens, row):
-        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, updates)
+        return train_step(state, tokens.reshape(-1, at_once, T + 1), row, c, stage, adam_step)
 
     weights = np.zeros(len(target_weights(c.stages[stage])), np.float32)
     row = shapes_on(mesh, P(), schedule(c)[0]._replace(loss_weights=weights))
@@ -2315,10 +2237,10 @@ STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run 
 NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
 
 
-def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple[int, Any], Callable]:
-    """Compiles every program of the run, by (stage, Updates) and (stage, "val")."""
+def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
+    """Compiles every program of the run, by (stage, adam_step) and (stage, "val")."""
     start = time.perf_counter()
-    keys = [(c.stage_at(step), c.updates(step)) for step in range(c.total_steps)]
+    keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
     keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
     print(f"compiling {len(keys)} programs ...", flush=True)
@@ -2409,7 +2331,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
             stopwatch.start()
         tokens, row = next(batches)
-        state, loss = programs[c.stage_at(step), c.updates(step)](state, tokens, row)
+        state, loss = programs[c.stage_at(step), c.is_adam_step(step)](state, tokens, row)
         pending.append((step + 1, loss))
         if len(pending) > STEPS_AHEAD:
             jax.block_until_ready(pending[0][1])
