@@ -165,29 +165,20 @@ def read_stages(facts: dict[str, Any], steps: int) -> list[Stage]:
     if not isinstance(rows, list):
         result = facts.get("RESULT", {"tokens": math.nan, "steps": 1})
         return [Stage(steps, result["tokens"] / max(1, result["steps"]), math.nan)]
-    ends = stage_ends([row["steps"] for row in rows], config["steps"])
+    lengths = [row["steps"] for row in rows]
+    total = config["steps"] or sum(lengths)
     stages = []
-    for end, row in zip(ends, rows):  # noqa: B905 (strict is not in Python 3.8)
+    end = 0
+    for i, row in enumerate(rows):
+        # `--steps` stretches all stages in proportion, but each that has steps keeps at least one:
+        # see Config.stage_ends in train_gpt.py.
+        ideal = round(sum(lengths[: i + 1]) * total / sum(lengths))
+        later = sum(length > 0 for length in lengths[i + 1 :])
+        end = min(max(ideal, end + (lengths[i] > 0)), total - later)
         known = "parameters" in facts
         flops = flops_per_token(config, facts["parameters"], row) if known else math.nan
         stages.append(Stage(end, row["tokens"], flops))
     return stages
-
-
-def stage_ends(lengths: list[int], total: int) -> list[int]:
-    """First step after each stage, like Config.stage_ends in train_gpt.py. A run of `total` steps
-    (0: the sum over the stages) stretches all stages in proportion, but each stage that has steps
-    keeps at least one."""
-    total = total or sum(lengths)
-    trained = sum(length > 0 for length in lengths)
-    ends = []
-    more = 0
-    for i in range(1, len(lengths) + 1):
-        one_each = sum(length > 0 for length in lengths[:i])
-        ideal = round(sum(lengths[:i]) * total / sum(lengths))
-        more = max(more, min(ideal - one_each, total - trained))
-        ends.append(one_each + more)
-    return ends
 
 
 def flops_per_token(config: dict[str, Any], parameters: dict[str, int], stage: dict) -> float:
