@@ -7,7 +7,7 @@ Run it before you download gigabytes. It prints PASS or FAIL for everything that
 the time of the run, and ends with CHECK and one line of JSON to paste into an issue. The exit
 status is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. PRESET
 is record, which is the default, record92 or medium. Its programs stay in the compilation cache.
---help lists the parts. For a first look at a GPU, use --only machine,attention,head,settings.
+--help lists the parts. For a first look at a GPU, use --only machine,attention,head.
 
 The parts run in a second process, because a GPU's software may hang, and XLA may abort. The first
 process reads what the second one finds, names the part that hangs or dies, and starts another
@@ -37,13 +37,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, P, lax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 import train_gpt
@@ -58,7 +56,6 @@ PARTS = {  # in the order in which they run
     "norms": "the other gradients that are written by hand are right",
     "tiny": "20 steps in float32 have the same losses as on a CPU",
     "record": "trains some steps of each stage, 30 s of the longest, and predicts the run's time",
-    "settings": "tries other options of the compiler: are losses the same, and steps faster?",
     "devices": "the record's first losses are the same on one device and on all",
 }
 LIMIT = 600  # seconds; a part that sends no result for longer hangs
@@ -311,9 +308,6 @@ def run_part(name: str, part: Callable[[], Iterator[Line]]) -> str:
 
 def make_parts(c: Config, mesh: Mesh, small: bool) -> dict[str, Callable[[], Iterator[Line]]]:
     """The parts by name, except machine, ready to run."""
-    settings = other_settings()
-    if small:  # each of them is compiled, and changes nothing on a CPU
-        settings = {"CUDA graphs off": settings["CUDA graphs off"]}
     return {
         "speed": functools.partial(check_speed, c, mesh, 256 if small else 8192),
         "attention": functools.partial(check_attention, c),
@@ -321,7 +315,6 @@ def make_parts(c: Config, mesh: Mesh, small: bool) -> dict[str, Callable[[], Ite
         "norms": functools.partial(check_norms, c),
         "tiny": functools.partial(check_tiny, c if small else TINY, mesh),
         "record": functools.partial(check_record, c, mesh, 0 if small else 30),
-        "settings": functools.partial(check_settings, c, mesh, settings),
         "devices": functools.partial(check_devices, c, mesh),
     }
 
@@ -847,91 +840,6 @@ def memory_line(mesh: Mesh, programs: list) -> Line:
     used = [stat.get("peak_bytes_in_use", 0) for stat in stats]
     text = f"{max(used) / 1e9:.1f} GB at most; the compiler plans {planned / 1e9:.1f} for training"
     return True, "memory", text, used
-
-
-# ---- Settings ------------------------------------------------------------------------------------
-SWITCHES = {  # options of XLA for GPUs, and what jaxlib 0.12 does where the run does not say
-    "tuned fusions": ("xla_gpu_experimental_enable_fusion_autotuner", True),
-    "latency-hiding scheduler": ("xla_gpu_enable_latency_hiding_scheduler", False),
-    "dynamic slice fusion": ("xla_gpu_enable_dynamic_slice_fusion", True),
-}
-
-
-def other_settings() -> dict[str, dict[str, Any]]:
-    """Options of the compiler to try in place of the run's, by name: no CUDA graphs, and each
-    switch turned."""
-    usual = train_gpt.OPTIONS["gpu"]
-    settings = {"CUDA graphs off": {"xla_gpu_enable_command_buffer": ""}}
-    for name, (option, default) in SWITCHES.items():
-        value = not usual.get(option, default)
-        settings[f"{name} {'on' if value else 'off'}"] = {option: value}
-    return settings
-
-
-def check_settings(c: Config, mesh: Mesh, settings: dict[str, dict]) -> Iterator[Line]:
-    """Runs the same steps of the longest stage with other options of the compiler. No loss may
-    differ by 0.01 nats from that of the usual options, because a CUDA graph with stale pointers
-    gives wrong gradients without an error. Rounding makes less of a difference: for one target, a
-    model with the record's layers and 1,024 tokens per step differed by 0.009 between 8 CPUs and
-    1. At the end it names the fastest options."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "tpu":
-        yield True, "settings", "these options are for GPUs", None
-        return
-    right = None
-    times = {}
-    for name, options in {"usual options": {}, **settings}.items():
-        try:
-            losses, ms, compile_s = try_options(c, mesh, options)
-        except jax.errors.JaxRuntimeError as error:
-            why = str(error).splitlines()[0]
-            yield "No such compile option" in why, name, why, why
-            continue
-        right = losses if right is None else right
-        difference = float(np.abs(losses - right).max())
-        passes = difference < 0.01 and learns(losses)
-        if passes:
-            times[name] = ms
-        text = f"{ms:.2f} ms, compiled in {compile_s:.0f} s, losses {difference:.1g} from the usual"
-        if options:
-            text += f"; {json.dumps(options)}"
-        facts = {"ms": ms, "compile_s": compile_s, "difference": difference, "options": options}
-        yield passes, name, text, facts
-    if platform != "gpu":  # the options change nothing, and times differ by chance
-        return
-    usual_ms = times.get("usual options", np.inf)
-    fast = {name: ms for name, ms in times.items() if ms < 0.99 * usual_ms}
-    fastest = min(fast, key=fast.get, default="usual options")
-    yield True, "fastest", fastest, fastest
-
-
-def try_options(c: Config, mesh: Mesh, options: dict) -> tuple[np.ndarray, float, float]:
-    """Returns losses, milliseconds per step and seconds of compiling for the longest stage, with
-    these options added to the usual ones. XLA does not tune again what it tuned for an earlier
-    program."""
-    platform = mesh.devices.flat[0].platform
-    stage = longest_stage(c)
-    usual = train_gpt.OPTIONS.get(platform, {})
-    cache = contextlib.nullcontext() if platform == "cpu" else without_cache()
-    with mock.patch.dict(train_gpt.OPTIONS, {platform: usual | options}), cache:
-        began = time.perf_counter()
-        programs = compile_cycle(c, stage, mesh)
-        compile_s = time.perf_counter() - began
-    losses, times = train_steps(programs, c, stage, mesh)
-    return losses, float(np.mean(times[WARM_UP:])), compile_s
-
-
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-    """Compiles what the compilation cache has already: JAX looks at the option only once."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 # ---- One device and several ----------------------------------------------------------------------

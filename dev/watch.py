@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import math
 import re
@@ -166,29 +165,20 @@ def read_stages(facts: dict[str, Any], steps: int) -> list[Stage]:
     if not isinstance(rows, list):
         result = facts.get("RESULT", {"tokens": math.nan, "steps": 1})
         return [Stage(steps, result["tokens"] / max(1, result["steps"]), math.nan)]
-    ends = stage_ends([row["steps"] for row in rows], config["steps"])
+    lengths = [row["steps"] for row in rows]
+    total = config["steps"] or sum(lengths)
     stages = []
-    for end, row in zip(ends, rows):  # noqa: B905 (strict is not in Python 3.8)
+    end = 0
+    for i, row in enumerate(rows):
+        # `--steps` stretches all stages in proportion, but each that has steps keeps at least one:
+        # see Config.stage_ends in train_gpt.py.
+        ideal = round(sum(lengths[: i + 1]) * total / sum(lengths))
+        later = sum(length > 0 for length in lengths[i + 1 :])
+        end = min(max(ideal, end + (lengths[i] > 0)), total - later)
         known = "parameters" in facts
         flops = flops_per_token(config, facts["parameters"], row) if known else math.nan
         stages.append(Stage(end, row["tokens"], flops))
     return stages
-
-
-def stage_ends(lengths: list[int], total: int) -> list[int]:
-    """First step after each stage, like Config.stage_ends in train_gpt.py. A run of `total` steps
-    (0: the sum over the stages) stretches all stages in proportion, but each stage that has steps
-    keeps at least one."""
-    total = total or sum(lengths)
-    trained = sum(length > 0 for length in lengths)
-    ends = []
-    more = 0
-    for i in range(1, len(lengths) + 1):
-        one_each = sum(length > 0 for length in lengths[:i])
-        ideal = round(sum(lengths[:i]) * total / sum(lengths))
-        more = max(more, min(ideal - one_each, total - trained))
-        ends.append(one_each + more)
-    return ends
 
 
 def flops_per_token(config: dict[str, Any], parameters: dict[str, int], stage: dict) -> float:
@@ -236,11 +226,6 @@ def speed(run: Run, first: Loss, last: Loss) -> Speed:
     return Speed((tokens - tokens_before) / seconds, (flops - flops_before) / seconds / run.peak)
 
 
-def speed_at(run: Run, i: int) -> Speed:
-    """The speed over the ten lines that end with line i."""
-    return speed(run, run.losses[max(0, i - 10)], run.losses[i])
-
-
 def show(number: float, form: str) -> str:
     """A number in a format, or n/a."""
     return "n/a" if math.isnan(number) else format(number, form)
@@ -270,7 +255,7 @@ def summary(run: Run) -> list[str]:
             f"MFU {show(average.mfu, '.1%')}"
         )
     elif run.losses:
-        now = speed_at(run, len(run.losses) - 1)
+        now = speed(run, run.losses[-11:][0], last)  # over the last ten lines
         left = (work(run, steps)[0] - tokens) / (now.tokens_per_second or math.nan)
         rate = show(now.tokens_per_second, ",.0f")
         lines.append(f"{rate} tokens/s and MFU {show(now.mfu, '.1%')} now, {on_average}")
@@ -312,40 +297,6 @@ def curve(losses: list[Loss]) -> list[str]:
 
 
 # ---- Watching ------------------------------------------------------------------------------------
-class Mirror:
-    """Copies losses, rates and MFU to trackio or wandb, which have the same functions."""
-
-    def __init__(self, package: str, project: str):
-        try:
-            self.module = importlib.import_module(package)
-        except ImportError:
-            install = f"{sys.executable} -m pip install {package}"
-            sys.exit(f"watch: {package} is not installed; type  {install}")
-        self.project = project
-        self.path = None  # of the log whose lines are sent
-        self.sent = set()
-
-    def copy(self, run: Run) -> None:
-        """Sends the lines that were not sent before."""
-        if self.path != run.path:
-            self.finish()
-            self.path = run.path
-            self.sent = set()
-            self.module.init(project=self.project, name=run.path.stem, config=run.config)
-        for i, loss in enumerate(run.losses):
-            if (loss.kind, loss.step) not in self.sent:
-                self.sent.add((loss.kind, loss.step))
-                rates = speed_at(run, i)._asdict().items()
-                numbers = {name: rate for name, rate in rates if not math.isnan(rate)}
-                numbers[f"{loss.kind}_loss"] = loss.loss
-                self.module.log(numbers, step=loss.step)
-
-    def finish(self) -> None:
-        """Lets the package send what it still has."""
-        if self.path:
-            self.module.finish()
-
-
 def newest_run() -> Run | None:
     """The newest log in logs/: their names begin with the time."""
     for path in sorted(Path("logs").glob("20*.txt"), reverse=True):
@@ -369,7 +320,7 @@ class Screen:
         self.height = len(lines)
 
 
-def follow(path: Path | None, mirrors: list[Mirror], refresh: bool) -> None:
+def follow(path: Path | None) -> None:
     """Shows a run until it ends. Without a path, it waits for a run that has not ended before."""
     screen = Screen()
     waiting = path is None
@@ -381,15 +332,11 @@ def follow(path: Path | None, mirrors: list[Mirror], refresh: bool) -> None:
         lines = summary(run) if run else []
         if waiting:
             lines.append("Waiting for the log of the next run in logs/; Ctrl-C ends this.")
-        elif run:
-            for mirror in mirrors:
-                mirror.copy(run)
-            if ended:
-                screen.show(lines)
-                return
-        if refresh:
-            columns = shutil.get_terminal_size().columns or 80  # 0 in some containers
-            screen.show([line[: columns - 1] for line in lines])  # a longer one would wrap
+        elif ended:
+            screen.show(lines)
+            return
+        columns = shutil.get_terminal_size().columns or 80  # 0 in some containers
+        screen.show([line[: columns - 1] for line in lines])  # a longer one would wrap
         time.sleep(1)
 
 
@@ -400,23 +347,15 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("log", nargs="?", type=Path, metavar="LOG")
     parser.add_argument("--once", action="store_true", help="print one summary, do not wait")
-    for package in "trackio", "wandb":
-        text = f"copy losses, rates and MFU to {package}, if it is installed"
-        parser.add_argument(f"--{package}", action="store_true", help=text)
-    parser.add_argument("--project", default="jnanogpt", help="for --trackio and --wandb")
     args = parser.parse_args(argv)
-    mirrors = [Mirror(p, args.project) for p in ("trackio", "wandb") if getattr(args, p)]
     sys.stdout.reconfigure(errors="replace")  # for terminals without these blocks
-    terminal = sys.stdout.isatty()
     try:
-        if (terminal or mirrors) and not args.once:
-            follow(args.log, mirrors, refresh=terminal)
+        if sys.stdout.isatty() and not args.once:
+            follow(args.log)
             return
         run = read_run(args.log) if args.log else newest_run()
         if run is None:
             sys.exit("watch: there is no log in logs/; ./run.sh starts a run")
-        for mirror in mirrors:
-            mirror.copy(run)
         print("\n".join(summary(run)))
     except OSError as error:
         sys.exit(f"watch: {error.filename}: {error.strerror}")
@@ -424,9 +363,6 @@ def main(argv: list[str]) -> None:
         sys.exit(f"watch: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    finally:
-        for mirror in mirrors:
-            mirror.finish()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -53,9 +54,9 @@ def read_notes(folder: Path) -> str:
     return text.strip()
 
 
-def copy_set(e: Evidence, to: Path, parent: Path | None, patch_only: bool) -> None:
-    """Writes the logs of a set of runs, its plan and its source. The source is written once, not in
-    every log; with patch_only it is left out where a patch of the parent's source makes it."""
+def copy_set(e: Evidence, to: Path, patch: str) -> None:
+    """Writes the logs of a set of runs, without their source, its plan, and a patch that is not
+    empty."""
     to.mkdir(parents=True)
     logs = {}
     for run in e.runs:
@@ -65,16 +66,35 @@ def copy_set(e: Evidence, to: Path, parent: Path | None, patch_only: bool) -> No
     if (e.folder / "unfinished").is_dir():
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
-    source = e.folder / "train_gpt.py"
-    patch = ""
-    if parent:
-        old = (parent / "train_gpt.py").read_text().splitlines(keepends=True)
-        new = source.read_text().splitlines(keepends=True)
-        patch = "".join(difflib.unified_diff(old, new, "a/train_gpt.py", "b/train_gpt.py"))
     if patch:
         (to / "change.patch").write_text(patch)
-    if not patch or not patch_only:
-        shutil.copy(source, to)
+
+
+def copy_source(source: Path, to: Path, packed: Path) -> None:
+    """Writes a source into the folder `to`, which will be moved to `packed`: if a record has the
+    same file, as a train_gpt.sha256 that names it, else as train_gpt.py."""
+    content = source.read_bytes()
+    for file in sorted(HERE.glob("tracks/*/*/train_gpt.py")):
+        if file.read_bytes() == content:
+            sha256 = hashlib.sha256(content).hexdigest()
+            path = Path(os.path.relpath(file, packed)).as_posix()
+            (to / runs.POINTER).write_text(f"{sha256}  {path}\n")
+            return
+    shutil.copy(source, to)
+
+
+def difference(old: Path, new: Path) -> str:
+    """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
+    a = (old / "train_gpt.py").read_text().splitlines(keepends=True)
+    b = (new / "train_gpt.py").read_text().splitlines(keepends=True)
+    return "".join(difflib.unified_diff(a, b, "a/train_gpt.py", "b/train_gpt.py"))
+
+
+def is_rewritten(patch: str, folder: Path) -> bool:
+    """Returns whether a patch is longer than half of the train_gpt.py that it makes. It is not
+    packed then, because reading both files says more."""
+    source = (folder / "train_gpt.py").read_text()
+    return len(patch.splitlines()) > len(source.splitlines()) / 2
 
 
 def write_archive(path: Path, logs: dict[str, bytes]) -> None:
@@ -113,7 +133,8 @@ class Plan(NamedTuple):
 
     # By the folder inside the record: "" (the record itself) and "baseline", or every variant.
     sets: dict[str, Evidence]
-    parents: dict[str, Path | None]  # by the same folder: the folder with the source to patch
+    patches: dict[str, str]  # by the same folder: what changes the parent's train_gpt.py, if any
+    rewritten: list[str]  # the folders whose patch is left out: see is_rewritten
     is_study: bool  # a comparison of several variants
     result: dict[str, Any]  # the content of result.json
     report: str  # of verify.py
@@ -155,12 +176,18 @@ def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
         parent=parent.name if parent else None,
         **describe(this, TRACKS[track].target),
     )
-    parents = {"": parent}
-    if is_study:
-        parents = dict.fromkeys(variants[1:], this.folder)
+    patches = {}
+    rewritten = []
+    parents = dict.fromkeys(variants[1:], this.folder) if is_study else {"": parent}
+    for inside, old in parents.items():
+        patch = difference(old, sets[inside].folder) if old else ""
+        if is_rewritten(patch, sets[inside].folder):
+            rewritten.append(inside)
+        else:
+            patches[inside] = patch
     if base:
         sets["baseline"] = base
-    return Plan(sets, parents, is_study, result, report, track)
+    return Plan(sets, patches, rewritten, is_study, result, report, track)
 
 
 def make(folder: Path, name: str, baseline: Path | None) -> None:
@@ -178,7 +205,13 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
         for inside, evidence in plan.sets.items():
-            copy_set(evidence, place / inside, plan.parents.get(inside), patch_only=plan.is_study)
+            patch = plan.patches.get(inside, "")
+            source = evidence.folder / "train_gpt.py"
+            copy_set(evidence, place / inside, patch)
+            if not inside:
+                shutil.copy(source, place)  # a record has its file, whoever else has it
+            elif not patch:
+                copy_source(source, place / inside, packed=to / inside)
         if plan.is_study:
             shutil.copy(folder / "plan.json", place)
         (place / "result.json").write_text(json.dumps(plan.result, indent=1) + "\n")
@@ -194,10 +227,17 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
 def page(plan: Plan, notes: str) -> str:
     """Returns the README.md of a record or a comparison."""
     result = plan.result
+    left_out = ""
+    if plan.rewritten:
+        names = ", ".join(inside or result["name"] for inside in plan.rewritten)
+        left_out = (
+            f"There is no `change.patch` of {names}, because it would be longer than half of the "
+            "file.\n\n"
+        )
     return (
         f"# {result['name']}\n\nTrack `{plan.track}`, {result['date']}, {result['machine']}; the "
         f"last record before it: {result['parent'] or 'none'}.\n\n"
-        f"![validation loss](curves.svg)\n\n{notes}\n\n## Evidence\n\n"
+        f"![validation loss](curves.svg)\n\n{notes}\n\n{left_out}## Evidence\n\n"
         f"The report of `records/verify.py` when this was packed:\n\n{plan.report}\n"
     )
 

@@ -3,11 +3,12 @@
     python records/run_ab.py VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
     python records/run_ab.py --resume DIR [VARIANT ...]
 
-A variant is a train_gpt.py, a folder with one, or a change of the first variant: a .patch for its
-file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to the others. DIR/plan.json
-states the number of runs and their seeds before the first run. For each seed, all variants run in
-turn (A B A B), for the whole schedule (--target 0). --resume runs what was interrupted or not
-begun, and adds variants to the plan. At the end, verify.py judges all runs.
+A variant is a train_gpt.py, a folder with one (or with a train_gpt.sha256, which names one), or a
+change of the first variant: a .patch for its file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH
+gives a name to the others. DIR/plan.json states the number of runs and their seeds before the first
+run. For each seed, all variants run in turn (A B A B), for the whole schedule (--target 0).
+--resume runs what was interrupted or not begun, and adds variants to the plan. At the end,
+verify.py judges all runs.
 """
 
 import argparse
@@ -129,8 +130,11 @@ def name_of(path: Path) -> str:
 
 
 def read_source(path: Path, first: bytes) -> bytes:
-    """Returns the source in a file or a folder, or the first one changed by a patch."""
-    file = path / "train_gpt.py" if path.is_dir() else path
+    """Returns the source in a file or of a folder, or the first one changed by a patch."""
+    try:
+        file = runs.source_file(path) if path.is_dir() else path
+    except runs.Unreadable as error:
+        refuse(str(error))
     if not file.is_file():
         refuse(f"no such file: {file}")
     source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()

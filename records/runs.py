@@ -10,6 +10,9 @@ from step 15, so losses of later steps above that line do not count. Of the fact
 `preset`, `target` and `val_tokens` are interpreted: logs of any version can be read, whatever its
 layers and stages are called. A packed log (pack.py) has `source sha256` in place of the source.
 This module believes what a log states, so it does not detect a forged log.
+
+Beside the logs is their source, train_gpt.py, or train_gpt.sha256 with the path of a record that
+has the same file.
 """
 
 import hashlib
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BORDER = b"=" * 100 + b"\n"
+POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
 VALIDATION = re.compile(
     r"^step:(\d+)/(\d+) val_loss:(\S+) train_time:(\d+(?:\.\d+)?)(m?s) step_avg:\S+ms$", re.M
 )
@@ -69,6 +73,27 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise Unreadable(f"{archive} is damaged: {error}") from error
     return sorted(found)
+
+
+def source_file(folder: Path) -> Path:
+    """Returns the source of a folder's logs: its train_gpt.py (which may be missing), or the file
+    that its train_gpt.sha256 names. Raises Unreadable if that file is missing or has changed."""
+    source = folder / "train_gpt.py"
+    pointer = folder / POINTER
+    if not pointer.is_file():
+        return source
+    if source.is_file():
+        raise Unreadable(f"{folder} has a train_gpt.py and a {POINTER}; delete one of them")
+    line = re.fullmatch(rb"([0-9a-f]{64})  ([\w./-]+)\n", pointer.read_bytes())
+    if not line:
+        raise Unreadable(f"{pointer} is not one line of sha256sum")
+    sha256, path = line[1].decode(), line[2].decode()
+    source = folder / path
+    if not source.is_file():
+        raise Unreadable(f"{pointer} names {path}, which is missing")
+    if hashlib.sha256(source.read_bytes()).hexdigest() != sha256:
+        raise Unreadable(f"{pointer} names {path}, which has another sha256")
+    return source
 
 
 class Validation(NamedTuple):

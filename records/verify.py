@@ -86,7 +86,6 @@ class Evidence(NamedTuple):
     runs: list[Run]  # all that can be read, in the order in which they began
     unreadable: list[str]  # the other logs, with the reasons
     plan: dict[str, Any] | None  # plan.json; its "arm" is the name of this variant in its "arms"
-    source_sha256: str | None  # of train_gpt.py beside the logs
 
     @property
     def ended(self) -> list[Run]:
@@ -126,9 +125,7 @@ def collect(folder: Path) -> Evidence:
     found, unreadable = read_logs(folder)
     if not found:
         raise Unreadable("; ".join([f"{folder} has no log that can be read", *unreadable]))
-    source = folder / "train_gpt.py"
-    sha256 = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else None
-    return Evidence(folder, found, unreadable, read_plan(folder), sha256)
+    return Evidence(folder, found, unreadable, read_plan(folder))
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -219,11 +216,17 @@ def all_losses(run: Run) -> list[float]:
 
 
 def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
-    """All runs have one source, that of train_gpt.py beside the logs."""
+    """All runs have one source: train_gpt.py beside the logs, or the file of a record that
+    train_gpt.sha256 names."""
     sources = sorted({run.source_sha256 for run in e.runs})
     if len(sources) > 1:
         yield fail(f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}")
-    if e.source_sha256 and sources != [e.source_sha256]:
+    try:
+        file = runs.source_file(e.folder)
+    except Unreadable as error:
+        yield fail(str(error))
+        return
+    if file.is_file() and sources != [hashlib.sha256(file.read_bytes()).hexdigest()]:
         yield fail("train_gpt.py is not the source that the logs state")
 
 

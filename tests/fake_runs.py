@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verify import TRACKS
 
-SOURCE = "print('not executed')\n"
+SOURCE = "print('not executed')\n" + "#\n" * 20  # so long that a patch of one line is short
 BORDER = "=" * 100 + "\n"
 LAYERS = [dict(window="short", value_table=0, mudd=[]), dict(window=None, skip_from=0, mudd=[])]
 STAGES = [dict(steps=500, tokens=2048, targets=[1.0, [0.5, 0.0]], prefix=0.0)]
@@ -114,6 +114,17 @@ def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **fac
         (folder / "logs" / name).write_text(ours(seed + i, loss, ms + i, **facts))
     write_plan(folder, [seed + i for i in range(len(losses))], source)
     return folder
+
+
+def name_source(folder: Path, named: str = SOURCE) -> Path:
+    """Replaces the train_gpt.py of a folder by a train_gpt.sha256, as of a comparison whose file is
+    that of a record. Returns the named file, which is written beside the folder."""
+    (folder / "train_gpt.py").unlink()
+    file = folder.parent / "record" / "train_gpt.py"
+    file.parent.mkdir()
+    file.write_text(named)
+    (folder / "train_gpt.sha256").write_text(f"{sha(named)}  ../record/train_gpt.py\n")
+    return file
 
 
 def plan_together(*folders: Path) -> None:

@@ -71,8 +71,8 @@ def test_all_parts_pass_here_and_leave_a_line_of_json():
     assert (status, lines[-1], facts["failed"]) == (0, "all pass", []), lines
     passed = [line[5:].split(": ")[0] for line in lines if line.startswith("PASS ")]
     assert {*passed} == facts.keys() - {"failed", "argv", "seconds"}
-    assert len(passed) == 26 and facts["predicted training time"] > 0
-    assert [facts["CUDA graphs off"]["difference"], len(facts["devices"])] == [0, 2]
+    assert len(passed) == 24 and facts["predicted training time"] > 0
+    assert len(facts["devices"]) == 2
     assert not any(line.startswith("FAIL") for line in lines)
 
 
@@ -153,13 +153,13 @@ def child(monkeypatch):
 
 
 def test_a_part_that_hangs_or_aborts_is_named_and_the_others_go_on(child, capfd):
-    child(attention="hangs", norms="aborts", settings="aborts")
+    child(attention="hangs", norms="aborts", devices="aborts")
     began = time.monotonic()
-    assert check_gpu.main(["--small", "--only", "speed,attention,head,norms,tiny,settings"]) == 1
+    assert check_gpu.main(["--small", "--only", "speed,attention,head,norms,tiny,devices"]) == 1
     assert time.monotonic() - began < 20
     *lines, last = capfd.readouterr().out.splitlines()
     facts = json.loads(last.removeprefix("CHECK "))
-    assert facts["failed"] == ["attention", "norms", "settings"]
+    assert facts["failed"] == ["attention", "norms", "devices"]
     assert facts["attention"]["end"] == "hangs: it has not sent a result for 2 s"
     assert facts["attention"]["output"][:2] == ["[half a message", "still waiting"]
     assert facts["norms"]["end"] == "killed by SIGABRT"
@@ -167,7 +167,7 @@ def test_a_part_that_hangs_or_aborts_is_named_and_the_others_go_on(child, capfd)
     for part in "speed", "attention", "head", "tiny":
         assert lines.count(f"PASS {part} is good: text") == 1
         assert facts[f"{part} is good"] == {"two": 2.0}
-    assert lines[-1] == "FAILED: attention; norms; settings"
+    assert lines[-1] == "FAILED: attention; norms; devices"
 
 
 def test_a_process_that_dies_before_its_parts_is_started_once(child, capfd):
@@ -672,101 +672,7 @@ def test_a_gpu_that_gets_slower_shows(ms, steady, text):
     assert passed is steady and text in found
 
 
-# ---- Settings and devices ------------------------------------------------------------------------
-USUAL = [5.0, 4.0, 3.0]
-
-
-def settings_lines(monkeypatch, outcomes: dict) -> dict[str, tuple]:
-    """Lines of check_settings() by name, where the outcome of an option is (losses, ms) of its
-    steps or an error, and that of others is as usual, in 10 ms."""
-    before = dict(train_gpt.OPTIONS)
-    monkeypatch.setitem(train_gpt.OPTIONS, "cpu", {"xla_allow_excess_precision": False})
-
-    def compile_train_step(stage, updates, *_):
-        assert stage == 1
-        options = train_gpt.OPTIONS["gpu"]
-        assert options["xla_allow_excess_precision"] is False
-        named = [outcome for option, outcome in outcomes.items() if option in options]
-        outcome = named[0] if named else (USUAL, 10.0)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    def train_steps(programs, *_):
-        losses, ms = programs[0]
-        return np.array(losses), np.array([1e6] * check_gpu.WARM_UP + [ms, ms])
-
-    monkeypatch.setattr(train_gpt, "compile_train_step", compile_train_step)
-    monkeypatch.setattr(check_gpu, "train_steps", train_steps)
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    lines = [*check_gpu.check_settings(TWO_STAGES, mesh, check_gpu.other_settings())]
-    monkeypatch.undo()
-    assert train_gpt.OPTIONS == before
-    return {name: (passed, text) for passed, name, text, _ in lines}
-
-
-GRAPHS = "xla_gpu_enable_command_buffer"
-FUSIONS = "xla_gpu_experimental_enable_fusion_autotuner"
-
-
-@pytest.mark.parametrize(
-    "outcomes, failed, fastest",
-    [
-        ({}, [], "usual options"),
-        ({GRAPHS: (USUAL, 9.95)}, [], "usual options"),
-        ({GRAPHS: (USUAL, 9.0), FUSIONS: (USUAL, 8.0)}, [], "tuned fusions off"),
-        ({GRAPHS: ([5.0, 4.002, 3.008], 9.0)}, [], "CUDA graphs off"),
-        ({GRAPHS: ([5.0, 4.02, 3.0], 9.0)}, ["CUDA graphs off"], "usual options"),
-        ({GRAPHS: ([5.0, np.nan, 3.0], 9.0)}, ["CUDA graphs off"], "usual options"),
-    ],
-)
-def test_settings_must_have_the_usual_losses(monkeypatch, outcomes, failed, fastest):
-    lines = settings_lines(monkeypatch, outcomes)
-    assert [name for name, (passed, _) in lines.items() if not passed] == failed
-    assert [*lines][:3] == ["usual options", "CUDA graphs off", "tuned fusions off"]
-    assert lines["fastest"][1] == fastest and len(lines) == 6
-
-
-def test_an_option_that_jaxlib_does_not_know_is_left_out(monkeypatch):
-    unknown = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'")
-    broken = jax.errors.JaxRuntimeError("INTERNAL: ptxas\nhas crashed")
-    lines = settings_lines(monkeypatch, {FUSIONS: unknown, GRAPHS: broken})
-    assert lines["tuned fusions off"] == (True, str(unknown))
-    assert lines["CUDA graphs off"] == (False, "INTERNAL: ptxas") and len(lines) == 6
-
-
-def test_settings_say_that_they_are_not_for_tpus():
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
-    ((passed, _, text, _),) = check_gpu.check_settings(C, mesh, {})
-    assert passed and text == "these options are for GPUs"
-
-
-@pytest.mark.parametrize("options", check_gpu.other_settings().values(), ids=str)
-def test_the_compiler_knows_the_options(options):
-    add = jax.jit(lambda x: x + 1).lower(1.0)
-    add.compile(options)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        add.compile({f"{option}s": value for option, value in options.items()})
-
-
-def test_the_cache_is_left_out_for_seconds_of_compiling(tmp_path, monkeypatch):
-    hits = []
-
-    def compiled():
-        jax.jit(lambda x: x + 3).lower(np.ones(3)).compile()
-        return len(hits)
-
-    monkeypatch.setattr(jax.monitoring, "record_event", lambda *_, **__: None)
-    jax.monitoring.register_event_listener(
-        lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
-    )
-    compiled()
-    before = compiled()
-    with check_gpu.without_cache():
-        assert compiled() == before
-    assert compiled() == before + 1
-
-
+# ---- One device and several ----------------------------------------------------------------------
 @pytest.mark.parametrize(
     "losses, good, text",
     [

@@ -64,6 +64,13 @@ def test_a_record_and_the_next(place, tmp_path):
     assert json.loads((record / "result.json").read_text())["parent"] == "2026-11-21_first"
     assert verify.main([str(record), str(record / "baseline")]) == 0
     assert run_ab.patched(parent.read_bytes(), record / "change.patch") == MORE.encode()
+    assert "no `change.patch`" not in (record / "README.md").read_text()
+    assert (record / "train_gpt.py").read_text() == MORE
+    names = "logs.tar.xz plan.json train_gpt.sha256"  # the baseline's file is that of the first one
+    assert sorted(path.name for path in (record / "baseline").iterdir()) == names.split()
+    assert runs.source_file(record / "baseline").samefile(parent)
+    line = f"{sha(SOURCE)}  ../../2026-11-21_first/train_gpt.py\n"
+    assert (record / "baseline/train_gpt.sha256").read_text() == line
 
     table = (place / "README.md").read_text()
     first_row = (
@@ -139,8 +146,11 @@ def test_time_is_compared_with_the_record_in_one_plan(place, tmp_path, capsys):
 
 
 def test_a_comparison(place, tmp_path, capsys):
-    """A plan has three variants that share their seeds; one of them changes nothing in the loss."""
-    sources = {name: SOURCE.replace("not executed", name) for name in ("base", "worse", "same")}
+    """A plan has three variants that share their seeds. The first one is a record; the last one
+    changes nothing in the loss, but every line of the file."""
+    make_record(write_ours(tmp_path / "first", seed=300))
+    capsys.readouterr()
+    sources = dict(base=SOURCE, worse=SOURCE.replace("not executed", "worse"), same="x = 1\n" * 21)
     for hour, (name, source) in enumerate(sources.items(), 13):
         losses = list(LOSSES)
         if name == "worse":
@@ -151,13 +161,21 @@ def test_a_comparison(place, tmp_path, capsys):
     write_plan(tmp_path / "all", [100 + i for i in range(5)], arms=arms)
     make_record(tmp_path / "all")
     folder = place / "tracks/tiny" / "2026-11-21_all"
-    assert not (folder / "worse" / "train_gpt.py").exists()
-    patched = run_ab.patched(sources["base"].encode(), folder / "worse" / "change.patch")
+    kinds = "train_gpt.py", "train_gpt.sha256", "change.patch"
+    files = [path for path in folder.glob("*/*") if path.name in kinds]
+    names = "base/train_gpt.sha256 same/train_gpt.py worse/change.patch"
+    assert sorted(str(path.relative_to(folder)) for path in files) == names.split()
+    base = runs.source_file(folder / "base")
+    assert base == folder / "base/../../2026-11-21_first/train_gpt.py"
+    patched = run_ab.patched(base.read_bytes(), folder / "worse" / "change.patch")
     assert patched == sources["worse"].encode()
+    assert (folder / "same" / "train_gpt.py").read_text() == sources["same"]
     assert capsys.readouterr().out == f"packed {folder}\n"
     assert verify.main([str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert printed.strip() in (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text()
+    assert printed.strip() in text
+    assert "\nThere is no `change.patch` of same, because it would be longer than half of" in text
     assert "| worse | 5 | 1.4901 ± 0.0097 | +0.0304 | 0.0005 | 2.5e-08 |\n" in printed
     assert "| same | 5 | 1.4597 ± 0.0097 | +0.0000 | 0.0000 | – |\n" in printed
     assert "| worse | +0.030 +0.031 +0.030 +0.031 +0.030 |\n" in printed

@@ -123,7 +123,11 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
 
 def test_many_variants_or_flags_end_in_a_table(script, tmp_path):
     out, better = tmp_path / "out", tmp_path / "better.patch"
-    status, text, _ = run(script, better, f"same={script.parent}", "-n", 3, "--out", out)
+    named = tmp_path / "named"  # its file is that of another folder
+    named.mkdir()
+    sha256 = hashlib.sha256(script.read_bytes()).hexdigest()
+    (named / "train_gpt.sha256").write_text(f"{sha256}  ../old/train_gpt.py\n")
+    status, text, _ = run(f"old={named}", better, f"same={script.parent}", "-n", 3, "--out", out)
     assert status == 1  # the third variant has the logs of the first one
     assert "- same: **FAIL** a log is in both" in text
     assert "| better | 3 | " in text and "| -0.0200 | 0.0000 |" in text
@@ -269,12 +273,15 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
     ("end.py -n 2", "must end with a newline"),
     ("border.py -n 2", "no line of 100 ="),
     ("old nothing.patch -n 2", "does not apply to the first variant"),
+    ("named -n 2", "names ../old/train_gpt.py, which has another sha256"),
     ("--resume old -n 3", "leave them out"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(script, tmp_path, arguments, message):
     (tmp_path / "end.py").write_text("x = 1")
     (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
     (tmp_path / "nothing.patch").touch()
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named/train_gpt.sha256").write_text(f"{'0' * 64}  ../old/train_gpt.py\n")
     before = sorted(tmp_path.iterdir())
     status, _, err = run(*arguments.split(), cwd=tmp_path)
     assert status == 2 and message in err and "Traceback" not in err

@@ -19,6 +19,7 @@ from fake_runs import (
     LOSSES,
     SOURCE,
     data,
+    name_source,
     ours,
     plan_together,
     sha,
@@ -103,6 +104,8 @@ def test_runs_of_ours_that_hold(tmp_path, capsys):
     assert "| runs | 5 of 5 planned |" in text and "| tokens | 1,024,000 |" in text
     assert "| final loss, mean ± standard deviation | 1.45968 ± 0.00969 |" in text
     assert text.count("| ok |") == len(verify.CHECKS) + 1
+    name_source(folder)
+    assert judged(capsys, folder) == (status, text)
     status, text = judged(capsys, write_ours(tmp_path / "low", [1.485 + i / 10000 for i in EVERY]))
     assert status == 0 and "note: the margin is less than 0.005" in text
 
@@ -216,6 +219,18 @@ def throw_away(folder: Path) -> None:
     log(folder).rename(folder / "unfinished" / "x.txt")
 
 
+def shorten_name(folder: Path) -> None:
+    """The hash in train_gpt.sha256 is cut, as in a line that was copied by hand."""
+    name_source(folder)
+    pointer = folder / "train_gpt.sha256"
+    pointer.write_text(pointer.read_text()[4:])
+
+
+def name_twice(folder: Path) -> None:
+    """A folder has a file, and names another one."""
+    (folder / "train_gpt.py").write_bytes(name_source(folder).read_bytes())
+
+
 def raise_losses(folder: Path) -> None:
     """The mean is still below the target, but not at p < 0.01."""
     for i in EVERY:
@@ -241,6 +256,13 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "two runs in a log": (lambda f: replace_in(f, "step:250/500", "step:750/500"), "out of order"),
     "a byte of the source": (lambda f: replace_in(f, "not exec", "Not exec"), "different sources"),
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
+    "a named file of another source": (lambda f: name_source(f, "#\n"), "not the source that"),
+    "a named file that changed": (
+        lambda f: name_source(f).write_text("#\n"), "train_gpt.py, which has another sha256"),
+    "a named file that is gone": (
+        lambda f: name_source(f).unlink(), "names ../record/train_gpt.py, which is missing"),
+    "a hash that is cut": (shorten_name, "train_gpt.sha256 is not one line of sha256sum"),
+    "a file and a named file": (name_twice, "has a train_gpt.py and a train_gpt.sha256; delete"),
     "stopped by itself": (stop_early, "incomplete"),
     "stopped at its end": (lambda f: replace_in(f, *REACHED), "could have stopped"),
     "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -80,12 +79,12 @@ def main(capsys, *arguments, terminal=False):
 @pytest.mark.parametrize("c", CONFIGS)
 def test_stages_and_tokens_are_those_of_the_run(c):
     trained = sum(stage.steps > 0 for stage in c.stages)
-    lengths = [stage.steps for stage in c.stages]
     for steps in (0, trained, trained + 1, 7, 100, 333, 5000):
         if steps and steps < trained:
             continue
         new = dataclasses.replace(c, steps=steps)
-        assert watch.stage_ends(lengths, steps) == new.stage_ends.tolist()
+        stages = watch.parse(EXAMPLE, facts(new)).stages
+        assert [stage.end for stage in stages] == new.stage_ends.tolist()
     c = dataclasses.replace(c, steps=100)
     run = watch.parse(EXAMPLE, facts(c))
     tokens = [B * T for B, T, _ in train_gpt.batch_shapes("train", c)]
@@ -316,38 +315,6 @@ def test_elsewhere_than_on_a_terminal_it_prints_one_summary(capsys, log, script)
     script()
     text, status = main(capsys)
     assert text.count("step 20 of 20") == 1 and status == 0
-
-
-# ---- Mirrors -------------------------------------------------------------------------------------
-def test_a_mirror_gets_each_line_once(capsys, log, script, monkeypatch):
-    calls = []
-    fake = SimpleNamespace(
-        init=lambda **options: calls.append(("init", options["project"], options["name"])),
-        log=lambda numbers, step: calls.append((step, numbers)),
-        finish=lambda: calls.append("finish"),
-    )
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    path = log(HEAD + facts() + losses((0, 6, 0), kind="val"))
-    whole = HEAD + facts() + RUN
-    script(
-        lambda: log(whole.partition("step:20/")[0], path.name),
-        lambda: log(f"{whole}RESULT {json.dumps(RESULT)}\n", path.name),
-    )
-    text, status = main(capsys, path, "--trackio", "--project", "mine")
-    assert status == 0 and text.count("end of schedule") == 1
-    assert calls[0] == ("init", "mine", path.stem) and calls[-1] == "finish"
-    assert calls[1] == (0, {"val_loss": 6})
-    run = watch.read_run(path)
-    for (step, numbers), i in zip(calls[2:-1], (1, 2), strict=True):
-        assert step == run.losses[i].step and numbers["train_loss"] == run.losses[i].loss
-        speed = watch.speed(run, run.losses[0], run.losses[i])
-        assert (numbers["tokens_per_second"], numbers["mfu"]) == pytest.approx(speed)
-
-
-def test_a_missing_package_gets_a_line_that_installs_it(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    _, status = main(capsys, EXAMPLE, "--wandb")
-    assert status == f"watch: wandb is not installed; type  {sys.executable} -m pip install wandb"
 
 
 # ---- Python --------------------------------------------------------------------------------------
