@@ -231,11 +231,9 @@ class Config:
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
-    compute: str = "bfloat16"              # dtype of activations and gathered weights
-    qkv_forward: str = "bfloat16"          # dtype of the forward matmuls of q, k and v
-    mlp_forward: str = "bfloat16"          # dtype of the MLP's forward matmuls: compute or a float8
-    head_forward: str = "float8_e4m3fn"    # dtype of the head's operands
-    head_backward: str = "float8_e5m2"     # dtype of the logits' gradient
+    compute: str = "bfloat16"   # dtype of activations and gathered weights
+    head_forward: str = "float8_e4m3fn"  # dtype of the head's operands
+    head_backward: str = "float8_e5m2"   # dtype of the logits' gradient
     # x, w and g are multiplied by these powers of two before the cast to FP8, to fill its range,
     # and the matmul's result is divided by them: see [fp8-head].
     x_scale: float = 4.0        # normalized activations are about 1, and below D**.5
@@ -286,7 +284,7 @@ class Config:
         return self.stages[stage].tokens // self.batch
 
     def is_adam_step(self, step: int) -> bool:
-        """[two-cadences] Whether a step updates everything, and not the matrices alone: record 39."""
+        """[two-cadences] Whether a step updates everything, and not only matrices. Record 39."""
         return (step + 1) % self.adam_every == 0
 
     def ngram_slots(self, T: int) -> int:
@@ -314,8 +312,7 @@ class Config:
 
     def without_fp8(self) -> "Config":
         """All matmuls in the dtype of activations."""
-        names = ("qkv_forward", "mlp_forward", "head_forward", "head_backward")
-        return dataclasses.replace(self, **dict.fromkeys(names, self.compute))
+        return dataclasses.replace(self, head_forward=self.compute, head_backward=self.compute)
 
 
 VAL_SEQUENCES = 8  # in a validation step
@@ -559,7 +556,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
     # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
-    qkv = norm_linear(x_BTD, w_qkv, c.qkv_forward, c, radial_from="x")
+    qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
     q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin, score_scale = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
@@ -681,9 +678,9 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
     fc_FD, proj_FD = w["mlp"][i]  # matrices of a bank have one shape, so proj is transposed
-    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), c.mlp_forward, c, radial_from="y")
+    hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
-    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype), c)
+    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
@@ -1012,24 +1009,25 @@ head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 #     dx = (dh - h mean(dh h)) / rms(x), with the mean over the D channels.
 # The second term removes the radial part of dh, which is parallel to h: it would only change the
 # length of x, which the norm takes away.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def norm_linear(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> Array:
-    """norm(x) w^T, (B, T, E), with operands in dtype; norm(x) is never written to memory.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def norm_linear(x_BTD, w_ED, radial_from: str) -> Array:
+    """norm(x) w^T, (B, T, E); norm(x) is never written to memory.
 
     The backward pass computes the radial part from "x", or from "y", the result. That is cheaper
     if an elementwise function follows, such as relu, because its gradient reads y anyway.
     """
-    return norm_linear_fwd(x_BTD, w_ED, dtype, c, radial_from)[0]
+    return norm_linear_fwd(x_BTD, w_ED, radial_from)[0]
 
 
-def norm_linear_fwd(x_BTD, w_ED, dtype: str, c: Config, radial_from: str) -> tuple[Array, tuple]:
+def norm_linear_fwd(x_BTD, w_ED, radial_from: str) -> tuple[Array, tuple]:
     """x w^T / rms(x)."""
     inverse = lax.optimization_barrier(inverse_rms(x_BTD))  # or XLA computes x a second time
-    y = linear(x_BTD, w_ED, dtype, c, inverse)
+    # Scaling after the matmul is free: XLA fuses it into whatever reads y.
+    y = (jnp.einsum("BTD,ED->BTE", x_BTD, w_ED) * inverse).astype(x_BTD.dtype)
     return y, (x_BTD, inverse, w_ED, y)
 
 
-def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, dy) -> tuple:
+def norm_linear_bwd(radial_from: str, residuals: tuple, dy) -> tuple:
     """With h = norm(x) and dz = dy / rms(x):
 
         dw = dz^T x
@@ -1050,31 +1048,19 @@ def norm_linear_bwd(dtype: str, c: Config, radial_from: str, residuals: tuple, d
 norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
 
 
-def linear(x_BTD, w_ED, dtype: str, c: Config, scale_BT1=1.0) -> Array:
-    """scale * x w^T, (B, T, E). [fp8-mlp] float8 in the forward pass only; records 84 and 89."""
-    if not dtype.startswith("float8"):
-        # Scaling after the matmul is free: XLA fuses it into whatever reads y.
-        return (jnp.einsum("BTD,ED->BTE", x_BTD, w_ED) * scale_BT1).astype(x_BTD.dtype)
-    # float8 is scaled before, so that x fills its range.
-    x8_ND = quantize((x_BTD * scale_BT1).reshape(-1, x_BTD.shape[-1]), c.x_scale, dtype)
-    w8_ED = quantize(w_ED, c.w_scale, dtype)
-    y_NE = scaled_matmul(x8_ND, w8_ED, (1, 1), c.x_scale * c.w_scale, c.compute)
-    return y_NE.reshape(*x_BTD.shape[:-1], -1)
+@jax.custom_vjp
+def project(x_BTF, w_FD) -> Array:
+    """x w, (B, T, D). Its gradient is custom because JAX's own dw, dy^T x transposed, is slow on
+    CPUs."""
+    return jnp.einsum("BTF,FD->BTD", x_BTF, w_FD)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project(x_BTF, w_FD, c: Config) -> Array:
-    """x w, (B, T, D). Its gradients are custom so that they stay in the dtype of x where the matmul
-    is in float8, and because JAX's own dw, dy^T x transposed, is slow on CPUs."""
-    return linear(x_BTF, w_FD.T, c.mlp_forward, c)
-
-
-def project_fwd(x_BTF, w_FD, c: Config) -> tuple[Array, tuple]:
+def project_fwd(x_BTF, w_FD) -> tuple[Array, tuple]:
     """The result, and its operands."""
-    return project(x_BTF, w_FD, c), (x_BTF, w_FD)
+    return project(x_BTF, w_FD), (x_BTF, w_FD)
 
 
-def project_bwd(c: Config, residuals: tuple, dy_BTD) -> tuple:
+def project_bwd(residuals: tuple, dy_BTD) -> tuple:
     """dx = dy w^T and dw = x^T dy."""
     x_BTF, w_FD = residuals
     dx_BTF = jnp.einsum("BTD,FD->BTF", dy_BTD, w_FD)
