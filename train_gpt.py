@@ -10,7 +10,8 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
         x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
         x = a x + b mlp(x)                             attention and mlp normalize what they read
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
-    x  = x + gain * head's row of what followed the longest match  only with copy  [copy]
+    x  = x + gain * the head's row of the token that followed the longest
+             earlier match                                   only with copy     [copy]
     logits = softcap(norm(x) @ head.T)
 a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
 A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
@@ -18,9 +19,9 @@ matrices that each device owns. Adam updates everything else, in every second st
 
 Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
 H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
-targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width;
-lower-case letters are local. The preset record is record 89 of the modded-nanogpt speedrun,
-rewritten in JAX.
+targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width.
+Lower-case letters are local; the section on n-grams explains its letters. The preset record is
+record 89 of the modded-nanogpt speedrun, rewritten in JAX.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
@@ -112,7 +113,7 @@ RECORD_LAYERS = (
     Layer(SHORT, attend_to=7, bigram=True, value_table=2),
     Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
     Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=4,
-          mudd=("input", "layer7")),
+          bigram=True, mudd=("input", "layer7")),
 )
 RECORD_STAGES = (
     Stage(423, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00,
@@ -172,7 +173,7 @@ MEDIUM_LAYERS = (
     Layer(SHORT, attend_to=11, bigram=True, value_table=2),
     Layer(SHORT, attend_to=11, bigram=True, value_table=3),
     Layer(LONG, attend_to=11, key_offset=True, head_gate=True, dc=True, value_table=4,
-          mudd=("input", "layer11")),
+          bigram=True, mudd=("input", "layer11")),
 )
 MEDIUM_STAGES = (
     Stage(392, 8 * 16384, short=128, long=384, max_doc=4096, lr=1.00,
@@ -220,14 +221,15 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] How many different rows of each eighth of the table a sequence may read, as a
-    # fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, has no gradient, and
-    # is counted in the log. 1: none is lost. 0.16 is about twice what real text needs.
+    # [ngram-table] The table lies in eighths, see ngram_table(). How many different rows of an
+    # eighth a sequence may read, as a fraction of its n-grams. An n-gram beyond that is lost: it
+    # reads zeros, has no gradient, and is counted in the log. 1: none is lost. 0.16 is about twice
+    # what real text needs.
     ngram_capacity: float = 0.16
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
-    deal: int = 0               # 1: each of them from another part of the text, see deal()
+    deal: int = 0               # 1: sequences of a step come from distant places, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
     dc_window: int = 112        # keys that the mixed attention of [dc] sees
@@ -343,8 +345,8 @@ def check_config(c: Config) -> None:
             require(earlier, f"layer {i}: {name}={source} is not an earlier layer")
         for name in layer.mudd:
             require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
-        twice = layer.mudd and layer.bigram
-        require(not twice, f"layer {i}: leave out bigram=True, mudd adds the bigram anyway")
+        adds_bigram = layer.bigram or not layer.mudd
+        require(adds_bigram, f"layer {i}: mudd adds the bigram, so it needs bigram=True")
         streams.append(f"layer{i}")
     for name, _ in c.mudd_head:
         require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
@@ -457,12 +459,14 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
         gate = {name: gates[f"layer{i}.{name}"] for name in layer_gates(layer, c.H)}
         if layer.skip_from is not None:
             # [u-net] A late layer may begin with an early one's output. Records 11, 45 and 55.
-            weight = jax.nn.sigmoid(w["skip_lambdas"][i]) * gate["skip"]
+            weight = jax.nn.sigmoid(w["skip_lambdas"][i]) * gate.pop("skip")
             x = weighted_sum((1.0, x), (weight, saved[f"layer{layer.skip_from}"]))
         if layer.mudd:
             x = mudd_block(x, i, w, gate, saved, pos, c)
         else:
             x = block(x, i, w, gate, saved, pos, c)
+        if gate:  # layers take theirs out of it
+            raise ValueError(f"layer {i} has gates that nothing reads: {', '.join(gate)}")
         saved[f"layer{i}"] = x
     if c.mudd_head:
         # [mudd] The head weighs earlier streams, for each token. Record 81.
@@ -517,7 +521,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
         y = attention(source, v_terms, i, w, gate, pos, c, out_scale=w["attn_lambdas"][i, 1])
         terms.append((1.0, y))
     # [x0] Each layer may scale x down and read the embeddings again. Record 9.
-    terms += [(gate[name], saved[name]) for name in ("x0", "bigram") if name in gate]
+    terms += [(gate.pop(name), saved[name]) for name in ("x0", "bigram") if name in gate]
     if terms:
         x = weighted_sum((w["attn_lambdas"][i, 0], x), *terms)
     keep, add = w["mlp_lambdas"][i]
@@ -576,17 +580,17 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     else:
         y = attend(q, k, v, window, score_scale, c)
     if layer.dc:
-        y = y + dc_attention(q, k, v, gate["dc_in"], gate["dc_out"], score_scale, c)
+        y = y + dc_attention(q, k, v, gate.pop("dc_in"), gate.pop("dc_out"), score_scale, c)
     if layer.xsa:
         # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
         v32 = v.astype(jnp.float32)
         y_dot_v = (y.astype(jnp.float32) * v32).sum(axis=-1)
         v_dot_v = jnp.maximum((v32 * v32).sum(axis=-1), 1e-8)
-        removed_BTH = jnp.tanh(gate["xsa"]) * y_dot_v / v_dot_v
+        removed_BTH = jnp.tanh(gate.pop("xsa")) * y_dot_v / v_dot_v
         y = weighted_sum((1.0, y), (-removed_BTH[..., None], v))
     if layer.head_gate:
         # [head-gate] Each token scales each head's output. Records 28 and 85.
-        y = weighted_sum((gate["head"][..., None], y))
+        y = weighted_sum((gate.pop("head")[..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
 
@@ -714,10 +718,11 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
     """A layer's gates and their initial values: one for a token, or one for each of its H heads."""
     gates = {}
-    if layer.x0 and not layer.mudd:  # a MUDD layer's sums are weighted by its own net
-        gates["x0"] = [0.0]
-    if layer.bigram:
-        gates["bigram"] = [0.05]
+    if not layer.mudd:  # whose sums are weighted by a net of their own
+        if layer.x0:
+            gates["x0"] = [0.0]
+        if layer.bigram:
+            gates["bigram"] = [0.05]
     if layer.skip_from is not None:
         gates["skip"] = [0.5]
     if layer.xsa:
@@ -1223,11 +1228,12 @@ def param_table(c: Config) -> dict[str, Param]:
     muon = normuon(c)
     # fmt: off
     table = {
-        # rows, D, std of the initial values, factors on the rate and on the decay, Adam's betas
-        "embed":  lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
-        "head":   lookup(vocab, D, 0.005, 1, 150, (0.5, 0.95)),
+        # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
+        # [tie] Until c.untie, embedding and head are one table, so these two rows must be equal.
+        "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
+        "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "bigram": ngram_table(c),
-        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, (0.75, 0.95))
+        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, adam(0.75, 0.95))
            for n in c.value_tables()},
         # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
         # optimizer. A layer has H matrices in "qk", of two heads each: half of them for q, then
@@ -1260,13 +1266,13 @@ def param_table(c: Config) -> dict[str, Param]:
 ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
 
 
-def lookup(rows: int, D: int, std: float, lr: float, decay: float, betas: tuple) -> Param:
+def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: Any) -> Param:
     """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
-    normal distribution. lr and decay are upstream's lr_mul and wd_mul, betas are Adam's."""
+    normal distribution. lr and decay are upstream's lr_mul and wd_mul."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
     weight_decay = ADAM_DECAY * lr * decay
-    return Param(shape, init, lr, weight_decay, adam(*betas), LOOKUP, rows=rows)
+    return Param(shape, init, lr, weight_decay, optimizer, LOOKUP, rows=rows)
 
 
 def ngram_table(c: Config) -> Param:
@@ -1279,13 +1285,14 @@ def ngram_table(c: Config) -> Param:
 
 
 def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
-    """Matrices of one shape, for each layer as many as there are pairs (bound, rate), padded with
-    zeros to groups of 8. Of every group, each of n devices owns 8 / n whole matrices. Its optimizer
-    gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
+    """A bank: matrices of one shape, one for each layer and each pair (bound, rate) in `matrices`,
+    padded with zeros to groups of 8. Each of n devices owns 8 / n whole matrices of every group.
+    The optimizer gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
     layer_of = tuple(layer for layer in layers for _ in matrices)
     padding = [(0, 0)] * (-len(layer_of) % GROUP)
     pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
-    bounds, rates = pairs.T.reshape(2, -1, GROUP, 1, 1)
+    bounds = pairs[:, 0].reshape(-1, GROUP, 1, 1)
+    rates = pairs[:, 1].reshape(-1, GROUP, 1, 1)
     shape = (len(bounds), GROUP, rows, cols)
     return Param(
         shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
@@ -1401,7 +1408,8 @@ def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
     """Sends the owners of the n-gram table what this device's tokens read."""
     slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), R=len(table_RpD))
     slot_BN, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
-    return Request(slot_BN, lax.all_to_all(wanted_B8C, "fsdp", 1, 0, tiled=True))
+    wanted_QpC = lax.all_to_all(wanted_B8C, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+    return Request(slot_BN, wanted_QpC)
 
 
 def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
@@ -1426,7 +1434,7 @@ def pull_rows(table_RpD, request: Request, c: Config) -> Array:
     """The rows that were requested, (B, N, D); zeros for those that are lost."""
     eighth = jnp.arange(table_RpD.shape[1])[:, None]
     rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
-    rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", 0, 1, tiled=True)
+    rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
     B = len(rows_B8CD)
     rows_BSD = rows_B8CD.reshape(B, -1, c.D)
     sequence = jnp.arange(B)[:, None]
@@ -1443,8 +1451,9 @@ def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
     sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
     if lax.axis_size("fsdp") > 1:  # or else nothing is sent, and nothing need be rounded
         sums = sums.astype(c.compute)
-    sums = sums.reshape(B, GROUP, C, D)
-    received = request.wanted_QpC, lax.all_to_all(sums, "fsdp", 1, 0, tiled=True)
+    sums_B8CD = sums.reshape(B, GROUP, C, D)
+    sums_QpCD = lax.all_to_all(sums_B8CD, "fsdp", split_axis=1, concat_axis=0, tiled=True)
+    received = (request.wanted_QpC, sums_QpCD)
     if node_axes():
         gather = functools.partial(lax.all_gather, axis_name=node_axes(), tiled=True)
         received = [gather(x, to="invarying") for x in received]
@@ -1607,9 +1616,7 @@ def initial_state(seed: Array, c: Config) -> State:
     for name, param in table.items():
         key = jax.random.fold_in(jax.random.key(seed), crc32(name.encode()))
         params[name] = param.init(key, param.shape)
-    # [tie] Until c.untie, embedding and head are one table, so their rows in param_table() must be
-    # equal, and both start from the head's random numbers. Records 51 and 53.
-    params["embed"] = params["head"]
+    params["embed"] = params["head"]  # [tie] They are one table at first. Records 51 and 53.
     params["qk"] = start_keys_as_queries(params["qk"], c)
     opt_state = {name: table[name].optimizer.init(p) for name, p in params.items()}
     waiting = {}
