@@ -28,7 +28,6 @@ dev/techniques.md explains the tags in brackets, and lists the differences.
 import argparse
 import collections
 import dataclasses
-import faulthandler
 import functools
 import hashlib
 import importlib.metadata
@@ -39,8 +38,6 @@ import math
 import os
 import re
 import secrets
-import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -251,10 +248,6 @@ class Config:
     target: float = 3.28        # stop at the first validation loss that reaches it; 0: never
     save: int = 1               # 0: do not save the weights (record: 2.5 GB)
     seed: int = -1              # of the initial weights; -1: a fresh one
-    save_every: int = 0         # steps between checkpoints; 0: only when a signal stops the run
-    resume: str = ""            # checkpoint to resume, or a folder, for its newest intact one
-    force: int = 0              # 1: resume although source, flags or tokens have changed
-    stall: int = 300            # the run ends after this many seconds without a step; 0: never
     # fmt: on
 
     def __post_init__(self):
@@ -321,55 +314,40 @@ VAL_SEQUENCES = 8  # in a validation step
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for layers, stages or sizes that cannot work."""
-
-    def require(condition, message):
-        if not condition:
-            raise ValueError(message)
-
+    """Raises ValueError for layers and sizes with which a run would be wrong in silence. What would
+    fail later, ./run.sh refuses as well: check_run() in dev/guard.py."""
     K = c.D // c.H
-    require(c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}")
-    require(c.attention in ("cudnn", "band"), f"--attention {c.attention} is not cudnn or band")
-    require(K % 4 == 0 and K <= 128, f"a head has {K} channels, not a multiple of 4 up to 128")
-    tables = c.value_tables()
-    require(tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps")
-    streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
+    lengths = [c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))]
+    stages = sum(stage.steps > 0 for stage in c.stages)
+    rules = [
+        (c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}"),
+        (K in range(8, 129, 4), f"a head has {K} channels, not a multiple of 4 from 8 to 128"),
+        (stages <= c.total_steps, f"--steps {c.total_steps} is less than {stages} stages"),
+        (c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2"),
+        (c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end"),
+        (
+            all(T % c.head_chunk == 0 for T in lengths),
+            f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
+            f"but {math.gcd(c.head_chunk, *lengths)} does",
+        ),
+        (
+            c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0,
+            f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}",
+        ),
+    ]
+    for i, stage in enumerate(c.stages):
+        even = stage.tokens % c.batch == 0
+        rules.append((even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens"))
     for i, layer in enumerate(c.layers):
-        require(layer.window in (SHORT, LONG, None), f"layer {i}: no window {layer.window!r}")
         names = ("x0", "bigram", "skip_from", "new_gates")
         bare = Layer(None, **{name: getattr(layer, name) for name in names})
-        require(layer.window or layer == bare, f"layer {i} has no attention: it can only be {bare}")
-        for name in ("attend_to", "skip_from"):
-            source = getattr(layer, name)
-            earlier = source is None or 0 <= source < i
-            require(earlier, f"layer {i}: {name}={source} is not an earlier layer")
-        for name in layer.mudd:
-            require(name in streams, f"layer {i}: mudd reads {name!r}, there are only {streams}")
+        is_complete = layer.window is not None or layer == bare
+        rules.append((is_complete, f"layer {i} has no attention: it can only be {bare}"))
         adds_bigram = layer.bigram or not layer.mudd
-        require(adds_bigram, f"layer {i}: mudd adds the bigram, so it needs bigram=True")
-        streams.append(f"layer{i}")
-    for name, _ in c.mudd_head:
-        require(name in streams, f"mudd_head reads {name!r}, there are only {streams}")
-    trained = sum(stage.steps > 0 for stage in c.stages)
-    require(0 < trained <= c.total_steps, f"--steps {c.total_steps} is less than {trained} stages")
-    for i, stage in enumerate(c.stages):
-        weights = target_weights(stage)
-        require(weights, f"stage {i}: all weights in targets and prefix are 0")
-        needs_table = PREFIX in weights and not c.prefixes
-        require(not needs_table, f"stage {i}: prefix has a weight, but --prefixes names no table")
-        even = stage.tokens % c.batch == 0
-        require(even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens")
-    lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
-    divisor = math.gcd(c.head_chunk, *lengths)
-    message = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens"
-    require(divisor == c.head_chunk, f"{message}, but {divisor} does")
-    fits = c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0
-    require(fits, f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}")
-    require(c.val_every > 0, "--val_every must be at least 1")
-    require(c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2")
-    require(c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}")
-    require(0 < c.ngram_capacity <= 1, f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]")
-    require(c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end")
+        rules.append((adds_bigram, f"layer {i}: mudd adds the bigram, so it needs bigram=True"))
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
 
 
 def padded_vocab(c: Config) -> int:
@@ -1929,24 +1907,23 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     return shards
 
 
-def shard_facts(shard: np.memmap, shapes: list[tuple], c: Config) -> dict[str, Any]:
+def shard_facts(shard: np.memmap, c: Config) -> dict[str, Any]:
     """A shard's facts for the log; exits with status 2 if its tokens do not fit the run."""
     path = Path(shard.filename)
     largest = int(shard.max())
-    starts = np.flatnonzero(shard == c.eot)
-    sizes = np.diff(starts, append=len(shard))
-    if largest >= c.vocab or len(starts) == 0:
-        refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {len(starts)} are --eot")
-    # positions() can tell 4,095 documents of a sequence apart, so 4,096 must not fit into one.
-    for _, T, max_doc in set(shapes):
-        taken = np.minimum(sizes, max_doc or len(shard))
-        begins = np.cumsum(taken) - taken
-        if np.any(begins[4095:] - begins[:-4095] < T):
-            refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
+    starts = int(np.count_nonzero(shard == c.eot))
+    if largest >= c.vocab or starts == 0:
+        refuse(f"{path}: largest token is {largest} (--vocab {c.vocab}), {starts} are --eot")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    counts = {"tokens": len(shard), "documents": len(starts), "largest_token": largest}
+    counts = {"tokens": len(shard), "documents": starts, "largest_token": largest}
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
+
+
+def data_facts(shards: dict[str, list], c: Config) -> list[dict[str, Any]]:
+    """The facts of all shards; reads all of each."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda shard: shard_facts(shard, c), sum(shards.values(), [])))
 
 
 def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
@@ -1993,11 +1970,6 @@ def refuse(message: str) -> None:
     sys.exit(2)
 
 
-def warn(message: str) -> None:
-    """Prints a warning."""
-    print(f"warning: {message}", file=sys.stderr)
-
-
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """train_gpt.py [PRESET] [--field value ...]: numbers and strings are flags."""
     if "-h" in argv or "--help" in argv:
@@ -2026,30 +1998,17 @@ def flag_fields() -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(Config) if field.type in (int, float, str)]
 
 
-def fit_devices(preset: str, c: Config) -> tuple[list[jax.Device], Config]:
+def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of all hosts, and the configuration with the kernels that they support."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
-    on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
-    if on_cpu and preset in ("record", "medium"):
-        refuse(
-            f"JAX sees only a CPU, but {preset} needs GPUs or TPUs; without them: ./run.sh tiny; "
-            "JAX_PLATFORMS=cpu trains it on the CPU all the same"
-        )
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
         refuse(
             f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
             "for more, dev/hosts.md says which --batch and --head_chunk to choose"
         )
-    c = fit_kernels(devices[0], c)
-    lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
-    if c.attention == "cudnn" and any(T % 128 for T in lengths):
-        refuse(
-            f"sequences of {sorted(lengths)} tokens: cuDNN's gradients may be NaN where this is no "
-            "multiple of 128; choose another --batch or --val_T, or --attention band"
-        )
-    return devices, c
+    return devices, fit_kernels(devices[0], c)
 
 
 def fit_kernels(device: jax.Device, c: Config) -> Config:
@@ -2063,102 +2022,6 @@ def fit_kernels(device: jax.Device, c: Config) -> Config:
     if 0 < capability < 8.9 or (generation and int(generation[0]) < 7):
         c = c.without_fp8()  # which would be refused or emulated
     return c
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
-def saved_arrays(state: State) -> dict[str, Any]:
-    """The arrays of a checkpoint, by their path in the state. Lookups are left out: they are
-    parameters in c.compute."""
-    leaves = jax.tree.leaves_with_path(state._replace(lookups={}))
-    return {jax.tree_util.keystr(path): x for path, x in leaves}
-
-
-def save_checkpoint(state: State, facts: dict[str, Any], path: Path) -> bool:
-    """Writes a checkpoint under another name, renames it, and deletes all but the newest two.
-    Returns False, and writes nothing, if a number is not finite."""
-    leaves = saved_arrays(state)
-    arrays = {key: process_allgather(x, tiled=True) for key, x in leaves.items()}
-    if not all(np.isfinite(x).all() for x in arrays.values()):
-        return False
-    if jax.process_index() == 0:
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_name("next.part")
-        try:
-            with part.open("wb") as file:
-                for key, x in arrays.items():  # a file of NumPy cannot hold bfloat16
-                    arrays[key] = x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
-                np.savez(file, facts=json.dumps(facts), **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-        states = sorted(path.parent.glob("*.state"), key=os.path.getmtime)
-        for old in states[:-2]:
-            old.unlink()
-    return True
-
-
-def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Facts and arrays of a checkpoint, or of a folder's newest intact one. The facts are step,
-    seconds, log, identity, command and machine: see main() and train()."""
-    if source.suffix == ".npz" or not source.exists():
-        refuse(f"--resume {source} is not a .state file, and not a folder with some")
-    paths = [source] if source.is_file() else sorted(source.rglob("*.state"), key=os.path.getmtime)
-    for path in reversed(paths):
-        try:
-            with np.load(path) as file:
-                if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
-                    raise ValueError("a checksum is wrong")
-                arrays = dict(file)
-            return json.loads(arrays.pop("facts").item()), arrays
-        except Exception as error:
-            warn(f"{path} is not an intact checkpoint: {error!r}")
-    refuse(f"--resume {source}: there is no intact checkpoint")
-
-
-def identity(c: Config, data: list[dict]) -> dict[str, Any]:
-    """What must not change between a checkpoint and the run that resumes it."""
-    may_change = ("data", "resume", "force", "save", "save_every", "stall")
-    flags = {f"--{k}": v for k, v in dataclasses.asdict(c).items() if k not in may_change}
-    same = {"the source": crc32(SOURCE.encode()), **flags}
-    same |= {shard["file"]: shard["sha256"] for shard in data}
-    return json.loads(json.dumps(same))  # as it is read back from a file
-
-
-def check_checkpoint(facts: dict, arrays: dict, c: Config, data: list[dict]) -> str:
-    """Returns what has changed since the checkpoint, "" if nothing has. Exits with status 2 if the
-    run cannot be resumed: --force allows another source, flags or tokens, but not other shapes."""
-    before, now = facts["identity"], identity(c, data)
-    names = [name for name in before | now if before.get(name) != now.get(name)]
-    changes = [f"{name} was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in names]
-    why = f"--resume {c.resume}: {'; '.join(changes[:5])}"
-    state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
-    shapes = {key: x.shape for key, x in saved_arrays(state).items()}
-    if shapes != {key: x.shape for key, x in arrays.items()}:
-        refuse(f"{why}; its arrays are not those of this model: repeat the flags of its run")
-    if facts["step"] > c.total_steps:
-        refuse(f"{why}; it is from step {facts['step']}, but the run has {c.total_steps}")
-    if changes and not c.force:
-        refuse(f"{why}; repeat the flags of its run, or add --force 1, which makes another run")
-    return "; ".join(changes)
-
-
-def restore(arrays: dict[str, np.ndarray], c: Config, mesh: Mesh) -> State:
-    """The state that was saved, on these devices."""
-
-    def put(tree_path, x):  # a lookup is its parameter, rounded
-        key = jax.tree_util.keystr(tree_path).replace(".lookups", ".params")
-
-        def part(index):
-            saved = np.asarray(arrays[key][index], order="C")
-            if saved.dtype == np.uint16:  # the bits of bfloat16
-                saved = saved.view(jnp.bfloat16)
-            return saved.astype(x.dtype)
-
-        return jax.make_array_from_callback(x.shape, x.sharding, part)
-
-    return jax.tree.map_with_path(put, state_shapes(c, mesh))
 
 
 # ---- Log -----------------------------------------------------------------------------------------
@@ -2177,12 +2040,9 @@ class Log:
         self.line("" if self.file.tell() else SOURCE + "=" * 100, show=False)
 
     def line(self, text: str, show: bool = True) -> None:
-        """Writes and shows a line. A full disk costs lines of the log, but not the run."""
-        for file in [sys.stdout, self.file] if show else [self.file]:
-            try:
-                print(text, file=file, flush=True)
-            except OSError as error:
-                warn(f"{file.name} has gaps: {error}")
+        """Writes and shows a line."""
+        for file in [self.file, sys.stdout] if show else [self.file]:
+            print(text, file=file, flush=True)
 
     def facts(self, facts: dict[str, Any]) -> None:
         """Writes a line for each fact."""
@@ -2227,7 +2087,7 @@ def accelerator_wheels() -> dict[str, str]:
 
 # ---- Run -----------------------------------------------------------------------------------------
 STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run finishes them
-NON_FINITE = 3  # exit status of a run whose loss or weights are NaN or inf
+NON_FINITE = 3  # exit status of a run whose loss is NaN or inf
 
 
 def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
@@ -2258,7 +2118,7 @@ def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
 def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     """Runs every program once, because the first call loads it and sets up the communication
     between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
-    but its memory, in which main() makes the first one."""
+    but its memory, in which run() makes the first one."""
     state = make_state(c, mesh)
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
@@ -2272,36 +2132,30 @@ def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     return state
 
 
-def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, facts: dict):
-    """Trains from a state, a fresh one or that of a checkpoint, whose facts these are. Returns the
-    trained weights and the RESULT. Checkpoints save the facts."""
-    resumed = "step" in facts
-    jax.block_until_ready(state)
-    exits = []  # exit statuses, asked for by signals and by losses that are not finite
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: exits.append(128 + received))
-    start = facts.get("step", 0)
+def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, guard: Any):
+    """Trains from a state. Returns the trained weights and the RESULT. A guard has the step to
+    begin with, and may save the state between two steps: dev/guard.py."""
+    start = guard.start if guard else 0
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
-    stopwatch = Stopwatch(facts.get("seconds", 0.0), c.stall)
-    stopwatch.start()
+    jax.block_until_ready(state)
+    stopwatch = Stopwatch(guard.seconds if guard else 0.0)
 
     def show_losses(wait=False):
         """Logs every tenth loss, as soon as the devices have computed it."""
         while pending and (wait or pending[0][1].is_ready()):
             done, loss = pending.popleft()
-            stopwatch.postpone_stall()
+            if guard:
+                guard.step_ended()
             if done % 10 == 0:
                 loss = float(loss)
                 ms = stopwatch.ms()
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
-                if not math.isfinite(loss):
-                    exits.append(NON_FINITE)
+                end_if_not_finite(loss, done, log)
 
     for step in range(start, c.total_steps + 1):
-        stop = agreed_exit(exits, step)
-        checkpoint = c.save_every and step > start and step % c.save_every == 0
-        if c.validates_before(step) or checkpoint or stop:
+        saves = guard and guard.wants(step)
+        if c.validates_before(step) or saves:
             show_losses(wait=True)
             jax.block_until_ready(state)
             stopwatch.stop()
@@ -2315,13 +2169,11 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                     f"step:{step}/{c.total_steps} val_loss:{val_loss:.4f} "
                     f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
                 )
-                if not math.isfinite(val_loss):
-                    stop = NON_FINITE
-                elif val_loss <= c.target or step == c.total_steps:
+                end_if_not_finite(val_loss, step, log)
+                if val_loss <= c.target or step == c.total_steps:
                     break
-            if checkpoint or stop:
-                facts |= {"step": step, "seconds": stopwatch.seconds, "log": str(log.path)}
-                save_and_stop(state, stop, facts, log)  # which exits if stop is not 0
+            if saves:
+                guard.save(state, step, stopwatch.seconds)  # or ends the run, after a signal
             stopwatch.start()
         tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.is_adam_step(step)](state, tokens, row)
@@ -2331,8 +2183,15 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         show_losses()
 
     result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
-    result |= {"resumed": resumed, "lost_ngrams": lost}
+    result |= {"resumed": start > 0, "lost_ngrams": lost}
     return state.params, result_facts(val_loss, step, c, mesh) | result
+
+
+def end_if_not_finite(loss: float, step: int, log: Log) -> None:
+    """Ends the run if a loss is NaN or inf: nothing is trained or reported after it."""
+    if not math.isfinite(loss):
+        log.line(f"NON-FINITE: the loss, by step {step}")
+        sys.exit(NON_FINITE)
 
 
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
@@ -2346,14 +2205,6 @@ def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str,
         "devices": mesh.size,
         "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
     }
-
-
-def agreed_exit(exits: list[int], step: int) -> int:
-    """The first exit status, or 0. Several processes agree on one every ten steps."""
-    first = exits[0] if exits else 0
-    if jax.process_count() == 1:
-        return first
-    return 0 if step % 10 else int(process_allgather(np.int32(first)).max())
 
 
 def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
@@ -2380,118 +2231,52 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
 
 
 class Stopwatch:
-    """Counts the seconds of training. While it runs, the process must finish a step every `stall`
-    seconds (0: no limit); otherwise it ends, with exit status 1 and the stacks of its threads."""
+    """Counts the seconds of training."""
 
-    def __init__(self, seconds: float, stall: int):
+    def __init__(self, seconds: float):
         self.seconds = seconds  # until it was last stopped
-        self.stall = stall
+        self.start()
 
     def start(self) -> None:
-        """Starts counting again."""
+        """Starts counting."""
         self.started = time.perf_counter()
-        self.postpone_stall()
 
     def stop(self) -> None:
         """Stops counting."""
         self.seconds += time.perf_counter() - self.started
-        faulthandler.cancel_dump_traceback_later()
 
     def ms(self) -> float:
         """Milliseconds of training, while it runs."""
         return 1e3 * (self.seconds + time.perf_counter() - self.started)
 
-    def postpone_stall(self) -> None:
-        """Counts the time that a step may take from now on."""
-        if self.stall:
-            faulthandler.dump_traceback_later(self.stall, exit=True)
 
-
-def save_and_stop(state: State, status: int, facts: dict[str, Any], log: Log) -> None:
-    """Writes a checkpoint, unless the run is void; exits, if there is a status to exit with."""
-    step = facts["step"]
-    folder = log.path.with_suffix("")
-    try:
-        if status == NON_FINITE or not save_checkpoint(state, facts, folder / f"{step:07}.state"):
-            status = NON_FINITE
-    except OSError as error:  # the run is worth more than a checkpoint
-        log.line(f"warning: no checkpoint of step {step}: {error}")
-    process_allgather(np.int32(0))  # the others wait for the process that writes
-    if status:
-        why = f"NON-FINITE: the loss or a weight, by step {step}"
-        if status != NON_FINITE:
-            why = f"INTERRUPTED by {signal.Signals(status - 128).name} after step {step}"
-        last = max(folder.glob("*.state"), key=os.path.getmtime, default=None)
-        how = f"to resume: {facts['command']} --resume {last}" if last else "there is no checkpoint"
-        log.line(f"{why}; {how}")
-        sys.exit(status)
-
-
-def set_compilation_cache() -> None:
-    """Lets JAX keep compiled programs in .cache/jax, unless JAX_COMPILATION_CACHE_DIR names another
-    folder. They contain plans of cuDNN, whose version is not in JAX's key, so it is in the path.
-    Several processes keep none: in the second run, only process 0 would find its programs, and the
-    others would wait for it to tune theirs."""
-    if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
-        return
-    versions = [v for name, v in accelerator_wheels().items() if name.startswith("nvidia-cudnn")]
-    folder = f".cache/jax/cudnn-{versions[0]}" if versions else ".cache/jax"
-    jax.config.update("jax_compilation_cache_dir", folder)
-
-
-def main(argv: list[str], command: str = "python train_gpt.py") -> Path | None:
-    """Runs a preset and returns the path of its weights, if they are saved. `command` is how it was
-    started, for the line that says how to resume. Where several processes train together,
-    dev/launch.py has called jax.distributed.initialize()."""
+def main(argv: list[str]) -> Path | None:
+    """Trains without a guard. Returns the path of the weights, if they are saved."""
     preset, c = parse_config(argv)
-    set_compilation_cache()
-
-    # Checkpoint: its facts and arrays, both empty for a new run.
-    facts, arrays = load_checkpoint(Path(c.resume)) if c.resume else ({}, {})
-
-    # Devices. Until the checkpoint is compared, c has the kernels and dtypes that were asked for,
-    # because it may be from another kind of device.
-    devices, fitted = fit_devices(preset, c)
-    mesh = make_mesh(devices)
-    hardware = f"{len(devices)} x {devices[0].device_kind}"
-    machine = f"{jax.process_count()} processes, {hardware}, jax {jax.__version__}"
-
-    # Data: find the shards, and read all of each for the log.
+    devices, c = fit_devices(c)
     shards = find_data(c)
-    jobs = [(shard, batch_shapes(split, c)) for split in shards for shard in shards[split]]
-    with ThreadPoolExecutor(8) as pool:
-        data = list(pool.map(lambda job: shard_facts(*job, c), jobs))
-
-    # What has changed since the checkpoint, "" for a new run.
+    data = data_facts(shards, c)
     if c.seed < 0:
-        seed = facts["identity"]["--seed"] if facts else secrets.randbits(31)
-        c = dataclasses.replace(c, seed=seed)
-    changed = check_checkpoint(facts, arrays, c, data) if facts else ""
-    resume = re.escape(shlex.quote(c.resume))
-    facts["identity"] = identity(c, data)
-    facts["command"] = re.sub(f" --resume[ =]{resume}", "", f"{command} {shlex.join(argv)}")
+        c = dataclasses.replace(c, seed=secrets.randbits(31))
+    return run(preset, c, devices, shards, data, argv)
 
-    if facts.get("machine", machine) != machine:
-        warn(f"{c.resume} is from {facts['machine']}, this is {machine}: not equal bit by bit")
-    facts["machine"] = machine
 
-    # Run. After a change, it is another run, with a log of its own.
-    c = dataclasses.replace(fitted, seed=c.seed)
-    log = Log("" if changed else facts.get("log", ""))
-    if arrays:
-        print(f"resuming {facts['log']} after step {facts['step']}")
-        log.facts({"resume": {"step": facts["step"], "changed": changed}})
-    log.facts({"data": data} | run_facts(preset, c, devices, argv))
+def run(
+    preset: str, c: Config, devices: list, shards: dict, data: list, argv: list, guard: Any = None
+) -> Path | None:
+    """Trains on these devices and shards, whose facts are for the log. Returns the path of the
+    weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
+    dev/guard.py."""
+    mesh = make_mesh(devices)
+    log = Log(guard.log_path if guard else "")
+    log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
     programs = compile_all(c, mesh, log)
-    state = warm_up(programs, c, mesh)
-    if arrays:
-        del state  # before the restored one takes as much memory
-        state = restore(arrays, c, mesh)
-        del arrays
-    else:
-        state = make_state(c, mesh, state)
-    weights, result = train(state, c, mesh, programs, shards, log, facts)
+    state = make_state(c, mesh, warm_up(programs, c, mesh))
+    if guard:
+        state = guard.begin(state, c, mesh, log)  # that of a checkpoint, if the run is resumed
+    weights, result = train(state, c, mesh, programs, shards, log, guard)
     path = log.path.with_suffix(".npz")
     try:
         if c.save:
@@ -2511,4 +2296,4 @@ def save_weights(path: Path, weights: dict, c: Config, result: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], f"python {shlex.quote(sys.argv[0])}")
+    main(sys.argv[1:])

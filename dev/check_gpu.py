@@ -46,6 +46,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import train_gpt
 from dev import launch, watch
+from dev.cache import set_compilation_cache
 from train_gpt import LONG, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
@@ -250,7 +251,7 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     if small:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
-    train_gpt.set_compilation_cache()
+    set_compilation_cache()
     if "machine" in names:  # before JAX takes the memory of the GPUs
         failed = run_part("machine", check_machine)
         if failed and not small:
@@ -261,12 +262,12 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
         print("check_gpu.py: JAX sees neither a GPU nor a TPU; use ./run.sh check --small")
         launch.leave(2)
     c = SMALL
-    added = []
+    added = {}
     if not small:
         preset, c = record_with(flags)
-        added = launch.fit(flags, preset, c, launch.device_memory())[len(flags) :]
-        _, c = record_with([*flags, *added])
-    devices, c = train_gpt.fit_devices("check", c)
+        added = launch.fit(flags, preset, c, launch.device_memory())
+        c = dataclasses.replace(c, **added)
+    devices, c = train_gpt.fit_devices(c)
     facts = software(c, devices) | {"fit": added}
     send("JAX", True, "JAX", software_text(facts), facts)
     parts = make_parts(c, train_gpt.make_mesh(devices), small)

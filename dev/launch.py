@@ -8,6 +8,7 @@ it fits the memory; and the attention kernel of a GPU is checked. While main() r
 loses another one ends instead of waiting for it.
 """
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -32,7 +33,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -45,6 +46,17 @@ from jax.experimental.multihost_utils import process_allgather
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "dev"))
 import fits  # noqa: E402
+from cache import set_compilation_cache  # noqa: E402
+from flags import GUARD_FLAGS  # noqa: E402
+from guard import (  # noqa: E402
+    Guard,
+    check_devices,
+    check_documents,
+    check_run,
+    protect_screen,
+    refuse,
+    step_of,
+)
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 JOINED = threading.Event()  # whether this process is connected to the others of its run
@@ -59,15 +71,10 @@ CUDNN_ADVICE = (
 NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED")
 
 
-def refuse(message: str) -> NoReturn:
-    """Ends the process with one line and exit status 2."""
-    print(f"launch.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main(argv: list[str]) -> None:
     """Runs a script. If it does not return, the process ends by os._exit, because an ordinary exit
     would wait for threads and for the other processes."""
+    protect_screen()
     watch_signals()
     try:
         if not argv or not Path(argv[0]).is_file():
@@ -77,35 +84,15 @@ def main(argv: list[str]) -> None:
         join()
         start_jax()
         path = Path(argv[0])
-        argv = argv[1:]
         script = load_script(path)
-        if not hasattr(script, "set_compilation_cache"):
-            refuse(f"{path} is a copy of an older train_gpt.py: make your changes in a new copy")
-        preset, c = script.parse_config(argv)
-        script.set_compilation_cache()  # JAX looks only once, at the first program
-        if jax.process_count() > 1:
-            compare_setup(script, c)
-        argv = fit(argv, preset, c, device_memory())
-        preset, c = script.parse_config(argv)
-        _, c = script.fit_devices(preset, c)
-        if any(getattr(stage, "candidates", 0) for stage in c.stages):
-            check_candidates(script, c)
-        check_disk(script, c)
-        if jax.process_count() > 1:
-            compare_tokens(script, c)
-            check_shared_disk(script, c)
-            if c.seed < 0 and not c.resume:
-                seeds = gather(secrets.randbits(31))
-                argv = [*argv, "--seed", str(seeds[0])]
-        if jax.local_devices()[0].platform == "gpu" and c.attention == "cudnn":
-            check_attention_once(script, c)
-        if jax.process_index() > 0:
-            sys.stdout = open(os.devnull, "w")
-        if preset in UNFINISHED:
-            print(f"warning: {UNFINISHED[preset]}")
-        print(layer_table(c))
         is_a_copy = path.resolve() != ROOT / "train_gpt.py"
-        weights = script.main(argv, command=f"./run.sh {path}" if is_a_copy else "./run.sh")
+        command = f"./run.sh {shlex.quote(str(path))}" if is_a_copy else "./run.sh"
+        if hasattr(script, "run"):
+            weights = train(script, argv[1:], command)
+        elif hasattr(script, "save_checkpoint") and hasattr(script, "set_compilation_cache"):
+            weights = train_frozen(script, argv[1:], command)
+        else:
+            refuse(f"{path} is a copy of an older train_gpt.py: make your changes in a new copy")
         if weights:
             flag = f" --script {shlex.quote(str(path))}" if is_a_copy else ""
             print(f"next: ./run.sh sample {weights}{flag}")
@@ -133,6 +120,105 @@ def main(argv: list[str]) -> None:
     except Exception:
         traceback.print_exc()
         leave(1)
+
+
+def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
+    """Trains with a guard, after all checks. Returns the path of the weights, if they are saved."""
+    typed = argv
+    options, argv = split_flags(argv)
+    guard = Guard(script, options)
+    preset, c = script.parse_config(argv)
+    set_compilation_cache()  # JAX looks only once, at the first program
+    several = jax.process_count() > 1
+    if several:
+        compare_setup(script, c, options)
+        compare({"the checkpoint's step": guard.start, "its log": guard.checkpoint.get("log")})
+    added = fit(argv, preset, c, device_memory())
+    c = dataclasses.replace(c, **added)
+    check_run(script, c)
+    devices, fitted = script.fit_devices(c)
+    check_devices(preset, fitted, devices)
+    check_disk(script, c, options)
+    shards = script.find_data(c)
+    check_documents(shards, script, c)
+    data = script.data_facts(shards, c)
+    if several:
+        compare_tokens(script, c, data)
+    if devices[0].platform == "gpu" and fitted.attention == "cudnn":
+        check_attention_once(script, fitted)
+
+    if c.seed < 0 and not options.resume:
+        seed = gather(secrets.randbits(31))[0]
+        c = dataclasses.replace(c, seed=seed)
+        fitted = dataclasses.replace(fitted, seed=seed)
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
+    words = fits.command_line(added).split()
+    command = f"{command} {shlex.join([*argv, *words, *as_flags(options)])}".strip()
+    with guard:
+        c = guard.compare(c, fitted, data, devices, command)
+        if preset in UNFINISHED:
+            print(f"warning: {UNFINISHED[preset]}")
+        print(layer_table(c))
+        return script.run(preset, c, devices, shards, data, [*typed, *words], guard)
+
+
+def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | None:
+    """Trains with a script that protects itself, as train_gpt.py did until November 2026: that of
+    record 92, and copies of it."""
+    preset, c = script.parse_config(argv)
+    script.set_compilation_cache()
+    if jax.process_count() > 1:
+        compare_setup(script, c, c)
+        script.load_checkpoint = comparing(script.load_checkpoint)
+    added = fit(argv, preset, c, device_memory())
+    argv = [*argv, *fits.command_line(added).split()]
+    preset, c = script.parse_config(argv)
+    _, c = script.fit_devices(preset, c)
+    if any(getattr(stage, "candidates", 0) for stage in c.stages):
+        check_candidates(script, c)
+    check_disk(script, c, c)
+    if jax.process_count() > 1:
+        compare_tokens(script, c, frozen_facts(script, c))
+        check_shared_disk(script, c)
+        if c.seed < 0 and not c.resume:
+            argv = [*argv, "--seed", str(gather(secrets.randbits(31))[0])]
+    if jax.local_devices()[0].platform == "gpu" and c.attention == "cudnn":
+        check_attention_once(script, c)
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
+    if preset in UNFINISHED:
+        print(f"warning: {UNFINISHED[preset]}")
+    print(layer_table(c))
+    weights = script.main(argv, command=command)
+    return None if preset == "record92" else weights  # evals/ cannot read those of record92
+
+
+def split_flags(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
+    """The values of GUARD_FLAGS, and the other arguments, which are the script's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse
+    for name, (kind, default, _) in GUARD_FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    if {"-h", "--help"} & {*argv}:
+        print("Flags of ./run.sh alone:")
+        for name, (kind, default, what) in GUARD_FLAGS.items():
+            print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
+        print()
+    options, rest = parser.parse_known_args(argv, SimpleNamespace())
+    if options.stall < 0 or options.save_every < 0:
+        refuse("--stall and --save_every cannot be negative")
+    return options, rest
+
+
+def as_flags(options: SimpleNamespace) -> list[str]:
+    """The words of the flags that a resumed run needs as well."""
+    words = []
+    for name, (_, default, _) in GUARD_FLAGS.items():
+        value = getattr(options, name)
+        if name not in ("resume", "force") and value != default:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def set_xla_flags() -> None:
@@ -213,7 +299,7 @@ def check_candidates(script: ModuleType, c: Any) -> None:
             )
 
 
-def check_disk(script: ModuleType, c: Any) -> None:
+def check_disk(script: ModuleType, c: Any, options: Any) -> None:
     """Exits with status 2 if the disk has no room for the weights and, with --save_every, for up to
     three checkpoints: the newest two and the one that is being written."""
     weights = 0
@@ -223,8 +309,8 @@ def check_disk(script: ModuleType, c: Any) -> None:
     state = jax.eval_shape(lambda: script.initial_state(np.uint32(0), c))
     arrays = jax.tree.leaves(state._replace(lookups={}))
     checkpoint = sum(x.size * x.dtype.itemsize for x in arrays)
-    saves = c.total_steps // c.save_every if c.save_every else 0
-    old = old_checkpoints(c)
+    saves = c.total_steps // options.save_every if options.save_every else 0
+    old = old_checkpoints(options)
     need = weights * bool(c.save) + checkpoint * (min(3, old + saves) - old)
     folder = Path("logs") if Path("logs").is_dir() else Path()
     free = shutil.disk_usage(folder).free
@@ -245,14 +331,14 @@ def check_disk(script: ModuleType, c: Any) -> None:
         print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
 
 
-def old_checkpoints(c: Any) -> int:
+def old_checkpoints(options: Any) -> int:
     """How many checkpoints the folder of the resumed run has. After a change (--force 1), a run has
     a new folder."""
-    if not c.resume or c.force:
+    if not options.resume or options.force:
         return 0
-    source = Path(c.resume)
+    source = Path(options.resume)
     states = [source] if source.is_file() else source.rglob("*.state")
-    newest = max(states, key=os.path.getmtime, default=None)
+    newest = max(states, key=step_of, default=None)
     return len([*newest.parent.glob("*.state")]) if newest else 0
 
 
@@ -481,15 +567,16 @@ def compare(facts: dict[str, Any]) -> None:
             )
 
 
-def compare_setup(script: ModuleType, c: Any) -> None:
-    """Compares devices, source, flags and versions now, and the checkpoint once it is read."""
+def compare_setup(script: ModuleType, c: Any, options: Any) -> None:
+    """Compares devices, source, flags and versions."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         refuse(f"processes need equally many devices, but by process these are {dict(counts)}")
     flags = {f"--{name}": value for name, value in dataclasses.asdict(c).items()}
     for name in ("--data", "--layers", "--stages", "--averages"):  # all but data are in the source
         flags.pop(name, None)
-    flags["--resume"] = bool(c.resume)  # paths may differ
+    flags |= {f"--{name}": getattr(options, name) for name in GUARD_FLAGS}
+    flags["--resume"] = bool(options.resume)  # paths may differ
     facts = {}
     for number, line in enumerate(script.SOURCE.splitlines(), 1):
         facts[f"{script.__name__}.py:{number}"] = line
@@ -498,25 +585,31 @@ def compare_setup(script: ModuleType, c: Any) -> None:
     facts["devices"] = jax.local_devices()[0].device_kind
     compare(facts)
 
-    load_checkpoint = script.load_checkpoint
+
+def comparing(load_checkpoint: Callable) -> Callable:
+    """load_checkpoint() of a script that protects itself, which then compares what it has read."""
 
     def load_and_compare(place):
         checkpoint, arrays = load_checkpoint(place)
         compare({f"the checkpoint's {name}": checkpoint[name] for name in ("step", "log")})
         return checkpoint, arrays
 
-    script.load_checkpoint = load_and_compare
+    return load_and_compare
 
 
-def compare_tokens(script: ModuleType, c: Any) -> None:
-    """Compares the shards and tables that the run will read, and what fit() has made of the sizes,
-    which depends on the flags that were typed."""
+def frozen_facts(script: ModuleType, c: Any) -> list[dict]:
+    """The facts of all shards, by a script that protects itself."""
     jobs = []
     for split, shards in script.find_data(c).items():
         jobs += [(shard, script.batch_shapes(split, c)) for shard in shards]
     with ThreadPoolExecutor(8) as pool:
-        tokens = list(pool.map(lambda job: script.shard_facts(*job, c), jobs))
-    facts = {shard["file"]: shard["sha256"] for shard in tokens}
+        return list(pool.map(lambda job: script.shard_facts(*job, c), jobs))
+
+
+def compare_tokens(script: ModuleType, c: Any, data: list[dict]) -> None:
+    """Compares the shards and tables that the run will read, and what fit() has made of the sizes,
+    which depends on the flags that were typed."""
+    facts = {shard["file"]: shard["sha256"] for shard in data}
     facts |= {f"--{name}": getattr(c, name, None) for name in fits.RECORD}
     if c.prefixes:
         facts[c.prefixes] = hashlib.sha256(script.prefix_table(c).tobytes()).hexdigest()
@@ -548,16 +641,16 @@ def check_shared_disk(script: ModuleType, c: Any) -> None:
 
 
 # ---- Memory --------------------------------------------------------------------------------------
-def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
-    """The command line of a run, with the flags with which a large preset fits so many gigabytes of
-    the smallest device. Where a flag or a copy of train_gpt.py has set one of fits.SIZES, it stays
-    what it is. Exits with status 2 if the memory is too short for any row of fits.ROWS."""
+def fit(argv: list[str], preset: str, c: Any, memory: float) -> dict[str, int]:
+    """The flags with which a large preset fits so many gigabytes of the smallest device. Where the
+    command line or a copy of train_gpt.py has set one of fits.SIZES, there are none. Exits with
+    status 2 if the memory is too short for any row of fits.ROWS."""
     typed = {argument.partition("=")[0] for argument in argv}
     sizes = {name: getattr(c, name, None) for name in fits.RECORD}
     names = [preset] if preset in fits.SIZES else [*fits.SIZES]  # a copy may have other presets
     matches = [name for name in names if fits.SIZES[name] == sizes]
     if not matches or typed & {f"--{name}" for name in sizes}:
-        return argv
+        return {}
     (fitted,) = matches
     devices = min(len(jax.devices()), c.batch)
     flags = fits.fit(memory, devices, fitted)
@@ -568,7 +661,7 @@ def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
             f"the same: --batch {c.batch}"
         )
     if not flags:
-        return argv
+        return {}
     remark = "as many tokens a step, in shorter sequences"
     if "bigrams" in flags:
         remark += " and with a smaller bigram table, so this is not the record"
@@ -578,7 +671,7 @@ def fit(argv: list[str], preset: str, c: Any, memory: float) -> list[str]:
             f"JAX has {memory:.1f} GB of each device, so {fitted} runs with {added}: {remark}. "
             f"To run it as it is: --batch {c.batch}"
         )
-    return [*argv, *added.split()]
+    return flags
 
 
 def device_memory() -> float:

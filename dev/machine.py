@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # for PYTHONSAFEPATH=1
 import fits  # noqa: E402
+from flags import GUARD_FLAGS  # noqa: E402
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -322,6 +323,8 @@ def misspelt(argv: list[str]) -> str:
     elif rest and not rest[0].startswith("-") and rest[0] not in presets:
         near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets])
         return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
+    if not rest or rest[0] != "check":
+        flags += GUARD_FLAGS
     for argument in rest:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:] not in flags:

@@ -7,6 +7,7 @@ trace. While it traces, XLA starts kernels one by one, which takes longer than t
 run. To see those as well, set XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax
 
 import train_gpt
 from dev import check_gpu, launch
+from dev.cache import set_compilation_cache
 
 FOLDER = Path("logs/profile")
 
@@ -24,10 +26,9 @@ def main(argv: list[str]) -> None:
     preset, c = train_gpt.parse_config(argv)
     launch.set_xla_flags()
     launch.start_jax()
-    train_gpt.set_compilation_cache()
-    argv = launch.fit(argv, preset, c, launch.device_memory())
-    preset, c = train_gpt.parse_config(argv)
-    devices, c = train_gpt.fit_devices(preset, c)
+    set_compilation_cache()
+    c = dataclasses.replace(c, **launch.fit(argv, preset, c, launch.device_memory()))
+    devices, c = train_gpt.fit_devices(c)
     mesh = train_gpt.make_mesh(devices)
     stage = check_gpu.longest_stage(c)
     print(f"compiling the steps of stage {stage} ...", flush=True)
