@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [PRESET] [--field value ...]                  trains record, record92, medium, small or tiny
+#   ./run.sh [PRESET] [--field value ...]                  trains record, medium, small or tiny
+#   ./run.sh record92 [--field value ...]                  trains records/upstream92/train_gpt.py
 #   ./run.sh my_idea.py tiny [--field value ...]           trains a copy of it
 #   ./run.sh tiny --help                                   lists all fields
 #   ./run.sh plan                                          says what ./run.sh would do here, and why
@@ -225,6 +226,7 @@ case ${1:--} in
     shift
     ;;
 esac
+[ "$trainer $preset" != "train_gpt.py record92" ] || trainer=records/upstream92/train_gpt.py
 
 data="" script="" before=""
 for argument in "$@"; do

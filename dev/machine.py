@@ -77,6 +77,8 @@ TPUS = {
 }
 
 LARGE = ("record", "record92", "medium")  # presets that need GPUs or TPUs
+# Presets that run.sh trains from another file than train_gpt.py.
+FROZEN = {"record92": "records/upstream92/train_gpt.py"}
 RECORD = 8.0  # the least compute capability: bfloat16 and cuDNN's attention begin with Ampere
 # Below SMALL MiB, JAX gets FRACTION of the memory, else its default, JAX_FRACTION.
 SMALL = 45_000
@@ -315,13 +317,17 @@ def misspelt(argv: list[str]) -> str:
     presets, fields = names_in("train_gpt.py")
     if not presets or not fields:
         return ""
+    if rest and rest[0] in FROZEN:
+        _, fields = names_in(FROZEN[rest[0]])
     flags = [*fields, "help"]
     if rest and rest[0] == "check":
         flags += ["small", "only"]
+        if len(rest) > 1 and rest[1] in FROZEN:
+            return f"check takes no {rest[1]!r}: {FROZEN[rest[1]]} is frozen, and has no check"
         if len(rest) > 1 and not rest[1].startswith("-") and rest[1] not in LARGE:
             return f"check takes no {rest[1]!r}{nearest(rest[1], flags, '--')}"
-    elif rest and not rest[0].startswith("-") and rest[0] not in presets:
-        near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets])
+    elif rest and not rest[0].startswith("-") and rest[0] not in (*presets, *FROZEN):
+        near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets, *FROZEN])
         return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
     if not rest or rest[0] != "check":
         flags += GUARD_FLAGS

@@ -10,6 +10,7 @@ import pytest
 from fake_machine import BASH, GVNIC, KINDS, ROOT, V5E, Gpu, Kind, Machine
 
 import train_gpt
+from tests.record92 import PATH, frozen
 
 SET_BY_USERS = (
     "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER JAX_PLATFORMS "
@@ -208,9 +209,14 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("train_gpt.py tiny --stages 1", "there is no flag --stages: did you mean --steps?"),
     ("check --smal", "there is no flag --smal: did you mean --small?"),
     ("check small", "check takes no 'small': did you mean --small?"),
-    ("check record92 --only tiny", ""), ("check record", ""),
+    ("check medium --only tiny", ""), ("check record", ""),
+    ("check record92", "check takes no 'record92': records/upstream92/train_gpt.py is frozen"),
     ("check --batch=64 --seeds 1", "there is no flag --seeds: did you mean --seed?"),
     ("check --only tiny --steps 9", ""), ("check --small", ""), ("check --help", ""),
+    ("record92 --matrix_optimizer=anvil --help", ""), ("train_gpt.py record92", ""),
+    ("record92 --segments 1", "there is no flag --segments: did you mean --segment?"),
+    ("tiny --segment 1", "there is no flag --segment"),  # which only the frozen file has
+    ("recrod92", "there is no 'recrod92': did you mean record92?"),
     ("copy.py mine --any 64", ""),  # a copy may have other presets and fields
     ("none.py tiny", "there is no file none.py"),
     ("sample x.npz --tokens 9", ""),
@@ -219,6 +225,8 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
 def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     shutil.copy(ROOT / "train_gpt.py", tmp_path / "copy.py")
+    (tmp_path / "records/upstream92").mkdir(parents=True)
+    shutil.copy(ROOT / "records/upstream92/train_gpt.py", tmp_path / "records/upstream92")
     monkeypatch.chdir(tmp_path)
     found = machine.misspelt(argv.split())
     assert message in found and bool(message) == bool(found)
@@ -317,6 +325,8 @@ def test_flags_and_batches_are_those_of_the_trainer():
     assert {*machine.ADVANCED} == flags
     for preset, config in train_gpt.PRESETS.items():
         assert machine.BATCH[preset] == config.batch
+    assert machine.BATCH["record92"] == frozen.PRESETS["record92"].batch
+    assert machine.FROZEN == {"record92": str(PATH.relative_to(ROOT))}
 
 
 @pytest.mark.parametrize("number, argv, visible, chosen", [

@@ -26,7 +26,7 @@ CHECK = "data/check.py --quick --"
 TRAIN = "dev/launch.py train_gpt.py"
 TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
 RECORD = ["data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"]
-RECORD92 = f"{TRAIN} record92"
+RECORD92 = "dev/launch.py records/upstream92/train_gpt.py record92"
 H100 = KINDS["1×H100"]
 
 
@@ -319,6 +319,9 @@ def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine)
     assert machine.run("plan") == [] and "\nrefused    3 GPUs do not" in machine.done.stdout
     assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
     assert machine.run("record92", CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD[:2], RECORD92)
+    (machine.root / "my.py").touch()  # a copy of the frozen file
+    copy = calls(*RECORD[:2], "dev/launch.py my.py record92")
+    assert machine.run("my.py", "record92", CUDA_VISIBLE_DEVICES="0,1") == copy
     machine.become(KINDS["T4, on Colab"])
     assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
 
@@ -358,6 +361,7 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
     (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
+    (["record92", "--help"], [f"{RECORD92} --help"]),
     (["my.py", "tiny", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py tiny --data x"]),
     (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
     (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
