@@ -40,7 +40,7 @@ def pytest_addoption(parser):
 # Files that take half a minute or more, the longest first: if a worker began one of them last, the
 # other workers would wait for it.
 LONG_FILES = (
-    "hosts golden resume run run_ab record92 devices tweaks check_gpu basics_gpt2 export".split()
+    "hosts golden resume run run_ab devices tweaks check_gpu basics_gpt2 export".split()
 )
 
 

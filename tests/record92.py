@@ -1,4 +1,4 @@
-"""The frozen file of record 92, records/upstream92/train_gpt.py, imported under a name of its own."""
+"""Imports the frozen file of record 92, records/upstream92/train_gpt.py, as the module `frozen`."""
 
 import importlib.util
 import sys

@@ -1,5 +1,5 @@
 """One device and eight compute the same: tokens, validation, gradients, losses. And their compiled
-programs communicate no more than they should. test_record92.py has two and four devices as well."""
+programs communicate no more than they should."""
 
 import dataclasses
 import functools

@@ -1,9 +1,9 @@
-"""Parts of record 92 compute the numbers of upstream's own functions: schedule, rotation, quintics,
-anvil, candidates of the softmax and its gradients, averages, value tables, the table of n-grams,
-and the head's mix.
+"""Parts of the frozen file of record 92 compute the numbers of upstream's own functions: schedule,
+rotation, quintics, anvil, candidates of the softmax and its gradients, averages, value tables, the
+table of n-grams, and the head's mix. All of these tests are slow: a frozen file does not change.
 
-Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 2e-6 for averages,
-1e-6 for the rest.
+Tolerances are relative norms of arrays: 1e-5 for quintics, anvil and gradients, 2e-6 for averages
+and value tables, 1e-6 for the rest.
 """
 
 import dataclasses
@@ -14,22 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train_gpt
-from tests.golden_r92 import GOLDEN, META, normal, relative
-from tests.tools import FLOAT32, MINI32
-from train_gpt import (
-    CADENCES,
-    EVERY_STEP,
-    LONG,
-    PREFIX,
-    SHORT,
-    WITH_ADAM,
-    WITH_TABLES,
-    Layer,
-)
+from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
+from tests.record92 import frozen
+from tests.tools import FLOAT32
 
-RECORD = dataclasses.replace(train_gpt.PRESETS["record92"], canonical="", **FLOAT32)
-ROWS = train_gpt.schedule(RECORD)
+pytestmark = pytest.mark.slow
+Layer = frozen.Layer
+
+
+class Part(frozen.Config):
+    """A Config with the sizes of a part in the golden file, which a whole model may not have."""
+
+    def __post_init__(self):
+        pass
+
+
+def part(**changes) -> Part:
+    """The preset with changes, and without its layers, its head's mix and its averages."""
+    fields = {field.name: getattr(RECORD, field.name) for field in dataclasses.fields(RECORD)}
+    less = dict(layers=(Layer(frozen.LONG),), mudd_head=(), mudd_groups=0, averages=())
+    return Part(**fields | less | changes)
+
+
+RECORD = dataclasses.replace(frozen.PRESETS["record92"], canonical="", **FLOAT32)
+ROWS = frozen.schedule(RECORD)
 N = RECORD.total_steps
 STAGES = [RECORD.stages[RECORD.stage_at(step)] for step in range(N)]
 
@@ -61,17 +69,17 @@ def test_shapes_of_every_step():
 def test_weights_of_the_targets():
     for step, row in enumerate(ROWS):
         weights = dict.fromkeys(range(4), 0.0)
-        weights |= dict(zip(train_gpt.target_weights(STAGES[step]), row.loss_weights, strict=True))
-        assert weights[PREFIX] == pytest.approx(GOLDEN["schedule/prefix"][step], abs=1e-6)
+        weights |= dict(zip(frozen.target_weights(STAGES[step]), row.loss_weights, strict=True))
+        assert weights[frozen.PREFIX] == pytest.approx(GOLDEN["schedule/prefix"][step], abs=1e-6)
         ahead = [weights[1], weights[2], weights[3]]
         np.testing.assert_allclose(ahead, GOLDEN["schedule/mtp"][step], atol=1e-6)
 
 
 def test_what_each_step_updates():
     due = [RECORD.due(step) for step in range(N)]
-    assert all(EVERY_STEP in cadences for cadences in due)
-    adam = [WITH_ADAM in cadences for cadences in due]
-    tables = [WITH_TABLES in cadences for cadences in due]
+    assert all(frozen.EVERY_STEP in cadences for cadences in due)
+    adam = [frozen.WITH_ADAM in cadences for cadences in due]
+    tables = [frozen.WITH_TABLES in cadences for cadences in due]
     np.testing.assert_array_equal(adam, GOLDEN["schedule/adam"][:N])
     np.testing.assert_array_equal(tables, GOLDEN["schedule/table_event"][:N])
 
@@ -79,17 +87,19 @@ def test_what_each_step_updates():
 # ---- Rotation ------------------------------------------------------------------------------------
 # Our stages in which upstream's five begin.
 FIRST = [0, 1, 5, 7, 8]
-NARROW = Layer(SHORT, narrow_qk=True)
-PAIRED = Layer(SHORT, narrow_qk=True, paired_heads=True)
-WIDE = Layer(LONG, key_offset=True)
-NARROWEST = Layer(SHORT, narrow_qk=True, narrow_v=True)
+NARROW = Layer(frozen.SHORT, narrow_qk=True)
+PAIRED = Layer(frozen.SHORT, narrow_qk=True, paired_heads=True)
+# Positions, and heads of q; there are as many of k.
+T, H, _ = GOLDEN["rope/narrow/q"].shape
+WIDE = Layer(frozen.LONG, key_offset=True)
+NARROWEST = Layer(frozen.SHORT, narrow_qk=True, narrow_v=True)
 
 
 @pytest.mark.parametrize("heads", ["narrow", "wide"])
 def test_frequencies_and_scales(heads):
     scales = []
     for stage, frequencies in zip(FIRST, GOLDEN[f"yarn/{heads}/freq"], strict=True):
-        found, scale = train_gpt.rope_frequencies(RECORD, stage, narrow=heads == "narrow")
+        found, scale = frozen.rope_frequencies(RECORD, stage, narrow=heads == "narrow")
         assert relative(found, frequencies) < 1e-6
         scales.append(scale)
     assert relative(scales, GOLDEN[f"yarn/{heads}/scale"]) < 1e-6
@@ -98,27 +108,27 @@ def test_frequencies_and_scales(heads):
 def test_the_last_validation_changes_no_rotation():
     last = len(RECORD.stages) - 1
     for narrow in False, True:
-        frequencies, scale = train_gpt.rope_frequencies(RECORD, last, narrow)
-        before, scale_before = train_gpt.rope_frequencies(RECORD, last - 1, narrow)
+        frequencies, scale = frozen.rope_frequencies(RECORD, last, narrow)
+        before, scale_before = frozen.rope_frequencies(RECORD, last - 1, narrow)
         np.testing.assert_array_equal(frequencies, before)
         assert scale == scale_before
 
 
 def rotated(name: str, layer: Layer, width: int) -> tuple:
     """q and k of the golden file's heads as this layer rotates them in the first stage, and those
-    of the golden file, in our order; (5, 6, width) and (5, 6, channels)."""
+    of the golden file, in our order; (T, H, width) and (T, H, channels)."""
     golden = [GOLDEN[f"rope/{name}/{array}"] for array in "qk"]
     K = golden[0].shape[-1]
     # Upstream rotates channels 2j and 2j + 1 of the first 64, we rotate j and j + 32.
     order = np.r_[0:64:2, 1:64:2, 64:K]
-    x = jnp.asarray(normal(f"rope/{name}", (1, 5, 12, K)))[..., order]
+    x = jnp.asarray(normal(f"rope/{name}", (1, T, 2 * H, K)))[..., order]
     c = dataclasses.replace(RECORD, layers=(layer,), mudd_head=())
-    pos = train_gpt.positions(jnp.zeros((1, 5), bool), c, 0)
-    cos, sin, _ = pos.rope[train_gpt.rope_kind(layer)]
-    q = train_gpt.norm_rotate(x[:, :, :6], cos, sin, pos.doc_q, False, width)
-    k = train_gpt.norm_rotate(x[:, :, 6:], cos, sin, pos.doc_k, layer.key_offset, width)
+    pos = frozen.positions(jnp.zeros((1, T), bool), c, 0)
+    cos, sin, _ = pos.rope[frozen.rope_kind(layer)]
+    q = frozen.norm_rotate(x[:, :, :H], cos, sin, pos.doc_q, False, width)
+    k = frozen.norm_rotate(x[:, :, H:], cos, sin, pos.doc_k, layer.key_offset, width)
     assert (q[..., -4:] == pos.doc_q).all() and (k[..., -4:] == pos.doc_k).all()
-    return [y[0] for y in (q, k)], [array[..., order].reshape(5, 6, K) for array in golden]
+    return [y[0] for y in (q, k)], [array[..., order].reshape(T, H, K) for array in golden]
 
 
 @pytest.mark.parametrize("name, layer, compared", [
@@ -141,8 +151,8 @@ def test_rotated_queries_and_keys_where_codes_take_their_channels():
     fast = np.r_[0:28, 32:60]
     for y, expected in zip(ours, golden, strict=True):
         assert relative(y[..., fast], expected[..., fast]) < 1e-6
-    x = normal("rope/narrow", (5, 12, 64))
-    slow = np.asarray(train_gpt.norm(jnp.asarray(x)))[..., 56::2]
+    x = normal("rope/narrow", (T, 2 * H, 64))
+    slow = np.asarray(frozen.norm(jnp.asarray(x)))[..., 56::2]
     for y, expected in zip(ours, np.split(slow, 2, axis=1), strict=True):
         assert relative(y[..., 28:32], expected) < 1e-6
 
@@ -156,7 +166,7 @@ BANKS = {
 
 
 def orthogonalized(G):
-    return train_gpt.orthogonalize(G, "float32", train_gpt.ANVIL_QUINTICS, 1.05)
+    return frozen.orthogonalize(G, "float32", frozen.ANVIL_QUINTICS, 1.05)
 
 
 @pytest.mark.parametrize("bank", BANKS)
@@ -169,7 +179,7 @@ def test_the_six_quintics(bank):
 
 def test_the_six_quintics_on_numbers():
     x = GOLDEN["polar/scalar_in"].astype(np.float64)
-    for c1, c3, c5 in train_gpt.ANVIL_QUINTICS:
+    for c1, c3, c5 in frozen.ANVIL_QUINTICS:
         x = c1 * x + c3 * x**3 + c5 * x**5
     assert relative(x, GOLDEN["polar/scalar_out"]) < 1e-6
 
@@ -179,9 +189,9 @@ def test_matrices_of_rank_1_do_not_diverge(dtype):
     """Their only singular value is at the edge, above which the quintics diverge. In bfloat16,
     rounding adds other singular values, which become about 1 as well."""
     rng = np.random.default_rng(0)
-    rows, cols = train_gpt.param_table(RECORD)["qk"].model_shape[1:]
+    rows, cols = frozen.param_table(RECORD)["qk"].model_shape[1:]
     G = jnp.asarray(rng.normal(size=(20, rows, 1)) * rng.normal(size=(20, 1, cols)), "float32")
-    X = train_gpt.orthogonalize(G, dtype, train_gpt.ANVIL_QUINTICS, 1.05)
+    X = frozen.orthogonalize(G, dtype, frozen.ANVIL_QUINTICS, 1.05)
     largest = jnp.linalg.norm(X, axis=(1, 2))
     assert jnp.all((largest > 0.99) & (largest < 2)), largest
 
@@ -190,8 +200,8 @@ def test_matrices_of_rank_1_do_not_diverge(dtype):
 def test_anvil(bank):
     """Ten updates, across the engagement of the slow rail."""
     shape = BANKS[bank]
-    optimizer = train_gpt.anvil(RECORD)
-    decay = train_gpt.param_table(RECORD)[bank].weight_decay
+    optimizer = frozen.anvil(RECORD)
+    decay = frozen.param_table(RECORD)[bank].weight_decay
     p = normal(f"anvil/param/{bank}", shape, 0.3)
     mean = 0.5 * normal(f"anvil/mean/{bank}", shape).astype(np.float64)
     if bank == "qk":
@@ -207,9 +217,10 @@ def test_anvil(bank):
         update, state = optimizer.update(
             jnp.asarray(grad), state, momentum=row.momentum, engaged=row.engaged
         )
-        p = train_gpt.apply_update(p, update, state.slow, row.muon_lr, rates, decay)
+        p = frozen.apply_update(p, update, state.slow, row.muon_lr, rates, decay)
         if f"anvil/after{number}/{bank}" in GOLDEN:
-            assert relative(p[:2], GOLDEN[f"anvil/after{number}/{bank}"]) < 1e-5
+            after = GOLDEN[f"anvil/after{number}/{bank}"]
+            assert relative(p[: len(after)], after) < 1e-5
         sums = [np.linalg.norm(x) for x in (p, state.fast, state.slow)] + [state.squares.sum()]
         np.testing.assert_allclose(sums, GOLDEN[f"anvil/sums/{bank}"][number], rtol=1e-5)
     assert relative(p, GOLDEN[f"anvil/final/{bank}"]) < 1e-5
@@ -220,14 +231,11 @@ def test_anvil(bank):
 
 # ---- Sampled softmax -----------------------------------------------------------------------------
 V = META["V"]
-SS = dataclasses.replace(
-    MINI32, D=META["Dh"], vocab=V, head_chunk=META["N"] // 2, microbatch=1, prefixes="a table",
-    stages=tuple(dataclasses.replace(stage, candidates=META["P"]) for stage in MINI32.stages),
-)  # fmt: skip
+# The loss in two chunks. Its x is given: the tests replace the forward pass.
+STAGE = frozen.Stage(1, 8 * META["N"], short=8, long=8, max_doc=0, lr=1.0, candidates=META["P"])
+SS = part(stages=(STAGE,), D=META["Dh"], vocab=V, head_chunk=META["N"] // 2, val_T=META["N"])
 FULL = SS.for_validation()
-ALL = dataclasses.replace(
-    SS, stages=tuple(dataclasses.replace(stage, candidates=V) for stage in SS.stages)
-)  # fmt: skip
+ALL = dataclasses.replace(SS, stages=(dataclasses.replace(STAGE, candidates=V),))
 
 
 def test_the_candidates_of_three_calls_in_a_row():
@@ -237,7 +245,7 @@ def test_the_candidates_of_three_calls_in_a_row():
         for call in range(3):
             key = f"ss/rank{rank}/call{call}/"
             targets = GOLDEN[key + "targets"]
-            tokens, place = train_gpt.candidate_tokens(jnp.asarray(targets), first, META["P"], SS)
+            tokens, place = frozen.candidate_tokens(jnp.asarray(targets), first, META["P"], SS)
             np.testing.assert_array_equal(tokens, GOLDEN[key + "candidates"])
             np.testing.assert_array_equal(place[targets], GOLDEN[key + "target_pos"])
             prefix = GOLDEN["ss/prefix_table"][targets]
@@ -249,26 +257,26 @@ def test_the_candidates_of_three_calls_in_a_row():
 def test_the_candidates_at_full_size():
     targets = jnp.asarray(GOLDEN["ss/gpt2/targets_distinct"])
     P = RECORD.stages[0].candidates
-    tokens, _ = train_gpt.candidate_tokens(targets, jnp.int32(0), P, RECORD)
+    tokens, _ = frozen.candidate_tokens(targets, jnp.int32(0), P, RECORD)
     np.testing.assert_array_equal(tokens[:64], GOLDEN["ss/gpt2/first64"])
     sha256 = hashlib.sha256(np.asarray(tokens).astype("<i4").tobytes()).digest()
     assert sha256 == GOLDEN["ss/gpt2/candidates_sha256"].tobytes()
 
 
-def loss_of(name: str, monkeypatch, c: train_gpt.Config = SS):
+def loss_of(name: str, monkeypatch, c: frozen.Config = SS):
     """loss_fn of the golden x and head, and its arguments: weights by target, and the tokens."""
     *ahead, prefix = (float(weight) for weight in GOLDEN[f"ss/{name}/weights"])
     weights = dict(enumerate([prefix, *ahead]))
     weights = {k: weight for k, weight in weights.items() if weight}
     targets = GOLDEN["ss/rank0/call0/targets"]
     tokens = jnp.asarray(np.concatenate(([0], targets)))[None]
-    monkeypatch.setattr(train_gpt, "forward", lambda w, *_: w["x"][None])
-    monkeypatch.setattr(train_gpt, "norm", lambda x: x)
-    monkeypatch.setattr(train_gpt, "prefix_table", lambda c: GOLDEN["ss/prefix_table"])
+    monkeypatch.setattr(frozen, "forward", lambda w, *_: w["x"][None])
+    monkeypatch.setattr(frozen, "norm", lambda x: x)
+    monkeypatch.setattr(frozen, "prefix_table", lambda c: GOLDEN["ss/prefix_table"])
 
     def loss(x, head):
         sweep = jnp.int32(GOLDEN["ss/rank0/offset0"])
-        return train_gpt.loss_fn({"x": x, "head": head}, tokens, weights, c, 0, sweep)
+        return frozen.loss_fn({"x": x, "head": head}, tokens, weights, c, 0, sweep)
 
     return loss
 
@@ -302,17 +310,17 @@ NAMES = {"lm_head": "head", "embed": "embed", "qk_bank": "qk", "vo_bank": "vo", 
 def weights_after(step: int, name: str) -> np.ndarray:
     """A golden array as it is after a step. Adam moves tables only in some steps."""
     if name in ("lm_head", "embed") and step > 896:
-        step = max(s for s in range(896, step + 1) if WITH_ADAM in RECORD.due(s) or s == 896)
+        step = max(s for s in range(896, step + 1) if frozen.WITH_ADAM in RECORD.due(s) or s == 896)
     if name == "value_embeds":
-        step = max(s for s in range(step + 1) if WITH_TABLES in RECORD.due(s))
+        step = max(s for s in range(step + 1) if frozen.WITH_TABLES in RECORD.due(s))
     shape = GOLDEN[f"tail/last/{name}"].shape
     A, B, C = (normal(f"tail/{name}/{number}", shape).astype(np.float64) for number in range(3))
     return (A + 0.5 * np.sin(step / 40) * B + 0.3 * np.cos(step / 7) * C).astype(np.float32)
 
 
 def validated(params: dict, averages: list[dict]) -> dict:
-    """train_gpt.validated() of these."""
-    return train_gpt.validated(train_gpt.State(params, {}, {}, {}, averages, 0), ONE_TABLE)
+    """frozen.validated() of these."""
+    return frozen.validated(frozen.State(params, {}, {}, {}, averages, 0), ONE_TABLE)
 
 
 # The preset with one value table, as the golden file has it.
@@ -328,7 +336,7 @@ def test_the_averages_and_what_is_validated():
     averages = [
         {name: jnp.zeros_like(params[name]) for name in row.params} for row in ONE_TABLE.averages
     ]
-    move = jax.jit(train_gpt.move_averages)
+    move = jax.jit(frozen.move_averages)
     for step in range(890, N):
         params = {ours: weights_after(step, theirs) for theirs, ours in NAMES.items()}
         averages = move(averages, params, ROWS[step].average_rates)
@@ -350,7 +358,7 @@ def test_the_averages_and_what_is_validated():
 
 def rates(number: int) -> np.ndarray:
     """The rates of an average in all steps of the run."""
-    return train_gpt.rates_of_average(RECORD.averages[number], np.arange(N) / N)
+    return frozen.rates_of_average(RECORD.averages[number], np.arange(N) / N)
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])
@@ -376,15 +384,16 @@ def test_the_steps_of_the_tables_averages():
 def test_an_average_of_a_shorter_run_remembers_as_large_a_part():
     average = RECORD.averages[1]
     for steps in 100, 300, 1194:
-        found = train_gpt.rates_of_average(average, np.arange(steps) / steps)
+        found = frozen.rates_of_average(average, np.arange(steps) / steps)
         first_copy = np.prod(1 - found[np.argmax(found < 1) :])  # what is left of it
         assert first_copy < 0.02, (steps, first_copy)
 
 
 def test_value_tables():
     """Adam of the value tables over the events around the first cycle of four steps. optax adds
-    epsilon elsewhere, which matters where a gradient is below 1e-5."""
-    param = train_gpt.param_table(RECORD)["value0"]
+    epsilon elsewhere: where a gradient is below 1e-5, this matters, and a little above, the tables
+    differ by up to 1.1e-6."""
+    param = frozen.param_table(RECORD)["value0"]
     p = GOLDEN["value/start"]
     hit = GOLDEN["table/hit"]
     state = param.optimizer.init(jnp.asarray(p))
@@ -392,55 +401,52 @@ def test_value_tables():
     for event, step in enumerate(GOLDEN["table/events"]):
         cycle = ROWS[step].table_cycle
         noise = normal(f"value/grad/{event}", (*hit[event].shape, p.shape[1]), 1e-2)
-        grad = (noise * hit[event][..., None]).sum(axis=0) / 8
+        grad = (noise * hit[event][..., None]).sum(axis=0) / len(hit[event])
         tiny |= (grad != 0) & (np.abs(grad) < 1e-5)
         update, state = param.optimizer.update(jnp.asarray(grad), state, cycle=cycle)
         decay = cycle * param.weight_decay
-        p = train_gpt.apply_update(p, update, update, ROWS[step].adam_lr, param.lr, decay)
+        p = frozen.apply_update(p, update, update, ROWS[step].adam_lr, param.lr, decay)
     assert tiny.mean() < 0.05
-    assert relative(p[~tiny], GOLDEN["value/final"][~tiny]) < 1e-6
+    assert relative(p[~tiny], GOLDEN["value/final"][~tiny]) < 2e-6
     assert relative(state.mu, GOLDEN["value/m"]) < 1e-6
     assert relative(state.nu, GOLDEN["value/v"]) < 1e-6
 
 
 # ---- The table of n-grams ------------------------------------------------------------------------
 # A table of as many rows as the golden one, in eighths: row r is at [r // 8, r % 8].
-TABLE = dataclasses.replace(
-    RECORD, layers=(Layer(LONG),), mudd_head=(), averages=(), D=META["Dt"], H=2, F=META["Dt"],
-    bigrams=META["R"], mudd_groups=0,
-)  # fmt: skip
+TABLE = part(D=META["Dt"], F=META["Dt"], bigrams=META["R"])
 
 
-def rows_of_event(event: int, R: int) -> train_gpt.RowGradients:
+def rows_of_event(event: int, R: int) -> frozen.RowGradients:
     """The gradients of an event: of every row as many as there are ranks that hit it. Where a rank
     does not hit a row, there is row R, past the end."""
     hit = GOLDEN["table/hit"][event]
-    gradients = normal(f"table/grad/{event}", (*hit.shape, TABLE.D), 1e-2) / 8  # a mean over ranks
     ranks, rows = hit.shape
+    gradients = normal(f"table/grad/{event}", (*hit.shape, TABLE.D), 1e-2) / ranks  # of a mean
     shape = ranks, rows // 8, 8
     numbers = np.where(hit.reshape(shape), np.arange(rows // 8)[:, None], R)
     by_eighth = np.moveaxis(numbers, 2, 0).reshape(8, -1)
     gradients = np.moveaxis(gradients.reshape(*shape, -1), 2, 0).reshape(8, -1, TABLE.D)
-    return train_gpt.RowGradients(jnp.asarray(by_eighth), jnp.asarray(gradients))
+    return frozen.RowGradients(jnp.asarray(by_eighth), jnp.asarray(gradients))
 
 
 def test_row_adam(monkeypatch):
     """update_parameters() of the table over the events around the first cycle of four steps."""
-    table = {"bigram": train_gpt.param_table(TABLE)["bigram"]}
-    monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
+    table = {"bigram": frozen.param_table(TABLE)["bigram"]}
+    monkeypatch.setattr(frozen, "param_table", lambda c: table)
     start = GOLDEN["table/start"]
     R = table["bigram"].shape[0]
     params = np.zeros((R * 8, TABLE.D), np.float32)
     params[: len(start)] = start  # the rest is padding
     params = {"bigram": jnp.asarray(params.reshape(R, 8, -1))}
     opt_state = {"bigram": table["bigram"].optimizer.init(params["bigram"])}
-    state = train_gpt.State(params, opt_state, {}, {}, [], 0)
+    state = frozen.State(params, opt_state, {}, {}, [], 0)
 
     @jax.jit
     def update(state, gradients, row):
-        once = train_gpt.sum_equal_rows(gradients, R)
-        updates = train_gpt.Updates(CADENCES, ())
-        return train_gpt.update_parameters(state, {"bigram": once}, row, TABLE, updates)
+        once = frozen.sum_equal_rows(gradients, R)
+        updates = frozen.Updates(frozen.CADENCES, ())
+        return frozen.update_parameters(state, {"bigram": once}, row, TABLE, updates)
 
     for event, step in enumerate(GOLDEN["table/events"]):
         row = ROWS[step]._replace(average_rates=())
@@ -461,27 +467,26 @@ def test_row_adam(monkeypatch):
 def test_the_mix_of_ten_sources_in_twelve_groups():
     _, T, sources, groups = GOLDEN["mudd/deltas"].shape
     D = GOLDEN["mudd/out"].shape[-1]
-    R = 16
+    R = 16  # of the net that made the golden numbers
     names = [f"layer{number}" for number in range(sources)]
-    c = dataclasses.replace(
-        MINI32, layers=(Layer(LONG),) * sources, D=D, R=R, mudd_groups=groups,
-        mudd_head=tuple((name, 0.0) for name in names),
-    )  # fmt: skip
+    mixed = tuple((name, 0.0) for name in names)
+    layers = (Layer(frozen.LONG),) * sources
+    c = part(layers=layers, D=D, R=R, mudd_groups=groups, mudd_head=mixed)
     w = {
         "mudd_head.w1": normal("mudd/w1", (R, D)) / np.float32(D**0.5),
         "mudd_head.w2": normal("mudd/w2", (sources, R), 0.3),
         "mudd_head.b2": normal("mudd/b2", (sources,)),
         "mudd_head.groups": normal("mudd/w2g", (sources, groups, R), 0.3),
     }
-    table = train_gpt.param_table(c)
+    table = frozen.param_table(c)
     assert all(array.shape == table[name].shape for name, array in w.items())
     x = jnp.asarray(normal("mudd/x", (1, T, D)))
-    mix = train_gpt.run_net("mudd_head", x, w, c)
+    mix = frozen.run_net("mudd_head", x, w, c)
     assert relative(mix["x"], GOLDEN["mudd/coefficients"]) < 1e-6
     assert relative(mix["groups"], GOLDEN["mudd/deltas"]) < 1e-6
     saved = {}
     for number, name in enumerate(names):
         saved[name] = jnp.asarray(normal(f"mudd/source/{number}", (1, T, D)))
-    terms = train_gpt.mudd_head_terms(x, saved, w, c)
-    out = train_gpt.weighted_sum((1.0, x), *terms)
+    terms = frozen.mudd_head_terms(x, saved, w, c)
+    out = frozen.weighted_sum((1.0, x), *terms)
     assert relative(out, GOLDEN["mudd/out"]) < 1e-6

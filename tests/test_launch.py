@@ -566,7 +566,7 @@ Usage = namedtuple("Usage", "free")
 
 
 def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatch, capsys):
-    """Record 92 saves 33.7 GB of weights, and 43.2 GB in a checkpoint; record 89 has 2.6 GB of weights."""
+    """Record 92 has 33.7 GB of weights and 43.2 GB in a checkpoint, record 89 has 2.6."""
 
     def check(free_GB, script=frozen, c=RECORD92, refused=False, **changes):
         monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(free_GB * 1e9))

@@ -1,10 +1,10 @@
-"""Makes gpt2_canonical.npz: pairs of tokens that GPT-2's tokenizer never writes side by side.
+"""Makes data/gpt2_canonical.npz: pairs of tokens that GPT-2's tokenizer never writes side by side.
 
-    python data/canonical_mask.py
+    python records/upstream92/canonical_mask.py
 
 In validation, the preset record92 gives the second token of such a pair next to no probability, as
 record 91 of modded-nanogpt does. Upstream builds the table during the run. We read it from a file,
-because it is a property of the vocabulary. A test makes it from GPT-2's merges and compares.
+because it is a property of the vocabulary. A test compares its bits with those of upstream.
 
 The tokenizer first cuts text into words. Within a word, it begins with single bytes, and merges
 pieces that stand side by side if together they are a token. It always merges the pair whose token
@@ -31,7 +31,7 @@ import numpy as np
 
 NEVER = 1 << 30  # a time after all merges
 CONTRACTIONS = (b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d")
-OUT = Path(__file__).with_name("gpt2_canonical.npz")
+OUT = Path(__file__).resolve().parents[2] / "data/gpt2_canonical.npz"
 
 
 # ---- Merges --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The golden numbers of parts of record 92, made in float32 by upstream's own functions.
 
-The file is tests/r92_parts.npz, or the one that GOLDEN_R92_NPZ names; every size is read from it.
+The file is r92_parts.npz beside this one, or the one that GOLDEN_R92_NPZ names; every size is read
+from it.
 """
 
 import json
