@@ -6,7 +6,7 @@
 Run it before you download gigabytes. It prints PASS or FAIL for everything that it tests, predicts
 the time of the run, and ends with CHECK and one line of JSON to paste into an issue. The exit
 status is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. PRESET
-is record, which is the default, record92 or medium. Its programs stay in the compilation cache.
+is record, which is the default, or medium. Its programs stay in the compilation cache.
 --help lists the parts. For a first look at a GPU, use --only machine,attention,head.
 
 The parts run in a second process, because a GPU's software may hang, and XLA may abort. The first
@@ -64,7 +64,7 @@ CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that r
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
 Line = tuple[bool, str, str, Any]  # whether it passes, name, text, facts for JSON
-LARGE = "record", "record92", "medium"  # the presets that can be checked
+LARGE = "record", "medium"  # the presets that can be checked
 RECORD = dataclasses.replace(train_gpt.PRESETS["record"], seed=1)
 TINY = dataclasses.replace(train_gpt.PRESETS["tiny"], seed=1)
 SMALL = dataclasses.replace(
@@ -113,7 +113,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
     cli = argparse.ArgumentParser(
         prog="./run.sh check",
-        usage="./run.sh check [--small | record92 | medium | --field value ...] [--only PART,PART]",
+        usage="./run.sh check [--small | medium | --field value ...] [--only PART,PART]",
         description=__doc__,
         epilog=f"Parts:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -142,13 +142,13 @@ def refuse(message: str) -> NoReturn:
 
 def record_with(flags: list[str]) -> tuple[str, Config]:
     """A large preset and its configuration. The first flag may be the preset. Exits with status 2
-    if there is no such flag. There is no mask in validation, so its file is not needed."""
+    if there is no such flag."""
     preset = "record"
     if flags and not flags[0].startswith("-"):
         preset, *flags = flags
     if preset not in LARGE:
         refuse(f"there is no check of {preset!r}; there are those of {', '.join(LARGE)}")
-    return train_gpt.parse_config([preset, "--seed", "1", "--canonical", "", *flags])
+    return train_gpt.parse_config([preset, "--seed", "1", *flags])
 
 
 @dataclasses.dataclass
@@ -604,7 +604,7 @@ def check_head(c: Config) -> Iterator[Line]:
     two_chunks = dataclasses.replace(c, head_chunk=N // 2)
 
     def head(x, w):
-        return train_gpt.head_loss(x, w, targets, weights, (), two_chunks)
+        return train_gpt.head_loss(x, w, targets, weights, two_chunks)
 
     def exact_head(x, w):
         log_p = jax.nn.log_softmax(23 * jax.nn.sigmoid((x @ w.T + 5) / 7.5))
@@ -627,22 +627,23 @@ def check_norms(c: Config) -> Iterator[Line]:
     for radial_from in "x", "y":
 
         def product(x, w, radial_from=radial_from):
-            return train_gpt.norm_linear(x, w, c.compute, c, radial_from)
+            return train_gpt.norm_linear(x, w, radial_from)
 
         yield compare(f"norm and product, from {radial_from}", 0.02, product, exact_product, x, w)
 
     x = x.reshape(1, N, c.H, -1)
-    pos = train_gpt.positions(jnp.zeros((1, N), jnp.int32), c, 0)
-    cos, sin, _ = train_gpt.layer_rope(jnp.arange(N)[:, None], Layer(LONG), c, 0)
-    K = c.D // c.H
+    # One layer, whose heads are not paired.
+    one_layer = dataclasses.replace(c, layers=(Layer(LONG),), mudd_head=())
+    pos = train_gpt.positions(jnp.zeros((1, N), jnp.int32), one_layer, 0)
+    cos, sin, _ = pos.rope[False]
     for key_offset in False, True:
 
         def rotation(x, key_offset=key_offset):
-            return train_gpt.norm_rotate(x, cos, sin, pos.doc_k, key_offset, K)[..., :-4]
+            return train_gpt.norm_rotate(x, cos, sin, pos.doc_k, key_offset)[..., :-4]
 
         def exact_rotation(x, key_offset=key_offset):
             x = train_gpt.norm(x)
-            return train_gpt.rotate_and_shift(x, cos, sin, key_offset, K)[..., :-4]
+            return train_gpt.rotate_and_shift(x, cos, sin, key_offset)[..., :-4]
 
         name = "norm and rotation" + (", with key_offset" if key_offset else "")
         yield compare(name, 0.02, rotation, exact_rotation, x)
@@ -654,45 +655,39 @@ WARM_UP = 4  # intervals between steps that do not count: first calls, and what 
 
 
 def longest_stage(c: Config) -> int:
-    """The stage whose programs read the most tokens: of stages that share them, the first."""
+    """The stage whose steps read the most tokens together."""
     tokens = collections.Counter()
     for step in range(c.total_steps):
-        stage = c.program_stage(step)
+        stage = int(c.stage_at(step))
         tokens[stage] += c.stages[stage].tokens
     return max(tokens, key=tokens.get)
 
 
-def cycle(c: Config, stage: int) -> list[train_gpt.Updates]:
-    """What successive steps update late in a stage, until it repeats. The last one updates all."""
-    length = c.adam_every * c.table_every
-    end = c.stage_ends[stage] // length * length
-    return [c.updates(step) for step in range(end - length, end)]
+def cycle(c: Config) -> list[bool]:
+    """Whether successive steps update everything, until it repeats; the last one does."""
+    return [c.is_adam_step(step) for step in range(c.adam_every)]
 
 
 def compile_cycle(c: Config, stage: int, mesh: Mesh) -> list[Callable]:
     """The programs of a stage's cycle."""
 
-    def compile_step(updates):
-        return train_gpt.compile_train_step(stage, updates, c, mesh)
+    def compile_step(adam_step):
+        return train_gpt.compile_train_step(stage, adam_step, c, mesh)
 
-    different = list(dict.fromkeys(cycle(c, stage)))
     with ThreadPoolExecutor() as pool:
-        programs = dict(zip(different, pool.map(compile_step, different), strict=True))
-    return [programs[updates] for updates in cycle(c, stage)]
+        return list(pool.map(compile_step, cycle(c)))
 
 
 def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
-    """Four batches of a stage, in the memory of the host. A few tokens are frequent, documents have
-    400 tokens, and no more tokens occur than the softmax has candidates. Rates are those of the
-    run's first step."""
+    """Four batches of a stage, in the memory of the host. A few tokens are frequent, and documents
+    have 400 tokens. Rates are those of the run's first step."""
     rows = train_gpt.schedule(c)
     first_step = int([0, *c.stage_ends][stage])
     row = rows[0]._replace(loss_weights=rows[first_step].loss_weights)
     rng = np.random.default_rng(1)
-    vocab = c.stages[stage].candidates or c.vocab
     batches = []
     for _ in range(4):
-        tokens = rng.random((c.batch, c.sequence_length(stage) + 1)) ** 4 * vocab
+        tokens = rng.random((c.batch, c.sequence_length(stage) + 1)) ** 4 * c.vocab
         tokens[:, ::400] = c.eot
         batches.append((tokens.astype(np.int32), row))
     return batches
@@ -758,7 +753,7 @@ def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
     def losses(devices):
         mesh = train_gpt.make_mesh(devices)
         # In this thread, whose precision is "highest", so without compile_cycle().
-        programs = [train_gpt.compile_train_step(0, what, c, mesh) for what in cycle(c, 0)]
+        programs = [train_gpt.compile_train_step(0, kind, c, mesh) for kind in cycle(c)]
         state = train_gpt.make_state(c, mesh)
         batches = train_gpt.train_batches(c, mesh, shards, 0)
         for program, (tokens, row) in zip(itertools.cycle(programs), batches, strict=False):
@@ -786,10 +781,10 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
     yield True, f"compiling {len(programs)} programs", f"{compiled['seconds']:.0f} s", compiled
     train_gpt.warm_up(programs, c, mesh)
     platform = mesh.devices.flat[0].platform
-    steps = collections.Counter(c.program_stage(step) for step in range(c.total_steps))
+    steps = collections.Counter(int(c.stage_at(step)) for step in range(c.total_steps))
     total = 0.0
     for i in steps:
-        of_stage = [programs[i, updates] for updates in cycle(c, i)]
+        of_stage = [programs[i, adam_step] for adam_step in cycle(c)]
         is_longest = i == longest_stage(c)
         losses, times = train_steps(of_stage, c, i, mesh, least=least if is_longest else 0)
         times = times[WARM_UP:]

@@ -6,8 +6,8 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
     python dev/compile_8xh100.py --lowered [--write]   says, in seconds, whether the page is old
 
-All but --small take --preset record92 or medium, of which one device compiles only the two programs
-that need the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no
+All but --small take --preset medium, of which one device compiles only the two programs that need
+the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no
 driver. With --write, the first writes the preset's page in records/gpu/, such as h100_compile.md.
 The last one runs with any JAX: it lowers some programs without compiling them, and looks for a
 digest of their text in the page. If it is there, no program has changed. The text differs between
@@ -45,7 +45,7 @@ import fits  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
-from h100.checks import LIMITS, UPDATES, Result, check, expected_program  # noqa: E402
+from h100.checks import FIRST, LIMITS, SECOND, VAL, Result, check, expected_program  # noqa: E402
 from h100.estimate import cost_by_cause, step_ms, transfers  # noqa: E402
 from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
@@ -56,7 +56,6 @@ import train_gpt  # noqa: E402
 
 PAGES = {
     "record": ROOT / "records/gpu/h100_compile.md",
-    "record92": ROOT / "records/gpu/h100_compile_92.md",
     "medium": ROOT / "records/gpu/h100_compile_medium.md",
 }
 SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
@@ -74,10 +73,10 @@ SMALL_GB = 15.0  # what JAX has of a GPU of 16 GB, whose fraction run.sh sets to
 
 # ---- The record's programs -----------------------------------------------------------------------
 def compile_step(kind: str, stage: int, c: train_gpt.Config, mesh: Mesh) -> Any:
-    """Compiles a program of train_gpt.py; `kind` is one of checks.KINDS."""
-    if kind == "val":
+    """Compiles a program of train_gpt.py; `kind` is FIRST, SECOND or VAL."""
+    if kind == VAL:
         return train_gpt.compile_val_step(stage, c, mesh)
-    return train_gpt.compile_train_step(stage, UPDATES[kind], c, mesh)
+    return train_gpt.compile_train_step(stage, kind == SECOND, c, mesh)
 
 
 def record_config(preset: str, attention: str) -> train_gpt.Config:
@@ -91,27 +90,10 @@ def any_prefixes(c: train_gpt.Config) -> np.ndarray:
     return np.arange(c.vocab, dtype="int32")
 
 
-MASK_SHAPE = (14274, 1298)  # of the bits in data/gpt2_canonical.npz
-
-
-def any_mask(c: train_gpt.Config) -> tuple:
-    """Stands in for train_gpt.canonical_mask, so that its file is not needed: programs depend on
-    nothing but the shapes."""
-    if not c.canonical:
-        return ()
-    row_of = np.zeros(train_gpt.padded_vocab(c), "uint16")
-    return row_of, row_of, np.zeros(MASK_SHAPE, "uint8")
-
-
 # ---- Whether the page describes this train_gpt.py ------------------------------------------------
-# Kind and stage of a few programs: one with all targets, one with all updates, one validation; and
-# one with candidates where there are some. Of medium only the largest, because the others share
-# their code with the record's.
-LOWERED = {
-    "record": (("first", 0), ("second", 3), ("val", 4)),
-    "record92": (("first", 0), ("no tables", 5), ("second", 8), ("val", 9)),
-    "medium": (("second", 8),),
-}
+# Kind and stage of a few programs: one with all targets, one with all updates, one validation. Of
+# medium only the largest, because the others share their code with the record's.
+LOWERED = {"record": ((FIRST, 0), (SECOND, 3), (VAL, 4)), "medium": ((SECOND, 8),)}
 
 
 def lowered_digest(preset: str) -> str:
@@ -122,10 +104,8 @@ def lowered_digest(preset: str) -> str:
     mesh = train_gpt.make_mesh(jax.devices()[:8])
     stages = []
     for stage in c.stages:
-        numbers = [stage.tokens, stage.short, stage.long, list(train_gpt.target_weights(stage))]
-        if stage.candidates:
-            numbers.append(stage.candidates)
-        stages.append(tuple(numbers))
+        targets = list(train_gpt.target_weights(stage))
+        stages.append((stage.tokens, stage.short, stage.long, targets))
     digest = hashlib.sha256(repr((stages, train_gpt.OPTIONS["gpu"])).encode())
 
     def as_text(lowered, *_):
@@ -133,7 +113,6 @@ def lowered_digest(preset: str) -> str:
 
     with (
         mock.patch.object(train_gpt, "prefix_table", any_prefixes),
-        mock.patch.object(train_gpt, "canonical_mask", any_mask),
         mock.patch.object(jax.stages.Lowered, "compile", as_text),
     ):
         for kind, number in LOWERED[preset]:
@@ -283,8 +262,8 @@ def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
         fitted = dataclasses.replace(c, **flags)
         text = fits.command_line(flags) or "none"
         for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
-            second = planned_memory("second", longest, config, devices)
-            val = planned_memory("val", longest, config, devices)
+            second = planned_memory(SECOND, longest, config, devices)
+            val = planned_memory(VAL, longest, config, devices)
             state = second.argument_size_in_bytes / 1e9
             training = second.temp_size_in_bytes / 1e9
             validation = val.temp_size_in_bytes / 1e9
@@ -306,7 +285,7 @@ def measure_small() -> tuple[str, list[str]]:
     rows = [("program", "T", "state GB", "temporaries GB", "together GB", "of GB")]
     wrong = []
     for kind, stage in record_programs(c):
-        T = c.val_T if kind == "val" else c.sequence_length(stage)
+        T = c.val_T if kind == VAL else c.sequence_length(stage)
         plan = planned_memory(kind, stage, c, devices=1)
         state = plan.argument_size_in_bytes / 1e9
         temporaries = plan.temp_size_in_bytes / 1e9
@@ -328,10 +307,10 @@ def planned_memory(kind: str, stage: int, c: train_gpt.Config, devices: int) -> 
 def steps_of_programs(c: train_gpt.Config) -> Counter:
     """How many steps of a run each training program takes, by its kind and its stage, in the order
     of their first use."""
-    kinds = {updates: kind for kind, updates in UPDATES.items()}
     steps = Counter()
     for step in range(c.total_steps):
-        steps[kinds[c.updates(step)], int(c.program_stage(step))] += 1
+        kind = SECOND if c.is_adam_step(step) else FIRST
+        steps[kind, int(c.stage_at(step))] += 1
     return steps
 
 
@@ -340,7 +319,7 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
     programs = list(steps_of_programs(c))
     for step in range(c.total_steps + 1):
         if c.validates_before(step):
-            programs.append(("val", int(c.program_stage(step))))
+            programs.append((VAL, int(c.stage_at(step))))
     return list(dict.fromkeys(programs))
 
 
@@ -351,7 +330,6 @@ def prepare(preset: str) -> train_gpt.Config:
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
     answer_for_hopper()
     train_gpt.prefix_table = any_prefixes
-    train_gpt.canonical_mask = any_mask
     return record_config(preset, "cudnn")
 
 
@@ -359,7 +337,7 @@ def largest_programs(results: list[Result]) -> list[tuple[str, int]]:
     """Kind and stage of the second step and of the validation that need the most memory; of equals,
     the last."""
     programs = []
-    for kind in ("second", "val"):
+    for kind in (SECOND, VAL):
         of_kind = [result for result in results if result.kind == kind]
         largest = max(of_kind, key=lambda result: (result.temporaries_GB, result.stage))
         programs.append((kind, largest.stage))

@@ -39,9 +39,7 @@ def pytest_addoption(parser):
 
 # Files that take half a minute or more, the longest first: if a worker began one of them last, the
 # other workers would wait for it.
-LONG_FILES = (
-    "hosts golden resume run run_ab devices tweaks check_gpu basics_gpt2 export".split()
-)
+LONG_FILES = "hosts golden resume run run_ab devices tweaks check_gpu basics_gpt2 export".split()
 
 
 def place(item):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -205,10 +206,10 @@ def test_a_machine_without_gpu_is_told_what_there_is(child, capfd, monkeypatch):
     [
         ("--only speed,sped", "--only: there is no part 'sped'; the parts are machine, speed,"),
         ("--small --batch 16", "--small sets all sizes itself; leave out --batch 16"),
-        ("--small record92", "--small sets all sizes itself; leave out record92"),
+        ("--small medium", "--small sets all sizes itself; leave out medium"),
         ("--batches 16", "unrecognized arguments: --batches 16"),
-        ("record92 --batches 16", "unrecognized arguments: --batches 16"),
-        ("tiny", "there is no check of 'tiny'; there are those of record, record92, medium"),
+        ("medium --batches 16", "unrecognized arguments: --batches 16"),
+        ("tiny", "there is no check of 'tiny'; there are those of record, medium"),
     ],
 )
 def test_what_it_does_not_know_is_one_line(argv, message, capsys):
@@ -223,7 +224,7 @@ def test_a_preset_and_flags_are_those_of_the_run():
         for argv in [preset, "--steps", "99"], [preset, "--only", "head", "--steps", "99"]:
             flags = check_gpu.parse_arguments(argv).flags
             assert flags == [preset, "--steps", "99"]
-            run = dataclasses.replace(train_gpt.PRESETS[preset], seed=1, steps=99, canonical="")
+            run = dataclasses.replace(train_gpt.PRESETS[preset], seed=1, steps=99)
             assert check_gpu.record_with(flags) == (preset, run)
     assert check_gpu.record_with([]) == ("record", check_gpu.RECORD)
 
@@ -492,39 +493,13 @@ def test_a_wrong_gradient_fails(monkeypatch, backward, name):
 
 
 # ---- Training ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("preset, lengths", [("record", {2}), ("record92", {4})])
-def test_cycles_are_of_successive_steps_and_have_all_programs(preset, lengths):
-    """Stages 1 to 4 of record 92 share theirs."""
+@pytest.mark.parametrize("preset, cycle", [("record", [False, True]), ("tiny", [True])])
+def test_cycles_have_all_programs_of_a_stage(preset, cycle):
     c = train_gpt.PRESETS[preset]
-    programs = {(c.program_stage(step), c.updates(step)) for step in range(c.total_steps)}
-    cycles = {stage: check_gpu.cycle(c, stage) for stage, _ in programs}
-    assert programs == {(stage, updates) for stage in cycles for updates in cycles[stage]}
-    assert {len(cycle) for cycle in cycles.values()} == lengths
-    for cycle in cycles.values():
-        assert cycle[-1].due == train_gpt.CADENCES
-        for before, updates in zip([cycle[-1], *cycle], cycle, strict=False):
-            assert {*updates.waiting} == {*train_gpt.CADENCES} - {*before.due}
-
-
-@pytest.mark.parametrize("stage", [0, 5, 6, 7])
-def test_no_more_tokens_occur_than_there_are_candidates(stage):
-    c = train_gpt.PRESETS["record92"]
-    for tokens, _ in check_gpu.host_batches(c, stage):
-        most = max(len(np.unique(sequence)) for sequence in tokens)
-        assert 1000 < most <= (c.stages[stage].candidates or c.vocab)
-
-
-def test_a_cycle_of_four_steps_learns():
-    parts = {"matrix_optimizer": "anvil", "table_every": 2, "muon_lr": 0.05}
-    stage = dataclasses.replace(C.stages[0], candidates=256, targets=(1.0,))
-    average = train_gpt.Average(("embed",), start=0.5, every=1, memory=0.1, blend=1.0)
-    layers = (Layer(LONG, bigram=True, value_table=0),)
-    c = dataclasses.replace(C, layers=layers, stages=(stage,), averages=(average,), **parts)
-    mesh = make_mesh(1)
-    programs = check_gpu.compile_cycle(c, 0, mesh)
-    assert len({*programs}) == 4
-    losses, _ = check_gpu.train_steps(programs, c, 0, mesh)
-    assert check_gpu.learns(losses)
+    assert check_gpu.cycle(c) == cycle
+    programs = {(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)}
+    stages = {stage for stage, _ in programs}
+    assert programs == set(itertools.product(stages, cycle))
 
 
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
@@ -599,7 +574,7 @@ def test_steps_go_on_for_some_seconds(no_state):
 
 def test_steps_do_not_learn_where_the_weights_stay():
     c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
-    programs = [train_gpt.compile_train_step(0, c.updates(1), c, make_mesh(1))]
+    programs = [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
     losses, _ = check_gpu.train_steps(programs, c, 0, make_mesh(1))
     assert not check_gpu.learns(losses)
 
@@ -614,7 +589,7 @@ def fake_record(monkeypatch, no_state):
         for stage in 0, 1:
             for step, program in enumerate(fake_programs(stage, losses)):
                 program.memory_analysis = lambda: memory
-                programs[stage, TWO_STAGES.updates(step)] = program
+                programs[stage, TWO_STAGES.is_adam_step(step)] = program
 
         def compile_all(c, mesh, log):
             log.facts({"compile": {"seconds": 3.0}})

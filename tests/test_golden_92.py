@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
-from tests.record92 import frozen
-from tests.tools import FLOAT32
+from tests.record92 import FLOAT32, frozen
 
 pytestmark = pytest.mark.slow
 Layer = frozen.Layer

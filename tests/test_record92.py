@@ -11,8 +11,8 @@ import pytest
 
 from records.upstream92 import canonical_mask
 from records.upstream92.golden_r92 import GOLDEN
-from tests.record92 import PATH, frozen
-from tests.tools import FLOAT32, text, write_shard
+from tests.record92 import FLOAT32, PATH, frozen
+from tests.tools import text, write_shard
 
 pytestmark = pytest.mark.slow
 RECORD92 = frozen.PRESETS["record92"]

@@ -17,7 +17,7 @@ import train_gpt
 from train_gpt import BANK, EXCHANGED, LONG, LOOKUP, SHORT, Layer, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS = "compute", "qkv_forward", "mlp_forward", "head_forward", "head_backward"
+FORMATS = "compute", "head_forward", "head_backward"
 FLOAT32 = dict.fromkeys(FORMATS, "float32")
 FLOAT32_FLAGS = [argument for name in FORMATS for argument in (f"--{name}", "float32")]
 

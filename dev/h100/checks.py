@@ -9,18 +9,11 @@ from typing import NamedTuple
 import train_gpt
 from h100.estimate import Cost, Transfer, exposed_ms, traffic
 from h100.hlo import Instruction, Program, inner, kernels, operands_of, users_of, walk
-from train_gpt import CADENCES, EVERY_STEP, WITH_ADAM, WITH_TABLES, Updates
 
-# The kinds of training programs, and what they update. Of two steps, the first updates only the
-# matrices, and the second everything. Where the tables are updated half as often, the second of
-# four steps leaves them out, and in the third their gradients wait. The fourth is like a second.
-UPDATES = {
-    "first": Updates(due=(EVERY_STEP,), waiting=()),
-    "second": Updates(due=CADENCES, waiting=(WITH_ADAM, WITH_TABLES)),
-    "no tables": Updates(due=(EVERY_STEP, WITH_ADAM), waiting=(WITH_ADAM, WITH_TABLES)),
-    "third": Updates(due=(EVERY_STEP,), waiting=(WITH_TABLES,)),
-}
-KINDS = *UPDATES, "val"
+# The kinds of programs.
+FIRST = "first"  # of two steps, the one that updates only the matrices
+SECOND = "second"  # and the one that updates everything
+VAL = "val"
 
 
 class Limits(NamedTuple):
@@ -34,7 +27,6 @@ class Limits(NamedTuple):
 # A little above what was reached. One GPU needs the most memory.
 LIMITS = {
     "record": Limits(memory_GB=40, traffic_GB=95, waiting=1),
-    "record92": Limits(memory_GB=40, traffic_GB=95, waiting=1),
     "medium": Limits(memory_GB=67, traffic_GB=222, waiting=3),
 }
 MOST_COMPILE_SECONDS = 40
@@ -52,14 +44,13 @@ class Expected(NamedTuple):
     attention_layers: int
     microbatches: int  # that each device runs, one after the other
     activation: int  # elements of x in a microbatch
-    head: tuple[int, int, int]  # tokens in a chunk, rows of the table or candidates, width
+    head: tuple[int, int, int]  # tokens in a chunk, rows of the table, width
     chunks: int  # for which each device runs the head, one after the other
     gathered: int  # elements of weights
     scattered: int  # elements of gradients
     reduced: int  # elements of gradients that every device needs whole
     exchanged: int  # elements that a device sends to the owners of n-grams, and back
     ideal: int  # elements of what is gathered, scattered and exchanged, without padding
-    table_GB: float = 0.0  # of an n-gram table in bfloat16 and its waiting gradients, on a device
 
 
 def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Expected:
@@ -69,16 +60,13 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
     Of those, the devices exchange which rows they read, the rows, and their gradients. Lookups are
     gathered at the end of the steps that update them. Validation gathers all weights but n-grams.
     """
-    train = kind != "val"
-    due = UPDATES[kind].due if train else CADENCES
+    train = kind != VAL
     params = train_gpt.param_table(c)
     banks = [p for p in params.values() if p.sharding == train_gpt.BANK]
     lookups = [p for p in params.values() if p.sharding == train_gpt.LOOKUP]
     replicated = [p for p in params.values() if p.sharding == train_gpt.REPLICATED]
-    gathered = banks + [p for p in lookups if p.cadence in due]
-    rows = params["head"].shape[0]
+    gathered = banks if kind == FIRST else banks + lookups
     if train:
-        rows = c.stages[stage].candidates or rows
         scattered = banks + lookups
         sequences = c.batch
         T = c.sequence_length(stage)
@@ -99,7 +87,7 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
         attention_layers=len(c.attention_layers()),
         microbatches=device_sequences // microbatch,
         activation=microbatch * T * c.D,
-        head=(chunk, rows, c.D),
+        head=(chunk, params["head"].shape[0], c.D),
         chunks=device_sequences * T // chunk,
         gathered=stored_elements(gathered),
         scattered=stored_elements(scattered),
@@ -107,18 +95,7 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
         # A row's number is an int32: in `ideal`, which counts elements of two bytes, it is two.
         exchanged=slots * (times * c.D + 1),
         ideal=model_elements(gathered) + model_elements(scattered) + slots * (times * c.D + 2),
-        table_GB=2e-9 * large_elements(c) / devices,
     )
-
-
-def large_elements(c: train_gpt.Config) -> int:
-    """Elements of an n-gram table in bfloat16 and of the gradients that wait for its update; of a
-    table in float32, 0."""
-    table = train_gpt.param_table(c)["bigram"]
-    if table.dtype != "bfloat16":
-        return 0
-    steps, slots = c.waiting_rows(len(c.stages) - 1)
-    return math.prod(table.shape) + steps * train_gpt.GROUP * slots * c.D
 
 
 def stored_elements(params: Iterable[train_gpt.Param]) -> int:
@@ -294,9 +271,8 @@ def check(result: Result, limits: Limits, timed: bool = True) -> Iterator[str]:
             "it on a machine that is not idle"
         )
     memory = result.arguments_GB + result.temporaries_GB
-    most_memory = limits.memory_GB + result.expected.table_GB
-    if memory > most_memory:
-        yield f"{memory:.2f} GB of arguments and temporaries, limit {most_memory:.2f}"
+    if memory > limits.memory_GB:
+        yield f"{memory:.2f} GB of arguments and temporaries, limit {limits.memory_GB:.2f}"
     limit = MOST_WITHOUT_PTX * result.traffic_GB()
     unknown = traffic_without_ptx(program)
     if unknown > limit:

@@ -1,23 +1,16 @@
-"""The tables of records/gpu/h100_compile.md and h100_compile_92.md."""
+"""The tables of records/gpu/h100_compile.md and h100_compile_medium.md."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from h100 import estimate
-from h100.checks import Result, fp8_products
+from h100.checks import SECOND, Result, fp8_products
 from h100.estimate import PARTS, Cost, cause, exposed_ms, issued, moved, seconds, traffic
 from h100.hlo import kernels
 
 # Lowest and highest milliseconds of a step in upstream's logs of a preset's shapes, by stage.
 UPSTREAM_MS = {"record": {0: (31, 32), 1: (57, 58), 2: (82.6, 84), 3: (83, 84)}}
 TWO_STEPS = "Every second step updates all parameters, the first of two only the matrices."
-CADENCE = {
-    "record": TWO_STEPS,
-    "medium": TWO_STEPS,
-    "record92": f"{TWO_STEPS} Late in the run, a step without tables and a third step, which "
-    "updates only the matrices, come between these two. Stages that share programs are counted "
-    "with the first of them. The mean is that of the stage's steps.",
-}
 LONGEST_KERNELS = 40
 SMALL_TRAFFIC = 5e6  # bytes; causes below it share a row
 
@@ -214,7 +207,7 @@ def page(
 ) -> str:
     """The text of a preset's page. `facts` are its lines with versions and digests, `steps` the
     number of steps that each training program runs."""
-    second = [r for r in results if r.kind == "second" and r.expected.devices == 8]
+    second = [r for r in results if r.kind == SECOND and r.expected.devices == 8]
     last = max(second, key=Result.ms)
     step = f"a second step on 8 devices, stage {last.stage}"
     cores = "The programs were compiled on two CPU cores."
@@ -229,7 +222,7 @@ def page(
         "finds out in seconds whether that is necessary.",
         facts,
         "## Milliseconds of a step, estimated",
-        CADENCE[preset],
+        TWO_STEPS,
         assumptions(record_21_ms, upstream),
         time_table(results, steps, upstream),
         "## Programs",
