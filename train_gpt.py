@@ -121,6 +121,8 @@ RECORD_STAGES = (
     Stage(15, 24 * 16384, short=768, long=1664, max_doc=2048, lr=1.73),
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
 )
+
+
 # A model of the same parts that trains in minutes on two CPU cores.
 TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
@@ -134,6 +136,8 @@ TINY_STAGES = (
     Stage(180, 512, short=64, long=192, max_doc=0, lr=1.0),
     Stage(0, 512, short=64, long=384, max_doc=0, lr=1.0),
 )
+
+
 # In size between the record and tiny, for one GPU of 16 GB or a TPU. It has no target, because
 # nobody has run it on FineWeb yet.
 SMALL_LAYERS = (
@@ -150,6 +154,8 @@ SMALL_STAGES = (
     Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
 )
+
+
 # A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages, base rates and
 # momentum are those of that track's record 18. Layers are those of pull request 261, with record
 # 89's gates, exclusive attention and dynamic composition.
@@ -348,26 +354,6 @@ def check_config(c: Config) -> None:
     for holds, message in rules:
         if not holds:
             raise ValueError(message)
-
-
-def padded_vocab(c: Config) -> int:
-    """Rows of the embedding and the head, V. The softmax is over the padding as well, so it is
-    trained, too."""
-    return -(-c.vocab // 128) * 128
-
-
-PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
-
-
-def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
-    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
-    PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
-    weights = {}
-    for k, weight in enumerate((stage.prefix, *stage.targets)):
-        start, end = weight if isinstance(weight, tuple) else (weight, weight)
-        if start or end:
-            weights[k] = (start, end)
-    return weights
 
 
 PRESETS = {  # fields that a preset does not name have Config's defaults
@@ -753,87 +739,6 @@ def take_rows(table_VD, index_BT) -> Array:
     return table_VD.at[index_BT].get(mode="promise_in_bounds")
 
 
-# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
-# the row, then for the signs. Those of 2 and 3 are upstream's, the others are ours.
-NGRAM_FACTORS = {
-    2: ((36313, 27191), (48271, 30011)),
-    3: ((17351, 60961, 45259), (58699, 39779, 26801)),
-    4: ((52361, 31847, 64901, 22541), (33769, 61403, 24877, 50101)),
-    5: ((41077, 57413, 19609, 35251, 62989), (55057, 28019, 63841, 37123, 44651)),
-}
-
-
-def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
-    """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
-    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
-    table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
-    upstream's, n-grams do not end at documents."""
-    part = c.bigrams // len(c.ngrams)
-    last_row = part - 1
-    T = tokens_BT.shape[1]
-    hashes = []
-    for number, n in enumerate(c.ngrams):
-        row_factors, sign_factors = NGRAM_FACTORS[n]
-        first = min(n - 1, T)  # the first token with n - 1 others before it
-        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
-        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
-        for factor, token in zip(row_factors[1:], ngram[1:], strict=True):
-            if n == 2:  # as in upstream, the second token hashes last_row instead of the first one
-                token = token.at[:, 0].set(last_row)
-            row = row ^ (factor * token)
-        pad_front = ((0, 0), (first, 0))
-        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
-        if number:
-            index_BT = number * part + index_BT
-        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
-            ngram = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
-        seed = functools.reduce(jnp.bitwise_xor, ngram) % 8192
-        hashes.append((index_BT, jnp.pad(seed, pad_front)))
-    return hashes
-
-
-def ngram_rows(tokens_BT, c: Config) -> Array:
-    """The rows of the bigram table that tokens read, (B, N): T for each length of n-grams."""
-    return jnp.concatenate([row_BT for row_BT, _ in hash_ngrams(tokens_BT, c)], axis=1)
-
-
-def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
-    """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
-    that text repeats itself. For each token, the longest match is the earlier place in its document
-    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is that
-    of the head for the token that followed there, normalized. The gain is learned, one for each
-    length of a match. Pull request 378 of modded-nanogpt.
-
-    In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
-    """
-    T = tokens_BT.shape[1]
-    t = jnp.arange(T)
-    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
-    token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
-    equal_BTT = (token_BT[:, :, None] == token_BT[:, None, :]) & (t[:, None] > t)
-    # A match of n tokens ends at (t, j) if tokens t and j are equal, and a match of n - 1 ends at
-    # (t - 1, j - 1).
-    match_BTT = equal_BTT
-    length_BTT = equal_BTT.astype(jnp.int32)
-    for _ in range(c.copy - 1):
-        match_BTT = equal_BTT & jnp.pad(match_BTT[:, :-1, :-1], ((0, 0), (1, 0), (1, 0)))
-        length_BTT += match_BTT
-    best_BT = (length_BTT * T + t).max(axis=-1)  # the longest, and of these the latest
-    length_BT = best_BT // T
-    next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
-    follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
-    rows_BTD = norm(take_rows(w["head"], follows_BT).astype(c.compute))
-    return w["copy_gains"][length_BT][..., None], rows_BTD
-
-
-def random_signs(seed_BT, c: Config) -> Array:
-    """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
-    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
-    bits = bits * np.uint32(0x9E3779B1)
-    bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
-    return 1 - 2 * (bits >> 31).astype(c.compute)
-
-
 class Rope(NamedTuple):
     """Rotations of q and k, and the scale of their product."""
 
@@ -895,96 +800,33 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     return frequency, float(scale)
 
 
-def prefix_table(c: Config) -> np.ndarray:
-    """For each token, the longest other token that its bytes begin with, (vocab,); -1: none."""
-    return np.fromfile(c.prefixes, "<i4")
+def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
+    """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
+    that text repeats itself. For each token, the longest match is the earlier place in its document
+    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is that
+    of the head for the token that followed there, normalized. The gain is learned, one for each
+    length of a match. Pull request 378 of modded-nanogpt.
 
-
-# ---- Loss ----------------------------------------------------------------------------------------
-SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
-SOFTCAP_SHIFT = 5
-SOFTCAP_WIDTH = 7.5
-
-
-def softcap(z: Array) -> Array:
-    """[softcap] Bounded logits, in float32. Gemma 2, arXiv:2408.00118; records 18 and 54."""
-    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
-
-
-def quantize(x: Array, scale: float, dtype: str) -> Array:
-    """x * scale in dtype, clipped to its range: beyond it, a cast to float8 makes NaN or inf on one
-    platform and the largest number on another."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
-
-
-def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
-    """The product of two matrices, contracted over axes[0] of a and axes[1] of b, divided by scale,
-    in dtype. With precision "highest", tensor cores keep all bits while they sum up float8."""
-    contracted = (((axes[0],), (axes[1],)), ((), ()))
-    out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
-    return out * jnp.asarray(1 / scale, dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
-    """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
-    tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
-    computes both gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
-
-
-def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
-    """The loss, and its gradients for x and w."""
-    grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
-    w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
-    w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
-
-    def one_chunk(dw_VD, chunk):
-        x, targets = chunk
-        weights = jnp.where(targets < 0, 0, weights_J)
-        x8 = quantize(x, c.x_scale, c.head_forward)
-        z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
-        # Softcapped logits are bounded, so there is no maximum to subtract.
-        total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)
-        token = jnp.maximum(targets, 0)
-        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
-        log_total = jnp.log(total)
-        loss = (weights * (log_total - softcap(z_target))).sum()
-        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
-        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
-        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
-        # The constants and the scale of float8 are multiplied into the weights beforehand.
-        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
-        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
-        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
-        # all of g8 a second time for its transpose.
-        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
-        s = softcap(z)
-        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * jnp.exp(s)
-        for j in range(targets.shape[1]):
-            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
-        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
-        g8 = lax.optimization_barrier(g8)
-        dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
-        dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
-        return dw_VD + dw, (loss, dx)
-
-    size = math.gcd(len(x_ND), c.head_chunk)
-    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ)]
-    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
-    return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
-
-
-def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
-    """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD = gradients
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
-
-
-head_loss.defvjp(head_loss_fwd, head_loss_bwd)
+    In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
+    """
+    T = tokens_BT.shape[1]
+    t = jnp.arange(T)
+    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
+    token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
+    equal_BTT = (token_BT[:, :, None] == token_BT[:, None, :]) & (t[:, None] > t)
+    # A match of n tokens ends at (t, j) if tokens t and j are equal, and a match of n - 1 ends at
+    # (t - 1, j - 1).
+    match_BTT = equal_BTT
+    length_BTT = equal_BTT.astype(jnp.int32)
+    for _ in range(c.copy - 1):
+        match_BTT = equal_BTT & jnp.pad(match_BTT[:, :-1, :-1], ((0, 0), (1, 0), (1, 0)))
+        length_BTT += match_BTT
+    best_BT = (length_BTT * T + t).max(axis=-1)  # the longest, and of these the latest
+    length_BT = best_BT // T
+    next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
+    follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
+    rows_BTD = norm(take_rows(w["head"], follows_BT).astype(c.compute))
+    return w["copy_gains"][length_BT][..., None], rows_BTD
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1154,212 +996,59 @@ def gelu_bwd(x: Array, dy: Array) -> tuple[Array]:
 gelu.defvjp(gelu_fwd, gelu_bwd)
 
 
-# ---- Parameters ----------------------------------------------------------------------------------
-# The four kinds of parameters, by their sharding; Param explains them.
-BANK = P(None, "fsdp")
-LOOKUP = P("fsdp")
-EXCHANGED = P(None, "fsdp", None)
-REPLICATED = P()
-GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+# ---- N-grams -------------------------------------------------------------------------------------
+# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
+# the row, then for the signs. Those of 2 and 3 are upstream's, the others are ours.
+NGRAM_FACTORS = {
+    2: ((36313, 27191), (48271, 30011)),
+    3: ((17351, 60961, 45259), (58699, 39779, 26801)),
+    4: ((52361, 31847, 64901, 22541), (33769, 61403, 24877, 50101)),
+    5: ((41077, 57413, 19609, 35251, 62989), (55057, 28019, 63841, 37123, 44651)),
+}
 
 
-class Param(NamedTuple):
-    """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
-    every_step how often it is updated; neither follows from the optimizer.
-
-    sharding    stored               each device owns    sent in Config.compute
-    BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
-    LOOKUP      [rows, D]            some rows           all-gathered after its updates
-    EXCHANGED   [rows / 8, 8, D]     8 / n of 8 eighths  the rows that tokens read, every step
-    REPLICATED  any shape            all of it           never
-    """
-
-    shape: tuple[int, ...]  # of the master copy, padding included
-    init: Callable  # (key, shape) -> array
-    lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
-    weight_decay: float  # a decaying weight w shrinks by base_rate**2 * lr * weight_decay * w
-    # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
-    # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
-    optimizer: optax.GradientTransformation
-    sharding: P = REPLICATED
-    every_step: bool = False  # updated in every step, or only where Config.is_adam_step()
-    base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
-    layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
-    rows: int = 0  # of a table: rows without padding
-
-    @property
-    def model_shape(self) -> tuple[int, ...]:
-        """The shape without padding; of a bank, [matrices, rows, cols]."""
-        if self.sharding == BANK:
-            return (len(self.layers), *self.shape[2:])
-        return (self.rows, self.shape[-1]) if self.rows else self.shape
+def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
+    """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
+    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
+    table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
+    upstream's, n-grams do not end at documents."""
+    part = c.bigrams // len(c.ngrams)
+    last_row = part - 1
+    T = tokens_BT.shape[1]
+    hashes = []
+    for number, n in enumerate(c.ngrams):
+        row_factors, sign_factors = NGRAM_FACTORS[n]
+        first = min(n - 1, T)  # the first token with n - 1 others before it
+        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
+        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
+        for factor, token in zip(row_factors[1:], ngram[1:], strict=True):
+            if n == 2:  # as in upstream, the second token hashes last_row instead of the first one
+                token = token.at[:, 0].set(last_row)
+            row = row ^ (factor * token)
+        pad_front = ((0, 0), (first, 0))
+        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
+        if number:
+            index_BT = number * part + index_BT
+        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
+            ngram = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, ngram) % 8192
+        hashes.append((index_BT, jnp.pad(seed, pad_front)))
+    return hashes
 
 
-def param_table(c: Config) -> dict[str, Param]:
-    """One row per parameter. A new technique adds its row here, and its line in the model."""
-    D, H = c.D, c.H
-    n_layers = len(c.layers)
-    with_attention = c.attention_layers()
-    vocab = padded_vocab(c)
-    bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
-    tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
-    muon = normuon(c)
-    # fmt: off
-    table = {
-        # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
-        # [tie] Until c.untie, embedding and head are one table, so these two rows must be equal.
-        "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
-        "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
-        "bigram": ngram_table(c),
-        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, adam(0.75, 0.95))
-           for n in c.value_tables()},
-        # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
-        # optimizer. A layer has H matrices in "qk", of two heads each: half of them for q, then
-        # half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
-        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),
-        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
-        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),
-        # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
-        "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
-        "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
-        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
-        "skip_lambdas": replicated((n_layers,), -1.5, 5),
-        "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
-        "smear_gate":   replicated((12,), 0.0, 0.01),
-        "smear_lambda": replicated((1,), 0.0, 5),
-        **({"copy_gains": replicated((c.copy + 1,), 0.0, 5)} if c.copy else {}),
-        "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
-    }
-    # fmt: on
-    for net, outputs in nets(c).items():
-        lr = 0.25 if net.startswith("mudd") else 0.1
-        # run_net() multiplies by the scale.
-        starts = np.float32(np.concatenate(list(outputs.values()))) / np.float32(GATE_SCALE)
-        table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
-        table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
-        table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
-    return table
+def ngram_rows(tokens_BT, c: Config) -> Array:
+    """The rows of the bigram table that tokens read, (B, N): T for each length of n-grams."""
+    return jnp.concatenate([row_BT for row_BT, _ in hash_ngrams(tokens_BT, c)], axis=1)
 
 
-ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
+def random_signs(seed_BT, c: Config) -> Array:
+    """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
+    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
+    bits = bits * np.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
+    return 1 - 2 * (bits >> 31).astype(c.compute)
 
 
-def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: Any) -> Param:
-    """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
-    normal distribution. lr and decay are upstream's lr_mul and wd_mul."""
-    shape = (-(-rows // 128) * 128, D)
-    init = jax.nn.initializers.normal(std)
-    weight_decay = ADAM_DECAY * lr * decay
-    return Param(shape, init, lr, weight_decay, optimizer, LOOKUP, rows=rows)
-
-
-def ngram_table(c: Config) -> Param:
-    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
-    device owns as many bigrams as trigrams."""
-    shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
-    zeros = jax.nn.initializers.zeros
-    decay = ADAM_DECAY * c.table_lr * 5
-    return Param(shape, zeros, c.table_lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
-
-
-def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
-    """A bank: matrices of one shape, one for each layer and each pair (bound, rate) in `matrices`,
-    padded with zeros to groups of 8. Each of n devices owns 8 / n whole matrices of every group.
-    The optimizer gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
-    layer_of = tuple(layer for layer in layers for _ in matrices)
-    padding = [(0, 0)] * (-len(layer_of) % GROUP)
-    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
-    bounds = pairs[:, 0].reshape(-1, GROUP, 1, 1)
-    rates = pairs[:, 1].reshape(-1, GROUP, 1, 1)
-    shape = (len(bounds), GROUP, rows, cols)
-    return Param(
-        shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
-        sharding=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
-    )  # fmt: skip
-
-
-def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
-    """A small parameter that every device has. init is an initializer or the values; lr and
-    decay are upstream's lr_mul and wd_mul, b2 is Adam's."""
-    init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
-    weight_decay = ADAM_DECAY * decay * np.float32(lr)
-    return Param(tuple(shape), init, np.float32(lr), weight_decay, adam(0.9, b2))
-
-
-def uniform(bound: Any) -> Callable:
-    """An initializer: uniform between -bound and bound."""
-    return lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0)
-
-
-def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
-    """Whole parameters in their model_shape."""
-    whole = {}
-    for name, param in param_table(c).items():
-        array = process_allgather(params[name], tiled=True)
-        if param.sharding in (BANK, EXCHANGED):
-            array = array.reshape(-1, *param.model_shape[1:])
-        whole[name] = array[: param.model_shape[0]]
-    return whole
-
-
-# ---- Sharding ------------------------------------------------------------------------------------
-def make_mesh(devices: list[jax.Device]) -> Mesh:
-    """Axis "fsdp", over which weights are sharded; with more than 8 devices also "nodes", each of
-    which has all weights."""
-    if len(devices) <= 8:
-        return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    nodes = np.array(devices).reshape(-1, 8)
-    return Mesh(nodes, ("nodes", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
-
-
-def mesh_axes() -> tuple[str, ...]:
-    """("fsdp",) or ("nodes", "fsdp"), inside a program; tokens are spread over all of them."""
-    return jax.sharding.get_abstract_mesh().axis_names
-
-
-def node_axes() -> tuple[str, ...]:
-    """() or ("nodes",): the axes over which whole weights are repeated."""
-    return mesh_axes()[:-1]
-
-
-def varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Marks x, which is replicated, as varying over axes, so that its gradient is summed."""
-    return lax.pcast(x, axes, to="varying")
-
-
-def all_gather(x: Array, c: Config) -> Array:
-    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. The
-    result is float32, so that gradients of microbatches add up in float32; XLA fuses the casts."""
-    x = varying(x.astype(c.compute), node_axes())
-    return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
-
-
-def reduce_scatter(grad_VD, c: Config) -> Array:
-    """The rows that this device owns, summed over all devices and sent in c.compute."""
-    grad = lax.psum_scatter(grad_VD.astype(c.compute), "fsdp", tiled=True)
-    return lax.psum(grad, node_axes()).astype(jnp.float32)
-
-
-def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
-    """[fsdp] All-gathers whole weights from the parts that devices own; a bank becomes {layer: its
-    matrices}. jax.vjp of this function sends every gradient to its owner. ZeRO-2,
-    arXiv:1910.02054."""
-    table = param_table(c)
-    weights = {}
-    for name, x in owned.items():
-        if table[name].sharding == BANK:
-            matrices = [matrix for group in x for matrix in all_gather(group, c)]
-            weights[name] = {layer: [] for layer in table[name].layers}
-            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
-                weights[name][layer].append(matrix)
-        elif table[name].sharding == LOOKUP:
-            weights[name] = all_gather(x, c)
-        else:
-            weights[name] = varying(x, mesh_axes())
-    return weights
-
-
-# ---- N-gram table --------------------------------------------------------------------------------
 # [ngram-table] The table of n-grams is too large to be gathered, so devices send each other only
 # the rows that their tokens read, and the gradients of these rows: all-to-all, with shapes that do
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
@@ -1456,6 +1145,326 @@ def table_gradient(rows: RowGradients, table_RpD) -> Array:
     return zeros.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
 
 
+# ---- Loss ----------------------------------------------------------------------------------------
+PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
+
+
+def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
+    """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
+    PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
+    weights = {}
+    for k, weight in enumerate((stage.prefix, *stage.targets)):
+        start, end = weight if isinstance(weight, tuple) else (weight, weight)
+        if start or end:
+            weights[k] = (start, end)
+    return weights
+
+
+def prefix_table(c: Config) -> np.ndarray:
+    """For each token, the longest other token that its bytes begin with, (vocab,); -1: none."""
+    return np.fromfile(c.prefixes, "<i4")
+
+
+SOFTCAP = 23  # softcapped logits are SOFTCAP * sigmoid((z + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+SOFTCAP_SHIFT = 5
+SOFTCAP_WIDTH = 7.5
+
+
+def softcap(z: Array) -> Array:
+    """[softcap] Bounded logits, in float32. Gemma 2, arXiv:2408.00118; records 18 and 54."""
+    return SOFTCAP * jax.nn.sigmoid((z.astype(jnp.float32) + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+
+
+def quantize(x: Array, scale: float, dtype: str) -> Array:
+    """x * scale in dtype, clipped to its range: beyond it, a cast to float8 makes NaN or inf on one
+    platform and the largest number on another."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+
+
+def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -> Array:
+    """The product of two matrices, contracted over axes[0] of a and axes[1] of b, divided by scale,
+    in dtype. With precision "highest", tensor cores keep all bits while they sum up float8."""
+    contracted = (((axes[0],), (axes[1],)), ((), ()))
+    out = lax.dot_general(a, b, contracted, precision, preferred_element_type=dtype)
+    return out * jnp.asarray(1 / scale, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
+    """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
+    tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
+    computes both gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
+    19."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
+
+
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x and w."""
+    grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
+    w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
+    w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
+
+    def one_chunk(dw_VD, chunk):
+        x, targets = chunk
+        weights = jnp.where(targets < 0, 0, weights_J)
+        x8 = quantize(x, c.x_scale, c.head_forward)
+        z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
+        # Softcapped logits are bounded, so there is no maximum to subtract.
+        total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)
+        token = jnp.maximum(targets, 0)
+        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
+        log_total = jnp.log(total)
+        loss = (weights * (log_total - softcap(z_target))).sum()
+        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
+        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
+        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
+        # The constants and the scale of float8 are multiplied into the weights beforehand.
+        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
+        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
+        # all of g8 a second time for its transpose.
+        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
+        s = softcap(z)
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        dloss_ds = softmax_weight * jnp.exp(s)
+        for j in range(targets.shape[1]):
+            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
+        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
+        g8 = lax.optimization_barrier(g8)
+        dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
+        dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
+        return dw_VD + dw, (loss, dx)
+
+    size = math.gcd(len(x_ND), c.head_chunk)
+    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ)]
+    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
+    return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
+
+
+def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
+    """The gradients that the forward pass has computed, times g."""
+    dx_ND, dw_VD = gradients
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
+
+
+head_loss.defvjp(head_loss_fwd, head_loss_bwd)
+
+
+# ---- Parameters ----------------------------------------------------------------------------------
+# The four kinds of parameters, by their sharding; Param explains them.
+BANK = P(None, "fsdp")
+LOOKUP = P("fsdp")
+EXCHANGED = P(None, "fsdp", None)
+REPLICATED = P()
+GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+
+
+class Param(NamedTuple):
+    """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
+    every_step how often it is updated; neither follows from the optimizer.
+
+    sharding    stored               each device owns    sent in Config.compute
+    BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
+    LOOKUP      [rows, D]            some rows           all-gathered after its updates
+    EXCHANGED   [rows / 8, 8, D]     8 / n of 8 eighths  the rows that tokens read, every step
+    REPLICATED  any shape            all of it           never
+    """
+
+    shape: tuple[int, ...]  # of the master copy, padding included
+    init: Callable  # (key, shape) -> array
+    lr: Any  # factor on the base rate; of a bank one for each matrix, [G, 8, 1, 1]
+    weight_decay: float  # a decaying weight w shrinks by base_rate**2 * lr * weight_decay * w
+    # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
+    # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
+    optimizer: optax.GradientTransformation
+    sharding: P = REPLICATED
+    every_step: bool = False  # updated in every step, or only where Config.is_adam_step()
+    base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
+    layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
+    rows: int = 0  # of a table: rows without padding
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape without padding; of a bank, [matrices, rows, cols]."""
+        if self.sharding == BANK:
+            return (len(self.layers), *self.shape[2:])
+        return (self.rows, self.shape[-1]) if self.rows else self.shape
+
+
+def param_table(c: Config) -> dict[str, Param]:
+    """One row per parameter. A new technique adds its row here, and its line in the model."""
+    D, H = c.D, c.H
+    n_layers = len(c.layers)
+    with_attention = c.attention_layers()
+    vocab = padded_vocab(c)
+    bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
+    tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
+    muon = normuon(c)
+    # fmt: off
+    table = {
+        # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
+        # [tie] Until c.untie, embedding and head are one table, so these two rows must be equal.
+        "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
+        "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
+        "bigram": ngram_table(c),
+        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, adam(0.75, 0.95))
+           for n in c.value_tables()},
+        # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
+        # optimizer. A layer has H matrices in "qk", of two heads each: half of them for q, then
+        # half for k; w_v and w_o in "vo"; fc and proj^T in "mlp".
+        "qk":  bank(2 * D // H, D, with_attention, [(bound, 1)] * H, muon),
+        "vo":  bank(D, D, with_attention, [(bound, 1)] * 2, muon),
+        "mlp": bank(c.F, D, range(n_layers), [(bound, tall), (0, 2 * tall)], muon),
+        # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
+        "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
+        "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "skip_lambdas": replicated((n_layers,), -1.5, 5),
+        "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
+        "smear_gate":   replicated((12,), 0.0, 0.01),
+        "smear_lambda": replicated((1,), 0.0, 5),
+        **({"copy_gains": replicated((c.copy + 1,), 0.0, 5)} if c.copy else {}),
+        "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
+    }
+    # fmt: on
+    for net, outputs in nets(c).items():
+        lr = 0.25 if net.startswith("mudd") else 0.1
+        # run_net() multiplies by the scale.
+        starts = np.float32(np.concatenate(list(outputs.values()))) / np.float32(GATE_SCALE)
+        table[f"{net}.w1"] = replicated((c.R, D), uniform(D**-0.5), lr, decay=1)
+        table[f"{net}.w2"] = replicated((len(starts), c.R), 0.0, lr, decay=1)
+        table[f"{net}.b2"] = replicated(starts.shape, starts, lr)
+    return table
+
+
+ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
+
+
+def padded_vocab(c: Config) -> int:
+    """Rows of the embedding and the head, V. The softmax is over the padding as well, so it is
+    trained, too."""
+    return -(-c.vocab // 128) * 128
+
+
+def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: Any) -> Param:
+    """A table that tokens are looked up in, padded to a multiple of 128 rows; initialized from a
+    normal distribution. lr and decay are upstream's lr_mul and wd_mul."""
+    shape = (-(-rows // 128) * 128, D)
+    init = jax.nn.initializers.normal(std)
+    weight_decay = ADAM_DECAY * lr * decay
+    return Param(shape, init, lr, weight_decay, optimizer, LOOKUP, rows=rows)
+
+
+def ngram_table(c: Config) -> Param:
+    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
+    device owns as many bigrams as trigrams."""
+    shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
+    zeros = jax.nn.initializers.zeros
+    decay = ADAM_DECAY * c.table_lr * 5
+    return Param(shape, zeros, c.table_lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
+
+
+def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
+    """A bank: matrices of one shape, one for each layer and each pair (bound, rate) in `matrices`,
+    padded with zeros to groups of 8. Each of n devices owns 8 / n whole matrices of every group.
+    The optimizer gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
+    layer_of = tuple(layer for layer in layers for _ in matrices)
+    padding = [(0, 0)] * (-len(layer_of) % GROUP)
+    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
+    bounds = pairs[:, 0].reshape(-1, GROUP, 1, 1)
+    rates = pairs[:, 1].reshape(-1, GROUP, 1, 1)
+    shape = (len(bounds), GROUP, rows, cols)
+    return Param(
+        shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
+        sharding=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
+    )  # fmt: skip
+
+
+def replicated(shape: tuple, init: Any, lr: Any, decay: float = 0.0, b2: float = 0.99) -> Param:
+    """A small parameter that every device has. init is an initializer or the values; lr and
+    decay are upstream's lr_mul and wd_mul, b2 is Adam's."""
+    init = init if callable(init) else jax.nn.initializers.constant(np.float32(init))
+    weight_decay = ADAM_DECAY * decay * np.float32(lr)
+    return Param(tuple(shape), init, np.float32(lr), weight_decay, adam(0.9, b2))
+
+
+def uniform(bound: Any) -> Callable:
+    """An initializer: uniform between -bound and bound."""
+    return lambda key, shape: bound * jax.random.uniform(key, shape, minval=-1.0)
+
+
+def start_keys_as_queries(qk: Array, c: Config) -> Array:
+    """[key-start] In layers with key_start, key weights start as copies of query weights, so that
+    from the first step on a token attends to its like and, with key_offset, to what followed it.
+    Not in upstream."""
+    matrices = qk.reshape(-1, *qk.shape[2:])
+    for n, i in enumerate(c.attention_layers()):
+        if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
+            first = n * c.H
+            half = c.H // 2
+            queries = matrices[first : first + half]
+            matrices = matrices.at[first + half : first + c.H].set(queries)
+    return matrices.reshape(qk.shape)
+
+
+# ---- Sharding ------------------------------------------------------------------------------------
+def make_mesh(devices: list[jax.Device]) -> Mesh:
+    """Axis "fsdp", over which weights are sharded; with more than 8 devices also "nodes", each of
+    which has all weights."""
+    if len(devices) <= 8:
+        return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    nodes = np.array(devices).reshape(-1, 8)
+    return Mesh(nodes, ("nodes", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def mesh_axes() -> tuple[str, ...]:
+    """("fsdp",) or ("nodes", "fsdp"), inside a program; tokens are spread over all of them."""
+    return jax.sharding.get_abstract_mesh().axis_names
+
+
+def node_axes() -> tuple[str, ...]:
+    """() or ("nodes",): the axes over which whole weights are repeated."""
+    return mesh_axes()[:-1]
+
+
+def varying(x: Array, axes: tuple[str, ...]) -> Array:
+    """Marks x, which is replicated, as varying over axes, so that its gradient is summed."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def all_gather(x: Array, c: Config) -> Array:
+    """Gathers the first axis over "fsdp", sent in c.compute; the gradient is reduce-scattered. The
+    result is float32, so that gradients of microbatches add up in float32; XLA fuses the casts."""
+    x = varying(x.astype(c.compute), node_axes())
+    return lax.all_gather(x, "fsdp", tiled=True).astype(jnp.float32)
+
+
+def reduce_scatter(grad_VD, c: Config) -> Array:
+    """The rows that this device owns, summed over all devices and sent in c.compute."""
+    grad = lax.psum_scatter(grad_VD.astype(c.compute), "fsdp", tiled=True)
+    return lax.psum(grad, node_axes()).astype(jnp.float32)
+
+
+def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
+    """[fsdp] All-gathers whole weights from the parts that devices own; a bank becomes {layer: its
+    matrices}. jax.vjp of this function sends every gradient to its owner. ZeRO-2,
+    arXiv:1910.02054."""
+    table = param_table(c)
+    weights = {}
+    for name, x in owned.items():
+        if table[name].sharding == BANK:
+            matrices = [matrix for group in x for matrix in all_gather(group, c)]
+            weights[name] = {layer: [] for layer in table[name].layers}
+            for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
+                weights[name][layer].append(matrix)
+        elif table[name].sharding == LOOKUP:
+            weights[name] = all_gather(x, c)
+        else:
+            weights[name] = varying(x, mesh_axes())
+    return weights
+
+
 # ---- Optimizer -----------------------------------------------------------------------------------
 POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the one before leaves
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1531,50 +1540,6 @@ def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: fl
     return p - rate * lr * (update + decay)
 
 
-class ScheduleRow(NamedTuple):
-    """The numbers that change from step to step. They are arguments of a step's program, so it is
-    the same program with other rates or another number of steps."""
-
-    adam_lr: Any  # base rate of parameters with base_lr="adam_lr"
-    muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
-    momentum: Any  # Muon's
-    tied: Any  # whether embedding and head are one table
-    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
-
-
-def schedule(c: Config) -> list[ScheduleRow]:
-    """A row for each step of the run."""
-    steps = np.arange(c.total_steps)
-    lengths = np.array([stage.steps for stage in c.stages])
-    starts = np.cumsum(lengths) - lengths
-    stage_of = np.array([c.stage_at(step) for step in steps])
-    # planned_step[i]: where step i would be in a run with all steps of the stages (--steps 0).
-    planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
-    stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
-    progress = planned_step / sum(lengths)  # of the run, 0 to 1
-
-    cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
-    stage_lr = np.array([stage.lr for stage in c.stages])
-    lr = stage_lr[stage_of] * (1 - cooldown) + c.lr_floor * cooldown
-    rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
-    fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
-    momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
-    rows = []
-    for step in steps:
-        stage = c.stages[stage_of[step]]
-        ramps = target_weights(stage).values()
-        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
-        row = ScheduleRow(
-            adam_lr=np.float32(c.adam_lr * lr[step]),
-            muon_lr=np.float32(c.muon_lr * lr[step]),
-            momentum=np.float32(momentum[step]),
-            tied=np.bool_(progress[step] <= c.untie),
-            loss_weights=np.float32(weights),
-        )
-        rows.append(row)
-    return rows
-
-
 # ---- Step ----------------------------------------------------------------------------------------
 class State(NamedTuple):
     """Everything that a step changes."""
@@ -1606,20 +1571,6 @@ def initial_state(seed: Array, c: Config) -> State:
     return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
 
 
-def start_keys_as_queries(qk: Array, c: Config) -> Array:
-    """[key-start] In layers with key_start, key weights start as copies of query weights, so that
-    from the first step on a token attends to its like and, with key_offset, to what followed it.
-    Not in upstream."""
-    matrices = qk.reshape(-1, *qk.shape[2:])
-    for n, i in enumerate(c.attention_layers()):
-        if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
-            first = n * c.H
-            half = c.H // 2
-            queries = matrices[first : first + half]
-            matrices = matrices.at[first + half : first + c.H].set(queries)
-    return matrices.reshape(qk.shape)
-
-
 def state_shapes(c: Config, mesh: Mesh) -> State:
     """Shape and sharding of every array. Gradients and optimizer states are sharded like their
     parameters; scalars and whole lookups are replicated."""
@@ -1645,7 +1596,7 @@ def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
     return program(old, np.uint32(max(0, c.seed)))
 
 
-def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int, adam_step: bool):
+def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: bool):
     """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
     the loss per token, summed over targets. Unless it is an Adam step, only the matrices are
     updated; the other gradients wait for the next step.
@@ -1696,7 +1647,7 @@ def train_step(state: State, tokens_MBS, row: ScheduleRow, c: Config, stage: int
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
 
 
-def update_parameters(state: State, grads: dict, row: ScheduleRow, c: Config, adam_step: bool):
+def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool) -> State:
     """Returns the state after an update of this device's parts of the parameters: of all in an Adam
     step, otherwise of the matrices. grads has the gradient of every parameter, by name and shaped
     like the part, summed over all devices."""
@@ -1758,6 +1709,7 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tup
     return loss, lax.psum(lost, "fsdp")
 
 
+# ---- Programs ------------------------------------------------------------------------------------
 OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
     "gpu": {
         "xla_gpu_enable_triton_gemm": False,  # cuBLAS accumulates into an array in the same kernel
@@ -1818,22 +1770,147 @@ def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: b
     return program.lower(*arguments).compile(OPTIONS.get(platform))
 
 
-# ---- Data ----------------------------------------------------------------------------------------
+def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
+    """Compiles every program of the run, by (stage, adam_step) and (stage, "val")."""
+    start = time.perf_counter()
+    keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
+    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
+    print(f"compiling {len(keys)} programs ...", flush=True)
+
+    def compile_one(key):
+        stage, kind = key
+        if kind == "val":
+            return compile_val_step(stage, c, mesh)
+        return compile_train_step(stage, kind, c, mesh)
+
+    # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
+    tunes = mesh.devices.flat[0].platform == "gpu"
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
+    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
+    first = pool.submit(compile_one, keys[0]).result()
+    programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
+    log.facts({"compile": {"seconds": time.perf_counter() - start}})
+    return programs
+
+
+def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
+    """Runs every program once, because the first call loads it and sets up the communication
+    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
+    but its memory, in which run() makes the first one."""
+    state = make_state(c, mesh)
+    for (_, kind), program in programs.items():
+        # Zeros for all arguments but the first, the state or its parameters.
+        shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        zeros = jax.device_put(zeros, shardings)
+        if kind == "val":
+            jax.block_until_ready(program(state.params, *zeros))
+        else:
+            state, _ = jax.block_until_ready(program(state, *zeros))
+    return state
+
+
+# ---- Schedule and data ---------------------------------------------------------------------------
+class ScheduleRow(NamedTuple):
+    """The numbers that change from step to step. They are arguments of a step's program, so it is
+    the same program with other rates or another number of steps."""
+
+    adam_lr: Any  # base rate of parameters with base_lr="adam_lr"
+    muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
+    momentum: Any  # Muon's
+    tied: Any  # whether embedding and head are one table
+    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
+
+
+def schedule(c: Config) -> list[ScheduleRow]:
+    """A row for each step of the run."""
+    steps = np.arange(c.total_steps)
+    lengths = np.array([stage.steps for stage in c.stages])
+    starts = np.cumsum(lengths) - lengths
+    stage_of = np.array([c.stage_at(step) for step in steps])
+    # planned_step[i]: where step i would be in a run with all steps of the stages (--steps 0).
+    planned_step = np.interp(steps, [0, *c.stage_ends], [*starts, sum(lengths)])
+    stage_progress = (planned_step - starts[stage_of]) / lengths[stage_of]  # 0 to 1
+    progress = planned_step / sum(lengths)  # of the run, 0 to 1
+
+    cooldown = np.clip((progress - c.cooldown_start) / (c.cooldown_end - c.cooldown_start), 0, 1)
+    stage_lr = np.array([stage.lr for stage in c.stages])
+    lr = stage_lr[stage_of] * (1 - cooldown) + c.lr_floor * cooldown
+    rise = np.clip(progress / max(c.momentum_warmup, 1e-9), 0, 1)
+    fall = np.clip((progress - 1) / max(c.momentum_cooldown, 1e-9) + 1, 0, 1)
+    momentum = c.momentum_low + (c.momentum_high - c.momentum_low) * (rise - fall)
+    rows = []
+    for step in steps:
+        stage = c.stages[stage_of[step]]
+        ramps = target_weights(stage).values()
+        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
+        row = ScheduleRow(
+            adam_lr=np.float32(c.adam_lr * lr[step]),
+            muon_lr=np.float32(c.muon_lr * lr[step]),
+            momentum=np.float32(momentum[step]),
+            tied=np.bool_(progress[step] <= c.untie),
+            loss_weights=np.float32(weights),
+        )
+        rows.append(row)
+    return rows
+
+
+def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
+    """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
+    shapes = batch_shapes("train", c)
+    batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
+    steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
+    everywhere = NamedSharding(mesh, P())
+    row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
+    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
+    return prefetch(itertools.islice(steps, start, None), shardings)
+
+
+def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
+    """Copies arrays to the devices some steps early; each process passes its rows. The transfer is
+    asynchronous, so it overlaps with a step."""
+    queue = collections.deque()
+    for batch in batches:
+        queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
+        if len(queue) > ahead:
+            yield queue.popleft()
+    yield from queue
+
+
+def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
+    """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
+    sequences of this part (from 0) of every batch."""
+    done = 0
+    for shard in shards:
+        batches = pack_documents(shard, shapes[done:], c)
+        if c.deal:
+            batches = deal(batches, shapes[done:])
+        for batch in batches:
+            mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
+            sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
+            yield np.stack(sequences).astype(np.int32)
+            done += 1
+
+
+def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
+    """[deal] The same sequences in other batches: the text of successive batches of one shape is
+    cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
+    part k. So the sequences of a small batch are not of one document. Not in upstream."""
+    for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
+        stage_batches = [batch for _, batch in stage]
+        sequences = [sequence for batch in stage_batches for sequence in batch]
+        for step in range(len(stage_batches)):
+            yield sequences[step :: len(stage_batches)]
+
+
 def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
     """(sequences, T, max_doc) of every batch of the run, "train", or of a validation, "val"."""
     if split == "val":
         return [(VAL_SEQUENCES, c.val_T, 0)] * (c.val_tokens // (VAL_SEQUENCES * c.val_T))
     stages = [c.stage_at(step) for step in range(c.total_steps)]
     return [(c.batch, c.sequence_length(i), c.stages[i].max_doc) for i in stages]
-
-
-def open_shard(path: Path) -> np.memmap:
-    """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
-    header = np.fromfile(path, "<i4", 3).tolist()
-    count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
-    if count < 1 or path.stat().st_size != 1024 + 2 * count:
-        refuse(f"{path} is not a complete shard: python data/check.py {path.parent} says why")
-    return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
 
 
 def pack_documents(shard: np.ndarray, shapes: list[tuple], c: Config) -> Iterator[list[list]]:
@@ -1907,6 +1984,27 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     return shards
 
 
+def open_shard(path: Path) -> np.memmap:
+    """The tokens of a file in llm.c's format: 256 int32 (magic, version, count), then uint16."""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
+    if count < 1 or path.stat().st_size != 1024 + 2 * count:
+        refuse(f"{path} is not a complete shard: python data/check.py {path.parent} says why")
+    return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
+
+
+def refuse(message: str) -> None:
+    """Ends a run before it begins, with one line and exit status 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def data_facts(shards: dict[str, list], c: Config) -> list[dict[str, Any]]:
+    """The facts of all shards; reads all of each."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda shard: shard_facts(shard, c), sum(shards.values(), [])))
+
+
 def shard_facts(shard: np.memmap, c: Config) -> dict[str, Any]:
     """A shard's facts for the log; exits with status 2 if its tokens do not fit the run."""
     path = Path(shard.filename)
@@ -1920,56 +2018,7 @@ def shard_facts(shard: np.memmap, c: Config) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256, **counts}
 
 
-def data_facts(shards: dict[str, list], c: Config) -> list[dict[str, Any]]:
-    """The facts of all shards; reads all of each."""
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda shard: shard_facts(shard, c), sum(shards.values(), [])))
-
-
-def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
-    """[deal] The same sequences in other batches: the text of successive batches of one shape is
-    cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
-    part k. So the sequences of a small batch are not of one document. Not in upstream."""
-    for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
-        stage_batches = [batch for _, batch in stage]
-        sequences = [sequence for batch in stage_batches for sequence in batch]
-        for step in range(len(stage_batches)):
-            yield sequences[step :: len(stage_batches)]
-
-
-def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
-    """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
-    sequences of this part (from 0) of every batch."""
-    done = 0
-    for shard in shards:
-        batches = pack_documents(shard, shapes[done:], c)
-        if c.deal:
-            batches = deal(batches, shapes[done:])
-        for batch in batches:
-            mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
-            sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
-            yield np.stack(sequences).astype(np.int32)
-            done += 1
-
-
-def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
-    """Copies arrays to the devices some steps early; each process passes its rows. The transfer is
-    asynchronous, so it overlaps with a step."""
-    queue = collections.deque()
-    for batch in batches:
-        queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
-        if len(queue) > ahead:
-            yield queue.popleft()
-    yield from queue
-
-
 # ---- Command line --------------------------------------------------------------------------------
-def refuse(message: str) -> None:
-    """Ends a run before it begins, with one line and exit status 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """train_gpt.py [PRESET] [--field value ...]: numbers and strings are flags."""
     if "-h" in argv or "--help" in argv:
@@ -2086,50 +2135,45 @@ def accelerator_wheels() -> dict[str, str]:
 
 
 # ---- Run -----------------------------------------------------------------------------------------
+def main(argv: list[str]) -> Path | None:
+    """Trains without a guard. Returns the path of the weights, if they are saved."""
+    preset, c = parse_config(argv)
+    devices, c = fit_devices(c)
+    shards = find_data(c)
+    data = data_facts(shards, c)
+    if c.seed < 0:
+        c = dataclasses.replace(c, seed=secrets.randbits(31))
+    return run(preset, c, devices, shards, data, argv)
+
+
+def run(
+    preset: str, c: Config, devices: list, shards: dict, data: list, argv: list, guard: Any = None
+) -> Path | None:
+    """Trains on these devices and shards, whose facts are for the log. Returns the path of the
+    weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
+    dev/guard.py."""
+    mesh = make_mesh(devices)
+    log = Log(guard.log_path if guard else "")
+    log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
+    programs = compile_all(c, mesh, log)
+    state = make_state(c, mesh, warm_up(programs, c, mesh))
+    if guard:
+        state = guard.begin(state, c, mesh, log)  # that of a checkpoint, if the run is resumed
+    weights, result = train(state, c, mesh, programs, shards, log, guard)
+    path = log.path.with_suffix(".npz")
+    try:
+        if c.save:
+            save_weights(path, unpad(weights, c), c, result)
+            result["weights"] = path.name
+    finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
+        log.line(f"RESULT {json.dumps(result)}")
+    return path if c.save else None
+
+
 STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run finishes them
 NON_FINITE = 3  # exit status of a run whose loss is NaN or inf
-
-
-def compile_all(c: Config, mesh: Mesh, log: Log) -> dict[tuple, Callable]:
-    """Compiles every program of the run, by (stage, adam_step) and (stage, "val")."""
-    start = time.perf_counter()
-    keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
-    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
-    keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
-    print(f"compiling {len(keys)} programs ...", flush=True)
-
-    def compile_one(key):
-        stage, kind = key
-        if kind == "val":
-            return compile_val_step(stage, c, mesh)
-        return compile_train_step(stage, kind, c, mesh)
-
-    # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
-    tunes = mesh.devices.flat[0].platform == "gpu"
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
-    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
-    first = pool.submit(compile_one, keys[0]).result()
-    programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
-    log.facts({"compile": {"seconds": time.perf_counter() - start}})
-    return programs
-
-
-def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
-    """Runs every program once, because the first call loads it and sets up the communication
-    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
-    but its memory, in which run() makes the first one."""
-    state = make_state(c, mesh)
-    for (_, kind), program in programs.items():
-        # Zeros for all arguments but the first, the state or its parameters.
-        shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        zeros = jax.device_put(zeros, shardings)
-        if kind == "val":
-            jax.block_until_ready(program(state.params, *zeros))
-        else:
-            state, _ = jax.block_until_ready(program(state, *zeros))
-    return state
 
 
 def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, guard: Any):
@@ -2194,30 +2238,6 @@ def end_if_not_finite(loss: float, step: int, log: Log) -> None:
         sys.exit(NON_FINITE)
 
 
-def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
-    """Returns what the RESULT line states beyond losses and times."""
-    memory = [device.memory_stats() or {} for device in mesh.local_devices]
-    return {
-        "reason": "target reached" if val_loss <= c.target else "end of schedule",
-        "target": c.target,
-        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
-        "seed": c.seed,
-        "devices": mesh.size,
-        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
-    }
-
-
-def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
-    """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
-    shapes = batch_shapes("train", c)
-    batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
-    steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
-    everywhere = NamedSharding(mesh, P())
-    row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
-    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
-    return prefetch(itertools.islice(steps, start, None), shardings)
-
-
 def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, shards: dict):
     """Mean loss over the validation tokens, nats a token, and how many n-grams were lost."""
     hosts = max(1, jax.process_count() * mesh.shape["fsdp"] // mesh.size)  # of one node
@@ -2250,41 +2270,28 @@ class Stopwatch:
         return 1e3 * (self.seconds + time.perf_counter() - self.started)
 
 
-def main(argv: list[str]) -> Path | None:
-    """Trains without a guard. Returns the path of the weights, if they are saved."""
-    preset, c = parse_config(argv)
-    devices, c = fit_devices(c)
-    shards = find_data(c)
-    data = data_facts(shards, c)
-    if c.seed < 0:
-        c = dataclasses.replace(c, seed=secrets.randbits(31))
-    return run(preset, c, devices, shards, data, argv)
+def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
+    """Returns what the RESULT line states beyond losses and times."""
+    memory = [device.memory_stats() or {} for device in mesh.local_devices]
+    return {
+        "reason": "target reached" if val_loss <= c.target else "end of schedule",
+        "target": c.target,
+        "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
+        "seed": c.seed,
+        "devices": mesh.size,
+        "peak_memory_bytes": max(stats.get("peak_bytes_in_use", 0) for stats in memory),
+    }
 
 
-def run(
-    preset: str, c: Config, devices: list, shards: dict, data: list, argv: list, guard: Any = None
-) -> Path | None:
-    """Trains on these devices and shards, whose facts are for the log. Returns the path of the
-    weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
-    dev/guard.py."""
-    mesh = make_mesh(devices)
-    log = Log(guard.log_path if guard else "")
-    log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
-    hardware = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{preset} on {hardware}, head in {c.head_forward}, log in {log.path}")
-    programs = compile_all(c, mesh, log)
-    state = make_state(c, mesh, warm_up(programs, c, mesh))
-    if guard:
-        state = guard.begin(state, c, mesh, log)  # that of a checkpoint, if the run is resumed
-    weights, result = train(state, c, mesh, programs, shards, log, guard)
-    path = log.path.with_suffix(".npz")
-    try:
-        if c.save:
-            save_weights(path, unpad(weights, c), c, result)
-            result["weights"] = path.name
-    finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
-        log.line(f"RESULT {json.dumps(result)}")
-    return path if c.save else None
+def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
+    """Whole parameters in their model_shape."""
+    whole = {}
+    for name, param in param_table(c).items():
+        array = process_allgather(params[name], tiled=True)
+        if param.sharding in (BANK, EXCHANGED):
+            array = array.reshape(-1, *param.model_shape[1:])
+        whole[name] = array[: param.model_shape[0]]
+    return whole
 
 
 def save_weights(path: Path, weights: dict, c: Config, result: dict) -> None:
