@@ -279,8 +279,7 @@ UNFINISHED = {  # what to know of a preset before one waits for it
     "record92": "record92 may miss 3.28: upstream's runs with a quarter of its n-gram table, as "
     "here, ended at 3.2825 and 3.2863, and those with all of it (--bigrams 84602880) at 3.279; "
     "./run.sh record is what should reach 3.28",
-    "medium": "no GPU has run medium, and nobody knows whether it reaches 2.92: see Medium in "
-    "dev/README.md",
+    "medium": "no GPU has run medium, and nobody knows whether it reaches 2.92: see dev/medium.md",
 }
 
 
