@@ -67,7 +67,7 @@ def describe(w: weights.Weights) -> dict:
     }
     tokenizers = {(257, 256): "bytes", (50257, 50256): "gpt2"}
     # Only the names, because the paths of this machine are of no use elsewhere.
-    names = {key: Path(w.config[key]).name for key in ("data", "prefixes", "resume")}
+    names = {key: Path(w.config[key]).name for key in ("data", "prefixes")}
     return (
         w.config
         | names

@@ -19,13 +19,14 @@ from jax import Array, P
 from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "data"), str(ROOT / "records")]
+sys.path += [str(ROOT / folder) for folder in ("data", "dev", "records")]
 import shards  # noqa: E402
+from cache import set_compilation_cache  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
     "Layer Stage param_table rope_frequencies make_mesh whole_weights forward ngram_rows "
     "norm softcap attend attention in_heads block mlp run_net weighted_sum "
-    "fit_kernels copied_term set_compilation_cache"
+    "fit_kernels copied_term"
 )
 
 
@@ -162,7 +163,13 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     if not path.is_file():
         refuse(f"{place} is not a token shard, and has no *_val_*.bin: see data/README.md")
     shard = w.code.open_shard(path)
-    w.code.shard_facts(shard, [(1, T, 0)], w.c)
+    largest = int(shard.max())
+    starts = np.flatnonzero(shard == w.c.eot)
+    if largest >= w.c.vocab or len(starts) == 0:
+        refuse(f"{path}: largest token is {largest} (--vocab {w.c.vocab}), {len(starts)} are --eot")
+    # positions() in train_gpt.py can tell 4,095 documents of a sequence apart.
+    if np.any(starts[4095:] - starts[:-4095] < T):
+        refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
     return shard
 
 
@@ -172,7 +179,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
     (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
     the result are spread over the first `devices` devices (None: all)."""
-    w.code.set_compilation_cache()
+    set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
     c = w.c
     stored = {}

@@ -30,7 +30,7 @@ ROOT = Path(train_gpt.__file__).parent
 SOURCE = (ROOT / "evals/loss.py").read_text()
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT, paired_heads=True, bigram=True))
 STAGES = (Stage(10, 256, short=12, long=30, max_doc=0, lr=1.0),)
-FLAGS = ["tiny", *SMALL, "--stall", "0", *FLOAT32_FLAGS]
+FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS]
 # Pairs of text to replace in loss.py; ("", "") is no fault. More are in dev/faults/evals.toml.
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
