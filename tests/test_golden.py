@@ -45,13 +45,10 @@ from tests.golden import (
 from tests.tools import FLOAT32, whole_loss
 from train_gpt import (
     BANK,
-    EVERY_STEP,
     EXCHANGED,
     LOOKUP,
     REPLICATED,
     SHORT,
-    WITH_ADAM,
-    WITH_TABLES,
     Layer,
     Param,
     Stage,
@@ -274,8 +271,7 @@ def test_rotation(size):
         for name, stage in ("stage1", 0), ("ext", 3):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
-            layer = Layer(SHORT, paired_heads=table == "paired")
-            cos, sin, score_scale = pos.rope[train_gpt.rope_kind(layer)]
+            cos, sin, score_scale = pos.rope[table == "paired"]
             assert score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
             cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
             sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
@@ -354,7 +350,7 @@ def component(name: str, extra: bool, layer: Layer) -> None:
     ("dc", True, Layer(SHORT, key_offset=True, head_gate=True, dc=True)),
 ])  # fmt: skip
 def test_attention(name, extra, layer, monkeypatch):
-    plain = lambda x, w, dtype, c, radial_from: x @ w.T  # the fixture's x is what norm has made
+    plain = lambda x, w, radial_from: x @ w.T  # the fixture's x is what norm has made
     monkeypatch.setattr(train_gpt, "norm_linear", plain)
     component(name, extra, layer)
 
@@ -397,7 +393,7 @@ def test_cross_entropy(stage):
     c = dataclasses.replace(C, **sizes)  # the head's width is that of its operands
     weights = jnp.float32([*shares.values()])
     loss, pull = jax.vjp(
-        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, (), c),
+        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, c),
         logits.T,
     )
     (grad,) = pull(jnp.float32(1))
@@ -499,7 +495,7 @@ PLACES = dict(  # of our parameters, the rows in the fixture's table of rates
 
 def adam_betas(optimizer) -> list[float]:
     """Both betas, from the moments after a first gradient of 1."""
-    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)), cycle=1)
+    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)))
     return [1 - float(state.mu[0]), 1 - float(state.nu[0])]
 
 
@@ -507,14 +503,13 @@ def test_rates_and_decays_of_every_parameter():
     wanted = json.loads(str(GOLDEN["schedule/param_table"]))
     for name, param in train_gpt.param_table(RECORD).items():
         if param.sharding == BANK:
-            assert (param.base_lr, RECORD.muon_lr, param.cadence) == ("muon_lr", 0.023, EVERY_STEP)
+            assert (param.base_lr, RECORD.muon_lr, param.every_step) == ("muon_lr", 0.023, True)
             factors = {"qk": [1], "vo": [1], "mlp": [2, 4]}[name]
             real = param.lr.reshape(-1)[: len(param.layers)]
             np.testing.assert_allclose(real, np.resize(factors, len(real)), rtol=1e-6)
             assert param.weight_decay == pytest.approx(1.2)
             continue
-        assert (param.base_lr, RECORD.adam_lr) == ("adam_lr", 0.008)
-        assert param.cadence in (WITH_ADAM, WITH_TABLES) and RECORD.table_every == 1
+        assert (param.base_lr, RECORD.adam_lr, param.every_step) == ("adam_lr", 0.008, False)
         places = [(PLACES.get(name), param.lr)]
         if name in ("attn_lambdas", "mlp_lambdas"):
             places = [("resid_lambdas", param.lr[0]), ("post_lambdas", param.lr[1])]
@@ -572,7 +567,7 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
             start = start.reshape(1, n, R, C_)
             layers = tuple(range(n))
             muon = train_gpt.normuon(C)
-            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, EVERY_STEP, "muon_lr", layers)
+            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, True, "muon_lr", layers)
         else:
             sharding = REPLICATED
             if name in ("lm_head", "embed", "value_embeds"):
@@ -603,23 +598,21 @@ def optimizer_gradient(name: str, step: int, shape: tuple) -> np.ndarray:
 
 
 def test_eight_steps_of_the_optimizers(monkeypatch):
-    """update_parameters(), with the fixture's gradients. It is train_step() that adds up those of
-    the bigram table, so that the test does it here."""
+    """update_parameters(), with the fixture's gradients."""
     rows, starts = optimizer_table()
     monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
     params = {name: jnp.asarray(start) for name, start in starts.items()}
-    waits = [name for name in params if rows[name].sharding in (LOOKUP, REPLICATED)]
+    waits = [name for name in params if not rows[name].every_step]
     state = train_gpt.State(
         params,
         {name: rows[name].optimizer.init(p) for name, p in params.items()},
         {name: jnp.zeros_like(params[name]) for name in waits},
         {name: p for name, p in params.items() if rows[name].sharding == LOOKUP},
-        [],
         jnp.zeros((), jnp.int32),
     )
     programs = []
-    for step in (0, 1):
-        update = functools.partial(train_gpt.update_parameters, c=C, updates=C.updates(step))
+    for adam_step in (False, True):
+        update = functools.partial(train_gpt.update_parameters, c=C, adam_step=adam_step)
         programs.append(on_one_device(update))
     history = []
     for step in range(8):
@@ -630,8 +623,6 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
             momentum=np.float32(GOLDEN["optim/muon_momentum"][step]), tied=np.bool_(tied),
         )  # fmt: skip
         gradients = {name: optimizer_gradient(name, step, p.shape) for name, p in params.items()}
-        if step % 2:
-            gradients["bigram"] += optimizer_gradient("bigram", step - 1, starts["bigram"].shape)
         state = programs[step % 2](state, gradients, row)
         history.append({name: np.asarray(array) for name, array in state.params.items()})
         for name, table in state.lookups.items():
@@ -701,7 +692,7 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
         if step == 0:
             check_validation(state.params, c, stage, step)
         run = on_one_device(functools.partial(
-            train_gpt.train_step, c=c, stage=stage, updates=c.updates(step)))  # fmt: skip
+            train_gpt.train_step, c=c, stage=stage, adam_step=c.is_adam_step(step)))  # fmt: skip
         state, loss = run(state, tokens[:, None], rows[step])
         losses.append(float(loss) * c.sequence_length(stage))
     np.testing.assert_allclose(losses, GOLDEN["traj/autodiff/train_loss"], rtol=2e-4)

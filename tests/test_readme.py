@@ -19,9 +19,10 @@ ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TECHNIQUES = (ROOT / "dev/techniques.md").read_text(encoding="utf-8")
 PAGES = (
-    "README.md dev/techniques.md records/README.md records/LOG.md dev/README.md dev/medium.md dev/change_it.md "
+    "README.md dev/techniques.md records/README.md records/LOG.md dev/README.md dev/medium.md "
+    "dev/change_it.md "
     "dev/hosts.md dev/machines.md data/README.md evals/README.md basics/README.md "
-    "records/other/basics/README.md"
+    "records/other/basics/README.md records/upstream92/README.md"
 ).split()
 RECORD = "records/tracks/tiny-2k/2026-11-25_n_grams_and_copies"
 ABLATIONS = [

@@ -75,8 +75,9 @@ def test_every_function_and_class_has_a_docstring():
 def test_the_model_reads_from_the_top_down():
     defined = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef)]
     order = ["loss_fn", "forward", "embed_tokens", "block", "mudd_block", "attention", "attend",
-             "dc_attention", "mlp", "run_net", "weighted_sum", "norm", "hash_ngrams", "copied_term",
-             "positions", "rope_frequencies", "head_loss"]  # fmt: skip
+             "dc_attention", "mlp", "run_net", "weighted_sum", "norm", "positions",
+             "rope_frequencies", "copied_term", "norm_linear", "hash_ngrams",
+             "head_loss"]  # fmt: skip
     assert [name for name in defined if name in order] == order
 
 
@@ -85,7 +86,7 @@ def test_no_field_is_a_switch():
     """A technique is chosen in a layer or a stage, or by editing the file. Switches would leave
     branches that no run takes."""
     for field in FIELDS:
-        if field.name not in ("layers", "stages", "mudd_head", "averages", "ngrams"):
+        if field.name not in ("layers", "stages", "mudd_head", "ngrams"):
             assert field.type in (int, float, str), field.name
         assert isinstance(field.default, getattr(field.type, "__origin__", field.type)), field.name
 
@@ -93,7 +94,7 @@ def test_no_field_is_a_switch():
 def test_every_field_is_read_somewhere_and_has_a_comment():
     """On its line, or on the one before it; layers and stages are explained by their classes."""
     reads = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
-    for cls in (train_gpt.Config, train_gpt.Layer, train_gpt.Stage, train_gpt.Average):
+    for cls in (train_gpt.Config, train_gpt.Layer, train_gpt.Stage):
         source, first = inspect.getsourcelines(cls)
         for field in dataclasses.fields(cls):
             (i,) = [i for i, line in enumerate(source) if line.startswith(f"    {field.name}: ")]
@@ -120,7 +121,7 @@ def test_top_level_statements_only_define():
     assert ast.unparse(first.value) == repr(train_gpt.__doc__)
     assert ast.unparse(last.test) == "__name__ == '__main__'"
     definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    makers = {"Average", "Config", "Layer", "P", "Stage", "dict"}
+    makers = {"Config", "Layer", "P", "Stage", "dict"}
     for node in body:
         if isinstance(node, ast.Expr):
             assert re.fullmatch(r"\w+\.defvjp\(\w+, \w+\)", ast.unparse(node)), node.lineno
@@ -178,7 +179,7 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
     attributes = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
     assert not attributes & {"system", "popen", "Popen", "import_module"}
     loads = [node.value for node in NODES if getattr(node, "attr", None) == "load"]
-    assert {ast.unparse(module) for module in loads} == {"np"}  # without allow_pickle: no pickles
+    assert {ast.unparse(module) for module in loads} <= {"np"}  # without allow_pickle: no pickles
     keywords = {node.arg for node in NODES if isinstance(node, ast.keyword)}
     assert not keywords & {"shell", "allow_pickle"}
 
