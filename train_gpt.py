@@ -7,21 +7,24 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
     x  = x0 + gate * bigram                                                     [bigram]
     for every layer:
         x = x + gate * an early layer's output         only with skip_from      [u-net]
-        x = a x + attention(x or a saved stream) + gate * x0 + gate * bigram    [x0]
-        x = a x + b mlp(x)                             attention and mlp normalize what they read
+        x = a x + b attention(x or a saved stream) + gate * x0 + gate * bigram  [x0]
+        x = a x + b mlp(x)
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
     x  = x + gain * the head's row of the token that followed the longest
-             earlier match                                   only with copy     [copy]
+             earlier match                             only with copy           [copy]
     logits = softcap(norm(x) @ head.T)
-a and b are learned, a pair for each sublayer; small nets compute gates for each token [gates].
-A step all-gathers the matrices, computes gradients, reduce-scatters them, and runs NorMuon on the
-matrices that each device owns. Adam updates everything else, in every second step.
+Attention and MLP normalize the stream that they read. a and b are learned, a pair for each
+sublayer; small nets compute the gates of each token [gates]. In a layer with mudd, a net computes
+the weights of all sums. A step all-gathers the matrices, computes gradients, reduce-scatters them,
+and runs NorMuon on the matrices that each device owns. Adam updates everything else, in every
+second step (tiny: in every step).
 
-Shapes: B sequences, T positions, S = T + 1 tokens (a sequence and its last target), D model width,
-H heads, K channels of a head, F width of the MLP, R width of the gate nets, V rows of a table, J
-targets of a token, M microbatches, N tokens of a flat batch, G groups of 8 matrices, E any width.
-Lower-case letters are local; the section on n-grams explains its letters. The preset record is
-record 89 of the modded-nanogpt speedrun, rewritten in JAX.
+A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
+S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
+width of the MLP, R width of the gate nets, V rows of a table, J targets of a token, M microbatches,
+N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local; the
+exchange of n-grams explains its letters. The preset record is record 89 of the modded-nanogpt
+speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's.
 dev/techniques.md explains the tags in brackets, and lists the differences.
 """
 
@@ -89,7 +92,7 @@ class Stage:
 
     steps: int      # 0: only the last validation uses this stage's windows
     tokens: int     # in a step, on all devices together; T = tokens // Config.batch
-    short: int      # window of SHORT layers, in positions: half as many tokens if paired_heads
+    short: int      # earlier positions that SHORT layers see: half as many tokens if paired_heads
     long: int       # window of LONG layers; [yarn] rescales rotary frequencies when it grows
     max_doc: int    # documents are cut to this many tokens; 0: sequences are joined text
     lr: float       # factor on every learning rate, before the cooldown
@@ -110,7 +113,7 @@ RECORD_LAYERS = (
     Layer(SHORT, attend_to=7, bigram=True, value_table=2),
     Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
     Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=4,
-          bigram=True, mudd=("input", "layer7")),
+          x0=False, bigram=True, mudd=("input", "layer7")),
 )
 RECORD_STAGES = (
     Stage(423, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00,
@@ -123,7 +126,7 @@ RECORD_STAGES = (
 )
 
 
-# A model of the same parts that trains in minutes on two CPU cores.
+# A model of the basic parts, which trains in seconds on two CPU cores.
 TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, key_start=True, bigram=True),
@@ -138,8 +141,8 @@ TINY_STAGES = (
 )
 
 
-# In size between the record and tiny, for one GPU of 16 GB or a TPU. It has no target, because
-# nobody has run it on FineWeb yet.
+# This one lies between the record and tiny in size, for one GPU of 16 GB or a TPU. It has no
+# target, because nobody has run it on FineWeb yet.
 SMALL_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(SHORT, bigram=True),
@@ -176,7 +179,7 @@ MEDIUM_LAYERS = (
     Layer(SHORT, attend_to=11, bigram=True, value_table=2),
     Layer(SHORT, attend_to=11, bigram=True, value_table=3),
     Layer(LONG, attend_to=11, key_offset=True, head_gate=True, dc=True, value_table=4,
-          bigram=True, mudd=("input", "layer11")),
+          x0=False, bigram=True, mudd=("input", "layer11")),
 )
 MEDIUM_STAGES = (
     Stage(392, 8 * 16384, short=128, long=384, max_doc=4096, lr=1.00,
@@ -199,14 +202,14 @@ class Config:
 
     layers: tuple[Layer, ...] = RECORD_LAYERS
     stages: tuple[Stage, ...] = RECORD_STAGES
-    # The streams that the head adds to x, and how much of each at first; (): none. See forward().
+    # The streams that are added to x before the head, with their first weights; (): none.
     mudd_head: tuple[tuple[str, float], ...] = (
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
     steps: int = 0              # of the run; 0: the sum over its stages
     cooldown_start: float = 508 / 1285     # fraction of the run where learning rates begin to fall
-    cooldown_end: float = 1270 / 1285      # fraction where they stop falling, which is linear
+    cooldown_end: float = 1270 / 1285      # fraction where they stop; the fall is linear
     lr_floor: float = 0.15                 # factor on the rates after the cooldown
     momentum_warmup: float = 300 / 1285    # fraction, from the start, in which momentum rises
     momentum_cooldown: float = 50 / 1285   # fraction, before the end, in which it falls again
@@ -221,11 +224,11 @@ class Config:
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
-    bigrams: int = 377280       # rows of the bigram table
-    ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] How many different rows of an eighth of the table, see ngram_table(), a sequence
-    # may read, as a fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, and the
-    # log counts it. 1: none is lost. 0.16 is about twice what real text needs.
+    bigrams: int = 377280       # rows of the n-gram table: the record has pairs alone
+    ngrams: tuple[int, ...] = (2,)  # lengths of n-grams; each has an equal part of the table
+    # [ngram-table] The table is stored in eighths. Of an eighth, a sequence may read as many
+    # different rows as this fraction of its n-grams. N-grams beyond that are lost: they read zeros,
+    # and the log counts them. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
@@ -233,7 +236,7 @@ class Config:
     deal: int = 0               # 1: sequences of a step come from distant places, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
-    dc_window: int = 112        # keys that the mixed attention of [dc] sees
+    dc_window: int = 112        # keys that the mixed attention of [dc] sees, its token's included
     compute: str = "bfloat16"   # dtype of activations and gathered weights
     head_forward: str = "float8_e4m3fn"  # dtype of the head's operands
     head_backward: str = "float8_e5m2"   # dtype of the logits' gradient
@@ -283,7 +286,7 @@ class Config:
         return self.stages[stage].tokens // self.batch
 
     def is_adam_step(self, step: int) -> bool:
-        """[two-cadences] Whether a step updates everything, and not only matrices. Record 39."""
+        """[adam-every] Whether a step updates all parameters, not only the matrices. Record 39."""
         return (step + 1) % self.adam_every == 0
 
     def ngram_slots(self, T: int) -> int:
@@ -303,23 +306,23 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """The configuration of validation: no FP8, and microbatches of as many tokens as in
+        """Returns the configuration of validation: no FP8, and microbatches of as many tokens as in
         training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
         return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
-        """All matmuls in the dtype of activations."""
+        """Returns the configuration with all matmuls in the dtype of activations."""
         return dataclasses.replace(self, head_forward=self.compute, head_backward=self.compute)
 
 
-VAL_SEQUENCES = 8  # of a validation step
+VAL_SEQUENCES = 8  # sequences in a validation step
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for layers and sizes with which a run would be wrong in silence. ./run.sh
-    refuses as well what would fail later: check_run() in dev/guard.py."""
+    """Raises ValueError for layers and sizes with which a run would be silently wrong. ./run.sh
+    also refuses what would fail later: check_run() in dev/guard.py."""
     K = c.D // c.H
     stages = sum(stage.steps > 0 for stage in c.stages)
     val_tokens = VAL_SEQUENCES * c.val_T
@@ -336,12 +339,13 @@ def check_config(c: Config) -> None:
         even = stage.tokens % c.batch == 0
         rules.append((even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens"))
     for i, layer in enumerate(c.layers):
+        # The only fields that have an effect without attention.
         names = ("x0", "bigram", "skip_from", "new_gates")
         bare = Layer(None, **{name: getattr(layer, name) for name in names})
-        is_complete = layer.window is not None or layer == bare
-        rules.append((is_complete, f"layer {i} has no attention: it can only be {bare}"))
-        adds_bigram = layer.bigram or not layer.mudd
-        rules.append((adds_bigram, f"layer {i}: mudd adds the bigram, so it needs bigram=True"))
+        is_used = layer.window is not None or layer == bare
+        rules.append((is_used, f"layer {i} has no attention: it can only set {', '.join(names)}"))
+        adds = not layer.mudd or (layer.bigram and not layer.x0)
+        rules.append((adds, f"layer {i}: mudd adds bigram, not x0: set bigram=True, x0=False"))
     for holds, message in rules:
         if not holds:
             raise ValueError(message)
@@ -375,31 +379,33 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def loss_fn(w, tokens_BS, weights: dict, c: Config, stage: int) -> Array:
-    """Cross-entropy in nats, summed over tokens and targets; `weights` are those of the targets, by
-    number as in target_weights()."""
+def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
+    """Cross-entropy in nats, summed over tokens and targets. loss_weights are by the number of the
+    target, as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
-    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, max(weights))), constant_values=-1)  # -1: none
-    targets = {k: padded_BS[:, k : k + T] for k in weights}
-    if PREFIX in targets:  # the table is read while the program is traced, and is part of it
+    ahead = max(loss_weights)
+    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, ahead)), constant_values=-1)  # -1: no target
+    targets = {k: padded_BS[:, k : k + T] for k in loss_weights}
+    if PREFIX in targets:  # a lookup replaces the slice; the table becomes part of the program
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
     targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
-    weights_J = jnp.stack([jnp.float32(weight) for weight in weights.values()])
+    weights_J = jnp.stack([jnp.float32(weight) for weight in loss_weights.values()])
     return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
-    w has the weights of param_table() by name. w["mlp"][i] lists layer i's matrices; likewise qk
-    and vo. w["skip_lambdas"][i] is layer i's row; likewise all others with a row for each layer.
-    Instead of the bigram table, w has "bigram_rows", the rows of ngram_rows(), (B, N, D).
+    w has the weights of param_table() by name. w["mlp"][i], w["qk"][i] and w["vo"][i] list layer
+    i's matrices; w["skip_lambdas"][i] is layer i's row, and so are all others with a row for each
+    layer. Instead of the n-gram table, w has "bigram_rows", (B, T * len(c.ngrams), D), the rows of
+    ngram_rows().
 
-    Keys of saved are "x0", "bigram", "input", "value0", ..., "layer0", ...; keys of gates are
-    "input.bigram", "layer3.x0", ..., of which a layer reads its own without the prefix.
+    saved has the streams "x0", "bigram", "input", "value0", ..., "layer0", ...; gates has
+    "input.bigram", "layer3.x0", ...; layer 3 gets the latter as "x0".
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
@@ -420,7 +426,7 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
             x = mudd_block(x, i, w, gate, saved, pos, c)
         else:
             x = block(x, i, w, gate, saved, pos, c)
-        if gate:  # layers take theirs out of it
+        if gate:  # what reads a gate takes it out of the dict
             raise ValueError(f"layer {i} has gates that nothing reads: {', '.join(gate)}")
         saved[f"layer{i}"] = x
     if c.mudd_head:
@@ -434,13 +440,13 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
 
 
 def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
-    """Each token's embedding "x0", that of the n-grams which it ends, "bigram", and its row of
-    every value table, "value0", "value1", ...; (B, T, D) each."""
+    """The token's embedding "x0", the embedding of the n-grams that end with it, "bigram", and its
+    row of every value table, "value0", "value1", ...; (B, T, D) each."""
     saved = {}
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
     # [bigram] Random signs tell apart n-grams that share a row. train_step() has looked up the
-    # rows, so only the signs are needed here. Records 62, 83 and 92.
+    # rows, so only the signs are needed here. Records 62 and 83.
     signed = []
     rows_of_lengths = jnp.split(w["bigram_rows"], len(c.ngrams), axis=1)
     for rows_BTD, (_, seed_BT) in zip(rows_of_lengths, hash_ngrams(tokens_BT, c), strict=True):
@@ -493,7 +499,7 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     weights_BT1n = mix["v"][..., None, :]  # all heads have the same
     v_terms = per_token_terms(weights_BT1n, [in_heads(x, c) for x in streams])
     if layer.value_table is not None:
-        weight_BTH = jnp.repeat(mix["value"], c.H // 2, axis=-1)  # one for each half of the heads
+        weight_BTH = jnp.repeat(mix["value"], c.H // 2, axis=-1)  # half of the heads share one
         v_terms.append((weight_BTH[..., None], in_heads(saved[f"value{layer.value_table}"], c)))
     y = attention(source, v_terms, i, w, gate, pos, c)
     x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
@@ -515,7 +521,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
-    # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
+    # norm(x) @ w_qkv.T. The radial part of its gradient is cheaper to compute from x, see there.
     qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
     q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope[layer.paired_heads]
@@ -557,8 +563,8 @@ def in_heads(x_BTD, c: Config) -> Array:
 
 
 def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
-    """[window] Each query attends to its own position and the `window` before it; scores are q.k
-    times scale. (B, T, H, K)."""
+    """[window] Each query attends to its position and to the `window` before it; scores are q.k
+    times scale. Returns (B, T, H, K)."""
     if c.attention == "band":
         return band_attention(q_BTHK, k_BTHK, v_BTHK, window, scale)
     # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
@@ -568,10 +574,10 @@ def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Arra
 
 
 def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
-    """attend() in plain JAX, for devices without cuDNN's kernel. Positions are cut into n bands of
-    W >= window, or into two: the queries i of a band see the keys j of their band and of the one
-    before. Bands are computed one after the other, and once more for the gradient, so that only the
-    scores of one band exist at a time: W * 2 W for each head, and not T * T."""
+    """attend() in plain JAX, for devices without cuDNN's kernel. Positions are cut into n bands; W
+    is the window, or half of T if that is less. The queries i of a band see the keys j of their
+    band and of the one before. Bands are computed one after the other, and again in the backward
+    pass, so that only the scores of one band exist at a time: W * 2 W for each head, not T * T."""
     B, T, H, K = q_BTHK.shape
     W = min(max(window, 1), -(-T // 2))
     q_BnWHK = in_bands(q_BTHK, W)
@@ -606,15 +612,15 @@ def in_two_bands(x_BT: Array, W: int) -> Array:
 
 def band_mask(band: Array, W: int, window: int) -> Array:
     """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands. Key
-    j = W + i is at the same position as query i."""
+    j = W + i is at the position of query i. For bands (n, 1, 1), the mask is (n, W, 2 W)."""
     query, key = jnp.ogrid[:W, : 2 * W]
     distance = query + W - key
     return (0 <= distance) & (distance <= window) & ((key >= W) | (band > 0))
 
 
 def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
-    """[dc] Composes one attention map from those of all heads, through which every head reads its
-    v; (B, T, H, K). Xiao et al. 2024, arXiv:2405.08553; record 85. For each token,
+    """[dc] Adds up the attention maps of all heads, with weights for each token, and every head
+    applies the sum to its v; (B, T, H, K). Xiao et al. 2024, arXiv:2405.08553; record 85:
 
         map = sum over h of w_in[h] softmax(scores[h])     w_in is scaled to rms 1 over the heads
         y[h] = w_out[h] (map @ v[h])
@@ -637,15 +643,15 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
 
 def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     """[relu2] relu(norm(x) fc^T)^2 proj, (B, T, D). So et al. 2021, arXiv:2109.08668."""
-    fc_FD, proj_FD = w["mlp"][i]  # matrices of a bank have one shape, so proj is transposed
+    fc_FD, proj_FD = w["mlp"][i]  # see bank(): all have one shape, so proj is transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
     return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
-GATE_SCALE = 0.1  # the output of a MUDD net is multiplied by this; the gates' factor is learned
-KEEP_ADD = [1.1**0.5, 1.0]  # first weights of x, 1.1 after two sublayers, and of what each adds
+GATE_SCALE = 0.1  # factor of a MUDD net's output, and first value of the gates' learned factor
+KEEP_ADD = [1.1**0.5, 1.0]  # first a and b of a sublayer: two of them scale x by 1.1
 
 
 def nets(c: Config) -> dict[str, dict[str, list[float]]]:
@@ -674,11 +680,10 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
 def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
     """A layer's gates and their initial values: one for a token, or one for each of its H heads."""
     gates = {}
-    if not layer.mudd:  # whose sums are weighted by a net of their own
-        if layer.x0:
-            gates["x0"] = [0.0]
-        if layer.bigram:
-            gates["bigram"] = [0.05]
+    if layer.x0:
+        gates["x0"] = [0.0]
+    if layer.bigram and not layer.mudd:  # with mudd, its net weighs the bigram
+        gates["bigram"] = [0.05]
     if layer.skip_from is not None:
         gates["skip"] = [0.5]
     if layer.xsa:
@@ -748,7 +753,7 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     frequency, score_scale = rope_frequencies(c, stage)
     rope = {}
     for paired in {layer.paired_heads for layer in c.layers if layer.window}:
-        # Of a paired head h, the position is 2 t + h % 2.
+        # The angle of a paired head h is that of position 2 t + h % 2: see attention().
         position = 2 * t_T1 + jnp.arange(2) if paired else t_T1
         angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
         rope[paired] = (jnp.cos(angle), jnp.sin(angle))
@@ -789,9 +794,9 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
     """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
     that text repeats itself. For each token, the longest match is the earlier place in its document
-    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is that
-    of the head for the token that followed there, normalized. The gain is learned, one for each
-    length of a match. Pull request 378 of modded-nanogpt.
+    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is the
+    head's row of the token that followed there, normalized. A gain is learned for each length of a
+    match. Pull request 378 of modded-nanogpt.
 
     In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
     """
@@ -824,8 +829,8 @@ def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
 def norm_linear(x_BTD, w_ED, radial_from: str) -> Array:
     """norm(x) w^T, (B, T, E); norm(x) is never written to memory.
 
-    The backward pass computes the radial part from "x", or from "y", the result. That is cheaper
-    if an elementwise function follows, such as relu, because its gradient reads y anyway.
+    The backward pass computes the radial part from "x", or from "y", the result. From y it is
+    cheaper if an elementwise function follows, such as relu, whose gradient reads y anyway.
     """
     return norm_linear_fwd(x_BTD, w_ED, radial_from)[0]
 
@@ -861,8 +866,7 @@ norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
 
 @jax.custom_vjp
 def project(x_BTF, w_FD) -> Array:
-    """x w, (B, T, D). Its gradient is custom because JAX's own dw, dy^T x transposed, is slow on
-    CPUs."""
+    """x w, (B, T, D). JAX would compute dw as (dy^T x)^T, which is slow on CPUs."""
     return jnp.einsum("BTF,FD->BTD", x_BTF, w_FD)
 
 
@@ -893,6 +897,7 @@ def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool) -> tuple[Array, tup
     K = x_BTHK.shape[-1]
     inverse = inverse_rms(x_BTHK)
     y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset)
+    # Of the copies of the code, only the last one is used.
     y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(doc, K // 4)).astype(x_BTHK.dtype)
     return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
 
@@ -916,17 +921,18 @@ norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
 def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
     """Rotates the channel pairs (a, b) of every head by the angle of its position:
 
-        [ a: F | b: F | rest: 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest ]
+        [ a: K/4 | b: K/4 | rest: K/2 ]  ->  [ a cos + b sin | b cos - a sin | rest ]
 
-    The last four channels of the result are 0. cos and sin are (T, 1 or 2, F), where F is K / 4;
-    with two angles, head h takes number h % 2. With key_offset, the rest comes from the previous
-    position; the first position uses itself. The function is linear in h, as the backward pass
-    needs, and has no slices and concatenations, because the threads of a GPU would diverge in them.
+    The last four channels of the result are 0: norm_rotate() puts the document code there. cos and
+    sin are (T, 1 or 2, K / 4); with two angles, head h takes number h % 2. With key_offset, the
+    rest comes from the previous position; the first position uses itself. The function is linear in
+    h, as the backward pass needs, and has no slices and concatenations, because the threads of a
+    GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
-    _, angles, F = cos.shape
-    parts = h_BTHK.reshape(B, T, H // angles, angles, 4, F)  # a, b, rest, rest
-    pairs = parts.reshape(B, T, H // angles, angles, 2, 2, F)
+    _, angles, quarter = cos.shape
+    parts = h_BTHK.reshape(B, T, H // angles, angles, 4, quarter)  # a, b, rest, rest
+    pairs = parts.reshape(B, T, H // angles, angles, 2, 2, quarter)
     partners = pairs[..., ::-1, :].reshape(parts.shape)  # b, a, rest, rest
     cos, sin = cos[:, None, :, None], sin[:, None, :, None]
     part = jnp.arange(4)[:, None]
@@ -982,8 +988,8 @@ gelu.defvjp(gelu_fwd, gelu_bwd)
 
 
 # ---- N-grams -------------------------------------------------------------------------------------
-# By the length of an n-gram: factors of its last token, of the one before it, and so on; first for
-# the row, then for the signs. Those of 2 and 3 are upstream's, the others are ours.
+# Factors by the length of an n-gram: for its last token, the one before it, and so on. The first
+# tuple is for the row, the second for the signs. Those of 2 and 3 are record 92's, the others ours.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -1006,17 +1012,19 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
         first = min(n - 1, T)  # the first token with n - 1 others before it
         ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
         row = row_factors[0] * ngram[0]  # products of int32 may wrap around
-        for factor, token in zip(row_factors[1:], ngram[1:], strict=True):
-            if n == 2:  # as in upstream, the second token hashes last_row instead of the first one
-                token = token.at[:, 0].set(last_row)
+        earlier = ngram[1:]
+        if n == 2:  # as upstream: to the row of the second token, the first one counts as last_row
+            earlier = [ngram[1].at[:, 0].set(last_row)]
+        for factor, token in zip(row_factors[1:], earlier, strict=True):
             row = row ^ (factor * token)
         pad_front = ((0, 0), (first, 0))
         index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
-        if number:
+        if number > 0:
             index_BT = number * part + index_BT
+        seeds = ngram
         if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
-            ngram = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
-        seed = functools.reduce(jnp.bitwise_xor, ngram) % 8192
+            seeds = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, seeds) % 8192
         hashes.append((index_BT, jnp.pad(seed, pad_front)))
     return hashes
 
@@ -1039,7 +1047,7 @@ def random_signs(seed_BT, c: Config) -> Array:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes from here on: B sequences of a microbatch on this device, and Q on all devices of the
+# Shapes of the exchange: B sequences of a microbatch on this device, and Q on all devices of the
 # node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
 # device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
 class Request(NamedTuple):
@@ -1052,7 +1060,7 @@ class Request(NamedTuple):
 class RowGradients(NamedTuple):
     """Gradients of rows in this device's eighths. A row may occur more than once."""
 
-    rows: Array  # (p, S), in an eighth; R or more: none
+    rows: Array  # (p, S), numbers of rows in an eighth; R: none
     gradients: Array  # (p, S, D)
 
 
@@ -1079,9 +1087,9 @@ def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
     eighth = place // R
     distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
     rank = jnp.cumsum(is_first) - 1  # of a row among all different rows
-    before_8 = jnp.cumsum(distinct_8) - distinct_8  # different rows of the eighths before
-    number = rank - before_8[eighth]
-    slot = jnp.where(number < C, eighth * C + number, GROUP * C)
+    before_8 = jnp.cumsum(distinct_8) - distinct_8  # how many the earlier eighths have
+    slot_in_eighth = rank - before_8[eighth]
+    slot = jnp.where(slot_in_eighth < C, eighth * C + slot_in_eighth, GROUP * C)
     wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
     return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
 
@@ -1089,23 +1097,24 @@ def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
 def pull_rows(table_RpD, request: Request, c: Config) -> Array:
     """The rows that were requested, (B, N, D); zeros for those that are lost."""
     eighth = jnp.arange(table_RpD.shape[1])[:, None]
+    # An empty slot gets some row, which nothing reads.
     rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
     rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
     B = len(rows_B8CD)
-    rows_BSD = rows_B8CD.reshape(B, -1, c.D)
+    slots = rows_B8CD.reshape(B, -1, c.D)
     sequence = jnp.arange(B)[:, None]
-    return rows_BSD.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
+    return slots.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
 
 
 def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
-    """[sparse-grads] Sends the owners the gradients of the rows that were requested, of each
-    sequence the sum: a gradient of the whole table would be mostly zeros. Record 71."""
+    """[sparse-grads] Sends the owners the gradients of the rows that were requested, summed within
+    a sequence: a gradient of the whole table would be mostly zeros. Record 71."""
     B, N, D = gradients_BND.shape
     C = request.wanted_QpC.shape[-1]
     sequence = jnp.arange(B)[:, None]
     sums = jnp.zeros((B, GROUP * C, D), jnp.float32)
     sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
-    if lax.axis_size("fsdp") > 1:  # or else nothing is sent, and nothing need be rounded
+    if lax.axis_size("fsdp") > 1:  # on one device nothing is sent, so nothing is rounded
         sums = sums.astype(c.compute)
     sums_B8CD = sums.reshape(B, GROUP, C, D)
     sums_QpCD = lax.all_to_all(sums_B8CD, "fsdp", split_axis=1, concat_axis=0, tiled=True)
@@ -1117,7 +1126,7 @@ def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
 
 
 def join_sequences(x_QpC: Array) -> Array:
-    """(Q, p, C, ..) to (p, Q C, ..)."""
+    """(Q, p, C, ..) to (p, Q C, ..): joins the first axis and the third."""
     Q, p, C, *rest = x_QpC.shape
     return jnp.moveaxis(x_QpC, 0, 1).reshape(p, Q * C, *rest)
 
@@ -1190,7 +1199,8 @@ def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
 
 def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
     """The loss, and its gradients for x and w."""
-    grad_scale = c.g_scale * c.batch  # loss weights are divided by the batch, and so are gradients
+    # train_step() divides the loss by the batch: without that, gradients fill FP8's range.
+    grad_scale = c.g_scale * c.batch
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
@@ -1241,7 +1251,8 @@ head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-# The four kinds of parameters, by their sharding; Param explains them.
+# The four kinds of parameters, by their sharding; Param explains them. To JAX, the first and the
+# third shard alike: only the last None tells them apart.
 BANK = P(None, "fsdp")
 LOOKUP = P("fsdp")
 EXCHANGED = P(None, "fsdp", None)
@@ -1250,13 +1261,12 @@ GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
 
 
 class Param(NamedTuple):
-    """Everything there is to know about one parameter. Its sharding says how it is stored and sent,
-    every_step how often it is updated; neither follows from the optimizer.
+    """How a parameter starts, is stored, sent and updated. Of a node's devices, there are n.
 
     sharding    stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
     LOOKUP      [rows, D]            some rows           all-gathered after its updates
-    EXCHANGED   [rows / 8, 8, D]     8 / n of 8 eighths  the rows that tokens read, every step
+    EXCHANGED   [rows / 8, 8, D]     8 / n eighths       the rows that tokens read, every step
     REPLICATED  any shape            all of it           never
     """
 
@@ -1288,12 +1298,13 @@ def param_table(c: Config) -> dict[str, Param]:
     with_attention = c.attention_layers()
     vocab = padded_vocab(c)
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
-    tall = max(1, c.F / D) ** 0.5  # matrices with more rows than columns take larger steps
+    tall = max(1, c.F / D) ** 0.5  # the MLP's are taller than wide, and take larger steps
     muon = normuon(c)
     # fmt: off
     table = {
         # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
         # [tie] Until c.untie, embedding and head are one table, so these two rows must be equal.
+        # Their padding belongs to the model: the softmax includes it.
         "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "bigram": ngram_table(c),
@@ -1346,11 +1357,11 @@ def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: An
 
 
 def ngram_table(c: Config) -> Param:
-    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
-    device owns as many bigrams as trigrams."""
+    """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, which spreads
+    n-grams of every length over all devices."""
     shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
     lr = 75
-    decay = ADAM_DECAY * lr * 5
+    decay = ADAM_DECAY * lr * 5  # apply_update() multiplies it by lr once more, as upstream does
     zeros = jax.nn.initializers.zeros
     return Param(shape, zeros, lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
 
@@ -1361,7 +1372,7 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     The optimizer gets them as an array [G, 8 / n, rows, cols], and communicates nothing."""
     layer_of = tuple(layer for layer in layers for _ in matrices)
     padding = [(0, 0)] * (-len(layer_of) % GROUP)
-    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding)
+    pairs = np.float32(matrices * (len(layer_of) // len(matrices)) + padding).reshape(-1, 2)
     bounds = pairs[:, 0].reshape(-1, GROUP, 1, 1)
     rates = pairs[:, 1].reshape(-1, GROUP, 1, 1)
     shape = (len(bounds), GROUP, rows, cols)
@@ -1465,12 +1476,12 @@ POLAR_EXPRESS = (  # coefficients of five quintics, each optimal for what the on
 )
 
 
-def orthogonalize(G: Array, dtype: str) -> Array:
+def orthogonalize(update: Array, dtype: str) -> Array:
     """[muon] Pushes all singular values of matrices [.., rows, cols] to about 1. Jordan et al.
     2024, kellerjordan.github.io/posts/muon. [polar-express] By the quintics of Amsel et al. 2025,
     arXiv:2505.16932, record 38."""
-    tall = G.shape[-2] > G.shape[-1]
-    X = G.mT if tall else G
+    tall = update.shape[-2] > update.shape[-1]
+    X = update.mT if tall else update
     X = (X / (1.02 * frobenius_norm(X) + 1e-6)).astype(dtype)
     for c1, c3, c5 in POLAR_EXPRESS:
         A = X @ X.mT
@@ -1480,7 +1491,8 @@ def orthogonalize(G: Array, dtype: str) -> Array:
 
 
 def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
-    """Nesterov momentum, orthogonalization, and equal rows, of matrices [.., rows, cols]."""
+    """NorMuon, for matrices [.., rows, cols]: Nesterov momentum, orthogonalization, then updates of
+    equal size for all rows."""
 
     def init(params):
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
@@ -1599,10 +1611,11 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     all-gather       banks                            fsdp   compute   every step
     reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
     all-reduce       the same, beyond 8 devices       nodes  compute   every step
-    all-to-all       rows of bigram, and gradients    fsdp   compute   every step
+    all-to-all       which rows of bigram are read    fsdp   int32     every step
+    all-to-all       these rows, and their gradients  fsdp   compute   every step
     all-gather       gradients of rows, beyond 8      nodes  compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
-    all-gather       lookups that were updated        fsdp   compute   after their updates
+    all-gather       lookups                          fsdp   compute   Adam steps
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
@@ -1648,8 +1661,8 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
     table = param_table(c)
     waiting = state.waiting_grads
     if adam_step:
-        # [two-cadences] Gradients that waited are added. They stay there, and the next step, which
-        # is none of Adam's, overwrites them.
+        # [adam-every] The waiting gradients of the step before are added. They need not be cleared:
+        # the next step is not an Adam step, and overwrites them.
         grads = grads | {name: waiting[name] + grads[name] for name in waiting}
         # [tie] With one gradient, embedding and head stay one table.
         both = grads["embed"] + grads["head"]
@@ -1768,7 +1781,8 @@ def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: b
 
 
 def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
-    """Compiles every program of the run, by (stage, adam_step) and (stage, "val")."""
+    """Compiles every program of the run, by (stage, kind). kind is "val" for validation, else
+    whether it is an Adam step."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
     keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
@@ -1781,7 +1795,8 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
             return compile_val_step(stage, c, mesh)
         return compile_train_step(stage, kind, c, mesh)
 
-    # The first one alone: it fills the cache of autotuning, which allocates memory in each thread.
+    # The first one alone: it fills the cache of autotuning. Tuning allocates memory in every
+    # thread, so small GPUs have two threads.
     tunes = mesh.devices.flat[0].platform == "gpu"
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     least = min(stat.get("bytes_limit", math.inf) for stat in stats)
@@ -1854,10 +1869,10 @@ def schedule(c: Config) -> list[ScheduleRow]:
 
 
 def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
-    """(tokens, schedule row) of every step from `start` on; each process reads its own rows."""
+    """(tokens, schedule row) of every step from `start` on; a process reads its own sequences."""
     shapes = batch_shapes("train", c)
     batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
-    steps = zip(batches, schedule(c), strict=False)  # shards may hold more than the run needs
+    steps = zip(batches, schedule(c), strict=True)
     everywhere = NamedSharding(mesh, P())
     row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
     shardings = NamedSharding(mesh, P(mesh.axis_names)), row
@@ -1865,8 +1880,8 @@ def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[t
 
 
 def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
-    """Copies arrays to the devices some steps early; each process passes its rows. The transfer is
-    asynchronous, so it overlaps with a step."""
+    """Copies arrays to the devices some steps early; each process passes its sequences. The
+    transfer is asynchronous, so it overlaps with a step."""
     queue = collections.deque()
     for batch in batches:
         queue.append(jax.tree.map(jax.make_array_from_process_local_data, shardings, batch))
@@ -1894,11 +1909,11 @@ def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
     """[deal] The same sequences in other batches: the text of successive batches of one shape is
     cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
     part k. So the sequences of a small batch are not of one document. Not in upstream."""
-    for _, stage in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
-        stage_batches = [batch for _, batch in stage]
-        sequences = [sequence for batch in stage_batches for sequence in batch]
-        for step in range(len(stage_batches)):
-            yield sequences[step :: len(stage_batches)]
+    for _, pairs in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
+        same_shape = [batch for _, batch in pairs]
+        sequences = [sequence for batch in same_shape for sequence in batch]
+        for number in range(len(same_shape)):
+            yield sequences[number :: len(same_shape)]
 
 
 def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:
@@ -1969,7 +1984,9 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
         shapes = batch_shapes(split, c)
         found = 0
         paths = sorted(folder.glob(f"[!.]*_{split}_*.bin"))
-        for path in paths if split == "train" else paths[:1]:  # the rules name one for validation
+        if split == "val":
+            paths = paths[:1]  # the rules allow one
+        for path in paths:
             if found < len(shapes):
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
@@ -2046,7 +2063,8 @@ def flag_fields() -> list[dataclasses.Field]:
 def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
     """The devices of all hosts, and the configuration with the kernels that they support."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    devices = devices[: c.batch] if jax.process_count() == 1 else devices
+    if jax.process_count() == 1:  # devices beyond one for each sequence are left alone
+        devices = devices[: c.batch]
     n = len(devices)
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
         why = f"{n} devices do not divide --batch {c.batch} or 8 matrices"
@@ -2055,7 +2073,8 @@ def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
 
 
 def fit_kernels(device: jax.Device, c: Config) -> Config:
-    """The kernel for attention and the dtypes of matmuls that a device supports."""
+    """Returns the configuration with the attention kernel that a device has, and without FP8 where
+    the device refuses or emulates it."""
     # Only NVIDIA's compute capabilities are numbers: AMD's are like gfx942, others have none.
     capability = getattr(device, "compute_capability", "")
     capability = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
@@ -2063,7 +2082,7 @@ def fit_kernels(device: jax.Device, c: Config) -> Config:
         c = dataclasses.replace(c, attention="band")
     generation = re.search(r"\d+", device.device_kind) if device.platform == "tpu" else None
     if 0 < capability < 8.9 or (generation and int(generation[0]) < 7):
-        c = c.without_fp8()  # which would be refused or emulated
+        c = c.without_fp8()
     return c
 
 
@@ -2166,7 +2185,7 @@ def run(
     return path if c.save else None
 
 
-STEPS_AHEAD = 4  # steps that may be queued on the devices: after Ctrl-C, a run finishes them
+STEPS_AHEAD = 4  # steps queued on the devices: enough to keep them busy; Ctrl-C waits for them
 NON_FINITE = 3  # exit status of a run whose loss is NaN or inf
 
 

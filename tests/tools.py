@@ -29,7 +29,7 @@ MINI_LAYERS = (
     Layer(None, skip_from=1, x0=False),
     Layer(SHORT, xsa=True, bigram=True, attend_to=2),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=2, attend_to=2,
-          bigram=True, mudd=("input", "layer2")),
+          x0=False, bigram=True, mudd=("input", "layer2")),
 )  # fmt: skip
 MINI_STAGES = (
     Stage(10, 512, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
