@@ -184,7 +184,7 @@ def read_stages(facts: dict[str, Any], steps: int) -> list[Stage]:
 def flops_per_token(config: dict[str, Any], parameters: dict[str, int], stage: dict) -> float:
     """The operations of a token that MFU counts. `parameters` are sizes by name."""
     weights = sum(parameters[name] for name in ("qk", "vo", "mlp", "head"))
-    candidates = stage.get("candidates")  # logs of older versions have none
+    candidates = stage.get("candidates")  # only logs of record 92 have some
     if candidates:
         weights += config["D"] * candidates - parameters["head"]
     windows = {"short": stage["short"], "long": stage["long"], None: 0}
