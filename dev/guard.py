@@ -272,9 +272,11 @@ class Watchdog:
                 continue
             self.idle += 1
             if self.idle >= self.seconds:
-                print(f"No step has ended for {self.seconds} s (--stall).", file=sys.__stderr__)
-                faulthandler.dump_traceback(sys.__stderr__)
-                os._exit(1)
+                try:
+                    print(f"No step has ended for {self.seconds} s (--stall).", file=sys.__stderr__)
+                    faulthandler.dump_traceback(sys.__stderr__)
+                finally:
+                    os._exit(1)  # also where the screen is gone
 
 
 def in_debugger() -> bool:

@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import guard
 import jax
@@ -562,6 +563,11 @@ def test_a_debugger_in_the_main_thread_is_noticed():
     look = lambda: ThreadPoolExecutor(1).submit(guard.in_debugger).result()
     assert not look()
     assert eval("look()", {"__name__": "pdb", "look": look})
+
+
+def test_a_stall_ends_the_process_also_without_a_screen(stalls, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", Mock(write=Mock(side_effect=BrokenPipeError)))
+    assert stalls(3, begun=1)
 
 
 # ---- Processes -----------------------------------------------------------------------------------
