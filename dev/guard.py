@@ -378,7 +378,7 @@ class Guard:
         if jax.process_index() > 0:
             return
         with contextlib.suppress(FileNotFoundError):
-            self.lock = path.open("rb")
+            self.lock = path.open("ab")  # NFS locks only what is open for writing
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

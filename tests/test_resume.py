@@ -493,10 +493,12 @@ def test_a_run_gives_back_what_it_takes(folder):
 
 
 def test_a_log_has_one_writer(tmp_path, capsys):
+    """NFS locks only files that are open for writing."""
     options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
     path = tmp_path / "log.txt"
     with guard.Guard(train_gpt, options) as first:
         first.lock_log(path)
+        assert first.lock.writable()
         with pytest.raises(SystemExit):
             guard.Guard(train_gpt, options).lock_log(path)
     line = f"launch.py: another process trains the run of {path}: wait for its end, or stop it\n"
