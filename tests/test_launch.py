@@ -231,6 +231,12 @@ def test_without_a_script_it_says_how_it_is_used(argv, script, capsys):
     assert capsys.readouterr().err.startswith("launch.py: usage: launch.py SCRIPT")
 
 
+def test_a_copy_may_have_left_out_what_is_checked(script):
+    del script.SHORT
+    launch.main([train_gpt.__file__, "tiny"])
+    assert len(script.runs) == 1
+
+
 def test_a_process_without_a_screen_can_print(monkeypatch):
     """As a service, or with >&- in a shell."""
     for name in "stdout", "stderr":
