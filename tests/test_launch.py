@@ -551,7 +551,7 @@ def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
     assert errors.call_count == 1 and len([*stamps.iterdir()]) == 1
     changes = [
         (launch.inspect, "getsource", lambda function: "other source"),
-        (launch.subprocess, "getoutput", lambda command: "other driver"),
+        (launch.machine, "nvidia_smi", lambda fields: [["H100", "other driver"]]),
         (launch.os, "uname", lambda: Mock(nodename="other machine")),
         (launch.importlib.metadata, "distributions", lambda: []),
     ]
