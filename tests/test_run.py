@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -487,6 +488,16 @@ def test_versions_of_the_accelerators_wheels_are_in_the_log(monkeypatch):
     assert train_gpt.accelerator_wheels() == expected
     facts = train_gpt.run_facts("tiny", MINI, jax.devices(), [])
     assert expected.items() <= facts["versions"].items()
+
+
+def test_a_driver_that_hangs_costs_its_fact_and_not_the_run(tmp_path, monkeypatch):
+    """nvidia-smi does so where a GPU has fallen off the bus. Here a minute is short."""
+    brief = f"shift; exec {shutil.which('timeout')} 0.2"
+    for name, script in ("timeout", f'{brief} "$@"'), ("nvidia-smi", "exec sleep 1000"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert train_gpt.run_facts("tiny", MINI, DEVICES, [])["driver"] == ""
 
 
 def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):
