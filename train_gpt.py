@@ -2121,7 +2121,7 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         for name, value in os.environ.items()
         if relevant.match(name) and not secret.search(name)
     }
-    driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
+    driver = "timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
     versions |= accelerator_wheels()

@@ -272,9 +272,11 @@ class Watchdog:
                 continue
             self.idle += 1
             if self.idle >= self.seconds:
-                print(f"No step has ended for {self.seconds} s (--stall).", file=sys.__stderr__)
-                faulthandler.dump_traceback(sys.__stderr__)
-                os._exit(1)
+                try:
+                    print(f"No step has ended for {self.seconds} s (--stall).", file=sys.__stderr__)
+                    faulthandler.dump_traceback(sys.__stderr__)
+                finally:
+                    os._exit(1)  # also where the screen is gone
 
 
 def in_debugger() -> bool:
@@ -376,7 +378,7 @@ class Guard:
         if jax.process_index() > 0:
             return
         with contextlib.suppress(FileNotFoundError):
-            self.lock = path.open("rb")
+            self.lock = path.open("ab")  # NFS locks only what is open for writing
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

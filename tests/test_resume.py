@@ -4,24 +4,33 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import guard
 import jax
+import launch
 import numpy as np
 import pytest
 
 import train_gpt
+from tests import launched
+from tests.launched import HUNG, STAND_INS, end, wait_for_line
 from tests.test_run import FLAGS as RUN_FLAGS
-from tests.test_run import TRAIN, read, set_tiny, signal_handlers, write_script
+from tests.test_run import TRAIN, read, set_tiny, write_script
 from tests.tools import make_mesh, text, write_shard
 from train_gpt import LONG, Layer, Stage
 
@@ -34,7 +43,7 @@ STAGES = (
 FLAGS = [*RUN_FLAGS, *"--steps 30 --val_every 15 --cooldown_start 0.33 --cooldown_end 0.93".split()]
 FLAGS += "--untie 0.58 --seed 7 --data data".split()
 # No program depends on these fields, so that runs which differ in them share programs.
-SAME = dict(data="", save=0, save_every=0, resume="", force=0, stall=0, val_every=1, seed=0)
+SAME = dict(data="", save=0, val_every=1, seed=0)
 
 
 def make_folder(path: Path) -> Path:
@@ -52,23 +61,26 @@ def folder(tmp_path) -> Path:
 
 @functools.cache
 def compiled(stage: int, kind, c: train_gpt.Config, devices: int):
-    """The program of a kind, "val" or the updates of a step."""
+    """The program of a kind: "val", or whether it is an Adam step."""
     mesh = make_mesh(devices)
     if kind == "val":
         return train_gpt.compile_val_step(stage, c, mesh)
     return train_gpt.compile_train_step(stage, kind, c, mesh)
 
 
-def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 2):
-    """A run in this process, in the folder: its log and its exit status. In step `stop`, it gets
-    SIGTERM. hook(done, out) gets the number of steps done and what the last one returned, and may
-    return something else. Programs are not compiled before they are called."""
+def go(
+    folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 2, source: str = ""
+):
+    """A run by the launcher in this process, in the folder: its log and its exit status. In step
+    `stop`, it gets SIGTERM. hook(done, out) gets the number of steps done and what the last one
+    returned, and may return something else. Programs are not compiled before they are called.
+    `source`: the source, if another script began the run."""
     steps = SimpleNamespace(done=0)
     real_train = train_gpt.train
 
-    def train(state, c, mesh, programs, shards, log, facts):
-        steps.done = facts.get("step", 0)
-        return real_train(state, c, mesh, programs, shards, log, facts)
+    def train(state, c, mesh, programs, shards, log, guard):
+        steps.done = guard.start
+        return real_train(state, c, mesh, programs, shards, log, guard)
 
     def program(key, c, state, *inputs):
         out = compiled(*key, c, devices)(state, *inputs)
@@ -82,20 +94,21 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
 
     def compile_all(c, mesh, log):
         c = dataclasses.replace(c, **SAME, steps=30)
-        keys = itertools.product(range(2), (c.updates(0), c.updates(1), "val"))
+        keys = itertools.product(range(2), (False, True, "val"))
         return {key: functools.partial(program, key, c) for key in keys}
 
     code = 0
     mine = jax.devices()[:devices]
-    with pytest.MonkeyPatch.context() as patch, signal_handlers():
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(jax, "devices", lambda: mine)
         patch.setattr(train_gpt, "train", train)
         patch.setattr(train_gpt, "compile_all", compile_all)
         patch.setattr(train_gpt, "warm_up", lambda programs, c, mesh: None)
+        patch.setattr(train_gpt, "SOURCE", source or train_gpt.SOURCE)
         set_tiny(patch, STAGES, LAYERS)
         try:
-            train_gpt.main([*FLAGS, *map(str, argv)])
+            launch.train(train_gpt, [*FLAGS, *map(str, argv)], "./run.sh")
         except SystemExit as end:
             code = end.code
     return look(folder, code=code)
@@ -178,13 +191,13 @@ LOST = dict(
 @pytest.mark.parametrize("lost", [*LOST, "schedule", "read_batches"])
 def test_nothing_of_the_state_may_be_lost(stopped, whole, monkeypatch, lost):
     """If a part of the state were lost, the weights that the tests compare would differ."""
-    restore = train_gpt.restore
+    begin = guard.Guard.begin
 
-    def forgetful(arrays, c, mesh):
-        return LOST[lost](restore(arrays, c, mesh), train_gpt.make_state(c, mesh))
+    def forgetful(self, state, c, mesh, log):
+        return LOST[lost](begin(self, state, c, mesh, log), train_gpt.make_state(c, mesh))
 
     if lost in LOST:
-        monkeypatch.setattr(train_gpt, "restore", forgetful)
+        monkeypatch.setattr(guard.Guard, "begin", forgetful)
     else:
         monkeypatch.setattr(train_gpt, lost, lose_step(lost))
     assert (go(stopped, "--resume", "logs").sha == whole.sha) == (lost == "nothing")
@@ -224,40 +237,16 @@ def test_the_clock_and_the_log_go_on(stopped, half):
 
 
 # ---- The command that goes on --------------------------------------------------------------------
-def test_the_command_has_the_flags_of_the_run_and_one_resume(stopped, half):
-    (first,) = re.findall("; to resume: (.*)", half.lines[-1])
-    path = f"logs/{half.path.stem}/{LAST}"
+def test_the_command_has_the_flags_of_the_run_and_one_resume(stopped, half, whole):
+    (command,) = re.findall("; to resume: (.*)", half.lines[-1])
     assert half.lines[-1].startswith("INTERRUPTED by SIGTERM after step 15; to resume: ")
-    flags = [*FLAGS, "--save_every", "8"]
-    assert shlex.split(first) == ["python", "train_gpt.py", *flags, "--resume", path]
-    log = go(stopped, "--save_every", 8, "--resume", "logs", stop=20)
-    assert log.lines[-1].endswith(first.replace(LAST, "0000020.state"))
-
-
-@pytest.mark.slow
-def test_what_an_interrupted_run_prints_goes_on(folder, whole):
-    """The command is run by a shell, as a user would run it."""
-    script = write_script(folder / "train_gpt.py", STAGES, LAYERS)
-    main = 'if __name__ == "__main__":\n'
-    source = script.read_text()
-    script.write_text(source.replace(main, SLOW_BATCHES + main))
-    env = environment() | dict(JAX_NUM_CPU_DEVICES="2")
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    pipes = dict(cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    command = ["python", "train_gpt.py", *FLAGS]
-    process = subprocess.Popen(command, **pipes)
-    try:
-        wait_for_line(process, TEN)
-        process.terminate()
-        code, out, err = end(process)
-    finally:
-        process.kill()
-    assert (code, err) == (143, "")
-    (command,) = re.findall("^INTERRUPTED by SIGTERM after step .*; to resume: (.*)", out, re.M)
-    done = subprocess.run(command, shell=True, check=False, timeout=120, **pipes)
-    assert (done.returncode, done.stderr) == (0, "")
-    log = look(folder)
-    assert log.result["resumed"] and log.result["steps"] == 30 and log.losses == whole.losses
+    path = f"logs/{half.path.stem}/{LAST}"
+    more = ["--save_every", "8", "--resume", path]
+    assert shlex.split(command) == ["./run.sh", *FLAGS, *more]
+    log = go(stopped, *more, stop=20)
+    assert log.lines[-1].endswith(command.replace(LAST, "0000020.state"))
+    more[-1] = path.replace(LAST, "0000020.state")
+    assert go(stopped, *more).sha == whole.sha
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -285,7 +274,7 @@ def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, c
     shown = capsys.readouterr()
     assert (log.code, log.rest, shown.out) == (2, half.rest, "")
     advice = "; repeat the flags of its run, or add --force 1, .*\n"
-    line = rf"train_gpt\.py: --resume logs: {message}.*" + advice
+    line = rf"launch\.py: --resume logs: {message}.*" + advice
     assert re.fullmatch(line, shown.err)
     log = go(stopped, "--resume", "logs", *flags.split(), "--force", 1)
     assert log.code == 0 and re.search(message, str(log.facts["resume"]["changed"]))
@@ -320,7 +309,7 @@ def test_what_cannot_go_on_does_not_name_force(stopped, half, capsys, change):
         shown = capsys.readouterr()
         assert (log.code, log.rest, shown.out) == (2, half.rest, "")
         lines = shown.err.splitlines()
-        assert re.fullmatch(r"train_gpt\.py: .+", lines[-1]) and re.search(message, lines[-1])
+        assert re.match(r"(launch|train_gpt)\.py: ", lines[-1]) and re.search(message, lines[-1])
         assert "--force" not in shown.err or change == "gone"
         assert len(lines) == (3 if change == "broken" else 1)
 
@@ -338,7 +327,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch)
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if path.is_file():
             synced.append((path.suffix, len([*path.parent.glob("*.state")])))
-            train_gpt.load_checkpoint(path)  # it is whole
+            guard.load_checkpoint(path)  # it is whole
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     log = go(folder, "--save_every", 14)
@@ -351,7 +340,7 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
     loaded, or what is loaded is the same."""
     _, bad = sorted(stopped.glob("logs/*/*"))
     before = bad.read_bytes()
-    facts, arrays = train_gpt.load_checkpoint(bad)
+    facts, arrays = guard.load_checkpoint(bad)
     with np.load(bad, allow_pickle=False) as file:
         assert {*arrays} < {*file} and dict(file)
     # With a smaller dtype or shape, an array would have fewer bytes than the checksum is of.
@@ -362,7 +351,7 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
     for place, bits in [*flips, *((place, 255) for place in places)]:
         flipped = bytes([before[place] ^ bits])
         bad.write_bytes(before[:place] + flipped + before[place + 1 :])
-        found, now = train_gpt.load_checkpoint(stopped / "logs")
+        found, now = guard.load_checkpoint(stopped / "logs")
         warned = capsys.readouterr().err.startswith(f"warning: {bad}")
         assert (found["step"], warned) in ((8, True), (15, False)), place
         if not warned:
@@ -370,31 +359,49 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
             assert all(now[name].tobytes() == x.tobytes() for name, x in arrays.items()), place
     for size in 0, 100, len(before) // 2, len(before) - 1:
         bad.write_bytes(before[:size])
-        assert train_gpt.load_checkpoint(stopped / "logs")[0]["step"] == 8
+        assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 8
     assert capsys.readouterr() and go(stopped, "--resume", "logs").sha == whole.sha
     assert re.fullmatch(f"warning: .*{bad.name}.*\n", capsys.readouterr().err)
 
 
 def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
-    """A checkpoint that is written beside those of later steps is not deleted as the oldest."""
+    """A checkpoint that is written beside those of later steps is not deleted as the oldest, and
+    its run names it."""
     (path,) = stopped.glob("logs/*/*08.state")
     aside = shutil.copy(path, stopped / "aside.state")
     go(stopped, "--resume", "logs", "--save_every", 7)
     log = go(stopped, "--resume", aside, stop=10)
     (path,) = re.findall("--resume ([^ ]*)", log.lines[-1])
-    steps = [train_gpt.load_checkpoint(stopped / place)[0]["step"] for place in (path, "logs")]
-    assert steps == [10, 10]
+    assert guard.load_checkpoint(stopped / path)[0]["step"] == 10
+    assert [path.name for path in log.states] == [f"00000{n}.state" for n in (10, 21, 28)]
+
+
+def test_times_of_files_decide_nothing(stopped, half, capsys):
+    """A clock that was wrong, or a copy, may give earlier checkpoints later times."""
+    older = stopped / "logs/2020-01-01T00-00-00_00000000"
+    older.mkdir()
+    first, last = half.states
+    shutil.copy(first, older / "0000029.state")
+    for path in (older / "0000029.state", *stopped.glob(f"logs/*/{first.name}")):
+        os.utime(path, (2**32, 2**32))
+    log = go(stopped, "--resume", "logs", "--save_every", 8, stop=20)
+    assert f"resuming logs/{half.path.name} after step 15\n" in capsys.readouterr().out
+    left = [path.name for path in log.states if path.parent != older]
+    assert left == ["0000016.state", "0000020.state"]
+    assert log.lines[-1].endswith(left[-1])
+    assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 20
 
 
 # ---- Faults --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("begin, what, bad_step, every, end_step, last", [
-    ("folder", "weights", 20, 5, 20, LAST),  # noticed when it saves
-    ("folder", "weights", 15, 10, 15, "0000010.state"),  # when it validates
-    ("stopped", "weights", 19, 19, 19, LAST),
-    ("folder", "loss", 10, 8, r"1\d", "0000008.state"),  # when a loss is logged
+@pytest.mark.parametrize("begin, what, bad_step, every, reason, last", [
+    ("folder", "weights", 20, 5, "a weight, by step 20", LAST),  # noticed when it saves
+    ("folder", "weights", 15, 10, "the loss, by step 15", "0000010.state"),  # when it validates
+    ("stopped", "weights", 19, 19, "a weight, by step 19", LAST),
+    ("folder", "loss", 10, 8, "the loss, by step 10", "0000008.state"),  # when a loss is logged
+    ("folder", "loss", 10, 0, "the loss, by step 10", None),
 ])  # fmt: skip
 def test_a_run_is_void_where_a_number_is_not_finite(
-    request, begin, what, bad_step, every, end_step, last
+    request, begin, what, bad_step, every, reason, last
 ):
     """Its last line names the newest checkpoint from before that."""
 
@@ -411,148 +418,246 @@ def test_a_run_is_void_where_a_number_is_not_finite(
     flags = ["--resume", "logs"] if begin == "stopped" else []
     log = go(folder, "--save_every", every, *flags, hook=hook)
     assert log.code == 3 and not log.weights and log.result is None
-    reason = f"NON-FINITE: the loss or a weight, by step {end_step}; to resume: .* --resume (.*)"
-    (path,) = re.fullmatch(reason, log.lines[-1]).groups()
+    assert log.lines[-2] == f"NON-FINITE: {reason}"
+    if last is None:
+        assert log.lines[-1] == "there is no checkpoint" and not log.states
+        return
+    (path,) = re.fullmatch(r"to resume: \./run\.sh .* --resume (.*)", log.lines[-1]).groups()
     assert Path(path).name == log.states[-1].name == last
-    arrays = train_gpt.load_checkpoint(folder / path)[1]
+    arrays = guard.load_checkpoint(folder / path)[1]
     assert all(np.isfinite(x).all() for x in arrays.values())
 
 
-# The beginning of a process's code. It uses the same two of eight devices as the runs in this
-# process, so that it finds their programs in the cache.
-CHILD = f"""
-import dataclasses, itertools, os, random, resource, signal, sys, time
-from pathlib import Path
-import jax, numpy as np, train_gpt
-from train_gpt import Layer, Stage
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-changes = dict(layers={LAYERS}, stages={STAGES}, mudd_head=(), head_chunk=32)
-train_gpt.PRESETS["tiny"] = dataclasses.replace(train_gpt.PRESETS["tiny"], **changes)
-mine = jax.devices()[:2]
-jax.devices = lambda: mine
-"""
-MAIN = "train_gpt.main(sys.argv[1:])\n"
-# Programs that call hook(step) and compute nothing.
-STAND_INS = """
-steps = itertools.count(1)
-def train_program(state, tokens, row):
-    hook(next(steps))
-    return state, np.float32(3) * jax.numpy.ones(())
-def compile_all(c, *_):
-    keys = itertools.product(range(2), [c.updates(0), c.updates(1)])
-    programs = dict.fromkeys(keys, train_program)
-    return programs | dict.fromkeys([(0, "val"), (1, "val")], lambda *_: (9.0, 0))
-train_gpt.compile_all = compile_all
-train_gpt.warm_up = lambda *_: None
-"""
-SLOW = CHILD + STAND_INS + "hook = lambda step: time.sleep(0.05)\n"
-HUNG = CHILD + STAND_INS + """
-import ctypes  # the thread waits in C, as in XLA, where no Python signal handler runs
-lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-def hook(step):
-    if step in (11, 12):
-        lock(mutex)
-"""  # fmt: skip
-SLOW_BATCHES = '''def slow(batches):
-    """The batches, so slowly that a signal comes in time."""
-    for batch in batches:
-        time.sleep(0.05)
-        yield batch
+@pytest.fixture
+def limit_files():
+    """A function that lets this process write no file beyond so many bytes, until the test ends."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-fast_batches = train_batches
-train_batches = lambda *args: slow(fast_batches(*args))
+def test_a_checkpoint_that_finds_no_room_does_not_end_the_run(folder, whole, limit_files):
+    """Nor does it leave a part of a file behind."""
+
+    def hook(done, _):
+        limit_files(600_000 if done < 25 else resource.RLIM_INFINITY)
+
+    log = go(folder, "--save_every", 10, hook=hook)
+    warnings = re.findall("warning: no checkpoint of step ([12]0): .*File too large", log.rest)
+    assert warnings == ["10", "20"] and not log.states
+    assert log.code == 0 and log.sha == whole.sha
 
 
-'''
-TEN = "step:10/30 train_loss"
+def test_a_log_that_finds_no_room_does_not_end_the_run(stopped, half, limit_files, capfd):
+    """It says so once."""
+    (path,) = stopped.glob("logs/*.txt")
+
+    def hook(done, _):
+        if done == 27:
+            limit_files(path.stat().st_size)
+
+    log = go(stopped, "--resume", "logs", "--save", 0, hook=hook)
+    out, err = capfd.readouterr()
+    assert log.code == 0 and "step:20/30 train_loss" in log.lines[-1]
+    assert json.loads(out.rpartition("RESULT ")[2])["steps"] == 30
+    assert err == f"warning: logs/{log.path.name} has gaps: [Errno 27] File too large\n"
 
 
-def environment() -> dict[str, str]:
-    """The environment of processes that tests start."""
-    return os.environ | dict(PYTHONPATH=str(TRAIN.parent), JAX_NUM_CPU_DEVICES="8")
+SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
-def wait_for_line(process: subprocess.Popen, text: str) -> None:
-    """Reads a process's stdout up to a line with this text, which must come."""
-    for line in process.stdout:
-        if text in line:
-            return
-    pytest.fail(f"the process ended without printing {text!r}")
+def watchdogs() -> list[threading.Thread]:
+    """The threads of Watchdog.watch() that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name.endswith("(watch)")]
+
+
+def test_a_run_gives_back_what_it_takes(folder):
+    """Signal handlers, the watchdog and the log's lock, also if a step raises an error."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    inside = []
+
+    def hook(done, _):
+        inside.append((len(watchdogs()), [signal.getsignal(number) for number in SIGNALS]))
+        if done == 12:
+            raise RuntimeError("my own mistake")
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        go(folder, "--save_every", 10, hook=hook)
+    count, handlers = inside[-1]
+    assert count == 1 and not {*handlers} & {*before}
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    for thread in watchdogs():
+        thread.join(5)
+    assert not watchdogs()
+    assert go(folder, "--save_every", 10, "--resume", "logs").code == 0
+
+
+def test_a_log_has_one_writer(tmp_path, capsys):
+    """NFS locks only files that are open for writing."""
+    options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+    path = tmp_path / "log.txt"
+    with guard.Guard(train_gpt, options) as first:
+        first.lock_log(path)
+        assert first.lock.writable()
+        with pytest.raises(SystemExit):
+            guard.Guard(train_gpt, options).lock_log(path)
+    line = f"launch.py: another process trains the run of {path}: wait for its end, or stop it\n"
+    assert capsys.readouterr().err == line
+    guard.Guard(train_gpt, options).lock_log(path)
+
+
+def test_a_run_in_a_thread_trains(folder, whole):
+    """Only the main thread can handle signals, so there it does without."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(go, folder).result().sha == whole.sha
+
+
+class Clock:
+    """Stands in for an event on which a watchdog waits: after each of so many seconds, it calls
+    tick() instead of waiting."""
+
+    def __init__(self, seconds: int, tick=lambda: None):
+        self.left = seconds
+        self.tick = tick
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the watchdog is closed."""
+        self.left -= 1
+        self.tick()
+        return self.left < 0
 
 
 @pytest.fixture
-def start(request):
-    """Starts a process; with `until`, waits until it prints a line with that text."""
+def stalls(monkeypatch):
+    """A function: whether a watchdog of 3 s ends the process, with status 1, if it counts for so
+    many seconds after the run has begun so many steps, of which none ends."""
 
-    def start(folder: Path, code: str, *flags: str, until: str = "") -> subprocess.Popen:
-        command = [sys.executable, "-c", code, *FLAGS, *flags]
-        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        process = subprocess.Popen(command, cwd=folder, env=environment(), **pipes)
+    def leave(status: int):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(guard.os, "_exit", leave)
+
+    def stalls(seconds: int, begun: int, tick=lambda dog: None) -> bool:
+        dog = guard.Watchdog(0)
+        dog.seconds = 3
+        dog.begun = begun
+        dog.closed = Clock(seconds, lambda: tick(dog))
+        try:
+            dog.watch()
+        except SystemExit as end:
+            assert end.code == 1
+            return True
+        return False
+
+    return stalls
+
+
+def test_only_a_step_that_is_under_way_can_stall(stalls, monkeypatch):
+    assert stalls(3, begun=1) and not stalls(2, begun=1)
+    assert not stalls(9, begun=0)  # it validates, or saves
+    assert not stalls(9, begun=1, tick=lambda dog: setattr(dog, "idle", 0))  # steps end
+    monkeypatch.setattr(guard, "in_debugger", lambda: True)
+    assert not stalls(9, begun=1)
+
+
+def test_a_debugger_in_the_main_thread_is_noticed():
+    """breakpoint() in a copy waits in code of the module pdb."""
+    look = lambda: ThreadPoolExecutor(1).submit(guard.in_debugger).result()
+    assert not look()
+    assert eval("look()", {"__name__": "pdb", "look": look})
+
+
+def test_a_stall_ends_the_process_also_without_a_screen(stalls, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", Mock(write=Mock(side_effect=BrokenPipeError)))
+    assert stalls(3, begun=1)
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+# The same two of eight devices as those of the runs in this process, so that they share programs.
+TWO_OF_EIGHT = """
+mine = jax.devices()[:2]
+jax.devices = lambda: mine
+"""
+TEN = "step:10/30 train_loss"
+
+
+@pytest.fixture
+def start(request, folder):
+    """Starts the launcher in the folder, with code at the end of its script; waits until it prints
+    step 10."""
+
+    def start(code: str, *flags: str, **pipes) -> subprocess.Popen:
+        script = write_script(folder / "train_gpt.py", STAGES, LAYERS)
+        script.write_text(launched.with_code(script.read_text(), TWO_OF_EIGHT + code))
+        process = launched.start(folder, script.name, *FLAGS, *flags, devices=8, **pipes)
         request.addfinalizer(process.kill)
-        if until:
-            wait_for_line(process, until)
+        wait_for_line(process, TEN)
         return process
 
     return start
 
 
-def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
-    """Waits for a process; its exit status, stdout and stderr."""
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
+def test_what_is_killed_goes_on_once_it_is_dead(start, folder, whole, capsys):
+    """While its process lives, even if it is stopped, no other one may resume the run."""
+    process = start("", "--save_every", "7")
+    process.send_signal(signal.SIGSTOP)
+    source = (folder / "train_gpt.py").read_text()
+    log = go(folder, "--resume", "logs", "--save_every", 7, source=source)
+    shown = capsys.readouterr()
+    line = rf"launch\.py: another process trains the run of logs/{log.path.name}: .*\n"
+    assert log.code == 2 and re.fullmatch(line, shown.err) and shown.out == ""
+    process.kill()
+    process.wait()
+    log = go(folder, "--resume", "logs", source=source)
+    assert log.code == 0 and log.sha == whole.sha and log.result["resumed"]
 
 
-def test_what_is_killed_goes_on(start, folder, whole):
-    start(folder, CHILD + MAIN, "--save_every", "7", until=TEN).kill()
-    code, _, err = end(start(folder, CHILD + MAIN, "--resume", "logs"))
+NAPS = """
+def HOOK(step):
+    time.sleep(0.1 if step > 10 else 0)
+"""
+
+
+def test_ctrl_c_saves_the_run_when_the_screen_is_gone(start, folder):
+    """As after `2>&1 | tee`, whose process dies first, or in a terminal that was closed."""
+    process = start(STAND_INS + NAPS, stderr=subprocess.STDOUT)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
     log = look(folder)
-    assert (code, err) == (0, "") and log.sha == whole.sha and log.result["resumed"]
+    step, path = re.search(r"^INTERRUPTED by SIGINT after step (\d+); .* --resume (.*)$",
+                           log.lines[-1]).groups()  # fmt: skip
+    assert 10 <= int(step) < 30 and log.result is None
+    assert guard.load_checkpoint(folder / path)[0]["step"] == int(step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_with_a_checkpoint(start, folder, number):
-    process = start(folder, SLOW + MAIN, until=TEN)
-    process.send_signal(number)
-    code, out, err = end(process)
-    log = look(folder)
-    assert (code, err) == (128 + number, "") and log.result is None
-    step, path = re.search(r"by SIG\w+ after step (\d+).*--resume ([^ \n]*)", out).groups()
-    assert 10 <= int(step) < 20
-    assert train_gpt.load_checkpoint(folder / path)[0]["step"] == int(step)
-    assert out.splitlines()[-1] == log.lines[-1]
+HANGS_LATER = """
+def HOOK(step):
+    if step > 10:
+        time.sleep(0.05)
+    if step == 22:
+        HANG()
+"""
 
 
-def test_a_run_that_hangs_ends_and_shows_where(start, folder):
-    process = start(folder, HUNG + MAIN, "--stall", "2", until=TEN)
-    code, _, err = end(process, 9)
-    log = look(folder)
-    assert code == 1 and not log.states
-    assert err.startswith("Timeout (0:00:02)!\nThread 0x")
-    assert "in hook\n" in err and " in train\n" in err
-
-
-def test_a_checkpoint_that_finds_no_room_does_not_end_the_run(start, folder):
-    """Nor does it leave a part of a file behind."""
-    small = "resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, -1))\n"
-    code, out, err = end(start(folder, SLOW + small + MAIN, "--save_every", "10"))
-    assert (code, err) == (0, "") and len(re.findall("warning: .*File too large", out)) == 2
-    log = look(folder)
-    assert log.result["steps"] == 30 and log.weights and not log.states
-
-
-def test_a_log_that_finds_no_room_does_not_end_the_run(start, stopped):
-    (path,) = stopped.glob("logs/*.txt")
-    path.unlink()
-    path.symlink_to("/dev/full")
-    code, out, err = end(start(stopped, SLOW + MAIN, "--resume", "logs"))
-    assert code == 0 and out.splitlines()[-1].startswith("RESULT {")
-    assert re.match(f"warning: .*{path.name}.*No space", err) and "Traceback" not in err
+def test_a_run_that_hangs_ends_and_shows_where_but_one_that_was_stopped_goes_on(start, folder):
+    process = start(STAND_INS + HUNG + HANGS_LATER, "--stall", "2")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    process.send_signal(signal.SIGCONT)
+    wait_for_line(process, "step:20/30 train_loss")
+    code, _, err = end(process, 15)
+    assert code == 1 and not look(folder).states
+    assert err.startswith("No step has ended for 2 s (--stall).\n")
+    assert " in HANG\n" in err and " in train\n" in err
 
 
 # Twenty processes save checkpoints and are killed. All .state files must be whole; `parts` counts
 # the kills in the middle of a save.
 SAVES = """
+import os, random, signal, time
+from pathlib import Path
+import numpy as np, train_gpt, guard
 step = 0
 parts = 0
 folder = Path("logs/run")
@@ -564,8 +669,8 @@ for _ in range(20):
             step += 1
             x = np.full(10**6, step, "f4")
             params, opt_state = dict(a=x, b=x), dict(a=(x, x))
-            state = train_gpt.State(params, opt_state, dict(a=x), dict(), [dict(a=x)], x)
-            train_gpt.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
+            state = train_gpt.State(params, opt_state, dict(a=x), dict(), x)
+            guard.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.15))
@@ -574,23 +679,22 @@ for _ in range(20):
     parts += len([*folder.glob("*.part")])
     states = sorted(folder.glob("*.state"))
     for path in states:
-        facts, arrays = train_gpt.load_checkpoint(path)
+        facts, arrays = guard.load_checkpoint(path)
         values = {n for x in arrays.values() for n in (x.min(), x.max())}
         assert values == {facts["step"]} == {int(path.stem)}, (path, values)
     step = facts["step"]
-    assert step == train_gpt.load_checkpoint(folder)[0]["step"] and len(states) <= 3
+    assert step == guard.load_checkpoint(folder)[0]["step"] and len(states) <= 3
 print(parts)
 """
 
 
-def test_kills_leave_whole_checkpoints(start, folder):
-    saves = (
-        CHILD[: CHILD.index("mine")] + SAVES
-    )  # without jax.devices(): a fork would lose JAX's threads
-    code, out, err = end(start(folder, saves))
-    assert code == 0 and "warning: logs" not in err and int(out) > 3, (
-        err
-    )  # more than 3 kills were within a save
+def test_kills_leave_whole_checkpoints(folder):
+    """JAX starts in the children alone, because a fork would lose its threads."""
+    command = [sys.executable, "-c", SAVES]
+    env = os.environ | {"PYTHONPATH": f"{TRAIN.parent}:{TRAIN.parent / 'dev'}"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "warning: logs" not in done.stderr, done.stderr
+    assert int(done.stdout) > 3  # so many kills were within a save
 
 
 @pytest.mark.parametrize("name", ["nope", "weights.npz"])
@@ -598,7 +702,7 @@ def test_what_is_no_checkpoint_is_named_at_once(tmp_path, monkeypatch, capsys, n
     monkeypatch.chdir(tmp_path)
     Path("weights.npz").touch()
     with pytest.raises(SystemExit) as end:
-        train_gpt.load_checkpoint(Path(name))
+        guard.load_checkpoint(Path(name))
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--resume {name} is not a .state file" in line

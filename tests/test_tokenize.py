@@ -21,6 +21,7 @@ import time
 import unicodedata
 
 import gpt2_prefixes
+import guard
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -516,7 +517,8 @@ def test_every_printed_command_can_run(tmp_path, monkeypatch, capsys, argv, docu
         found = train_gpt.find_data(c)
         for split in found:
             for shard in found[split]:
-                train_gpt.shard_facts(shard, train_gpt.batch_shapes(split, c), c)
+                train_gpt.shard_facts(shard, c)
+        guard.check_documents(found, train_gpt, c)
         assert all(length % 128 == 0 for length in (c.val_T, c.sequence_length(0)))  # for cuDNN
         assert c.total_steps <= own.steps
         validations = sum(map(c.validates_before, range(c.total_steps + 1)))

@@ -200,9 +200,10 @@ TRAIN_1, TRAIN_2, VAL = verify.TRACKS["tiny"].shards.split()
 OTHER = data(f"{TRAIN_1} {TRAIN_2} 0")  # another validation shard
 SWAPPED = data(f"{TRAIN_2} {TRAIN_1} {VAL}")
 REACHED = ["end of schedule", "target reached"]  # to replace
-GO_ON = "; to resume: ./run.sh tiny --resume logs/x/0000250.state\n"
-NAN = f"NON-FINITE: the loss or a weight, by step 500{GO_ON}"
-STOPPED = f"INTERRUPTED by SIGTERM after step 250{GO_ON}"
+GO_ON = "to resume: ./run.sh tiny --resume logs/x/0000250.state\n"
+NAN = "NON-FINITE: the loss, by step 500\n"
+OLDER_NAN = f"NON-FINITE: the loss or a weight, by step 500; {GO_ON}"
+STOPPED = f"INTERRUPTED by SIGTERM after step 250; {GO_ON}"
 RESULT = "RESULT.*"
 FLAGS = ["tiny", "--target", "0", "--steps", "500"]
 
@@ -248,6 +249,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a RESULT too early": (lambda f: replace_in(f, "step:500/500", "step:490/500"), "incomplete"),
     "interrupted": (lambda f: replace_in(f, RESULT, STOPPED), "interrupted"),
     "NaN": (lambda f: replace_in(f, RESULT, NAN), "not finite"),
+    "NaN after a checkpoint": (lambda f: replace_in(f, RESULT, NAN + GO_ON), "not finite"),
+    "NaN before a checkpoint": (
+        lambda f: replace_in(f, RESULT, NAN + "there is no checkpoint\n"), "not finite"),
+    "NaN, in older logs": (lambda f: replace_in(f, RESULT, OLDER_NAN), "not finite"),
     "NaN in RESULT": (lambda f: rewrite(f, loss=float("nan")), "not finite"),
     "resumed": (
         lambda f: replace_in(f, 'resumed": false', 'resumed": true'), "over several processes"),

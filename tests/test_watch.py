@@ -178,8 +178,8 @@ def test_a_resumed_run_replaces_what_it_repeats():
 
 
 @pytest.mark.parametrize("line", [
-    "INTERRUPTED by SIGTERM after step 20; to resume: python train_gpt.py --resume " + 60 * "x",
-    "NON-FINITE: the loss or a weight, by step 20; there is no checkpoint",
+    "INTERRUPTED by SIGTERM after step 20; to resume: ./run.sh tiny --resume " + 60 * "x",
+    "NON-FINITE: the loss, by step 20",
 ])  # fmt: skip
 def test_runs_that_broke_off_say_so(capsys, log, line):
     body = facts() + RUN + losses((20, float("nan"), 3100), kind="val")
