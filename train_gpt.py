@@ -16,8 +16,7 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
 Attention and MLP normalize the stream that they read. a and b are learned, a pair for each
 sublayer; small nets compute the gates of each token [gates]. In a layer with mudd, a net computes
 the weights of all sums. A step all-gathers the matrices, computes gradients, reduce-scatters them,
-and runs NorMuon on the matrices that each device owns. Adam updates everything else, in every
-second step (tiny: in every step).
+and runs NorMuon on the matrices of each device. Every adam_every steps, Adam updates the rest.
 
 A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
 S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
@@ -34,7 +33,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import itertools
 import json
 import math
@@ -141,8 +139,7 @@ TINY_STAGES = (
 )
 
 
-# This one lies between the record and tiny in size, for one GPU of 16 GB or a TPU. It has no
-# target, because nobody has run it on FineWeb yet.
+# Between the record and tiny in size, for one GPU of 16 GB or a TPU. Nobody has run it on FineWeb.
 SMALL_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
     Layer(SHORT, bigram=True),
@@ -159,9 +156,7 @@ SMALL_STAGES = (
 )
 
 
-# A model of GPT-2 medium's class for modded-nanogpt's second track, to 2.92. Stages, base rates and
-# momentum are those of that track's record 18. Layers are those of pull request 261, with record
-# 89's gates, exclusive attention and dynamic composition.
+# A model of GPT-2 medium's class, for modded-nanogpt's second track: dev/medium.md.
 MEDIUM_LAYERS = (
     Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
     Layer(SHORT, xsa=True, bigram=True, value_table=1),
@@ -365,7 +360,7 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         microbatch=4, bigrams=32768, head_chunk=8192, prefixes="",
         head_forward="bfloat16", head_backward="bfloat16",
         cooldown_start=600 / 1500, cooldown_end=1.0, untie=1000 / 1500, momentum_warmup=300 / 1500,
-        momentum_cooldown=50 / 1500, val_every=250, val_T=8192, val_tokens=1048576, target=0.0,
+        momentum_cooldown=50 / 1500, val_T=8192, val_tokens=1048576, target=0.0,
     ),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
@@ -739,8 +734,7 @@ def take_rows(table_VD, index_BT) -> Array:
 class Positions(NamedTuple):
     """What attention needs to know of positions, documents and the stage."""
 
-    # Cosines and sines of the rotations by Layer.paired_heads: (T, 1, K / 4), or (T, 2, K / 4)
-    rope: dict[bool, tuple[Array, Array]]
+    rope: dict[bool, tuple[Array, Array]]  # cos and sin, (T, 1 or 2, K / 4), by paired_heads
     score_scale: float  # of q.k
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
@@ -762,8 +756,7 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
     # to q.k: 0 within a document, -256 or less for an earlier one; the other channels add between
     # -K and K, at most 128. The scale of scores is at least 0.1: of two keys with equal other
-    # channels, that of an earlier document has less than exp(-25) times the weight.
-    # Exact for fewer than 4,096 documents.
+    # channels, an earlier document's has less than exp(-25) of the weight (up to 4,095 documents).
     document = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)[:, :, None]
     one = jnp.ones_like(document)
     high, low = document // 16, document % 16
@@ -2034,30 +2027,18 @@ def shard_facts(shard: np.memmap, c: Config) -> dict[str, Any]:
 # ---- Command line --------------------------------------------------------------------------------
 def parse_config(argv: list[str]) -> tuple[str, Config]:
     """train_gpt.py [PRESET] [--field value ...]: numbers and strings are flags."""
-    if "-h" in argv or "--help" in argv:
-        fields, _, _ = inspect.getsource(Config).partition("\n    # fmt: on")
-        print(parse_config.__doc__, fields, sep="\n\n")
-        for name, preset in PRESETS.items():
-            values = {field.name: getattr(preset, field.name) for field in flag_fields()}
-            changed = [f"--{k} {v!r}" for k, v in values.items() if v != getattr(Config, k)]
-            print(f"\n{name}: {' '.join(changed) or 'the defaults above'}")
-        sys.exit()
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.error = refuse
     parser.add_argument("preset", nargs="?", choices=PRESETS, default="record")
-    for field in flag_fields():
-        parser.add_argument(f"--{field.name}", type=field.type)
+    for field in dataclasses.fields(Config):
+        if field.type in (int, float, str):
+            parser.add_argument(f"--{field.name}", type=field.type)
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
     try:
         return preset, dataclasses.replace(PRESETS[preset], **flags)
     except ValueError as error:
         refuse(str(error))
-
-
-def flag_fields() -> list[dataclasses.Field]:
-    """The fields of Config that are also flags."""
-    return [field for field in dataclasses.fields(Config) if field.type in (int, float, str)]
 
 
 def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:

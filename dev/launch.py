@@ -124,6 +124,9 @@ def main(argv: list[str]) -> None:
 
 def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
     """Trains with a guard, after all checks. Returns the path of the weights, if they are saved."""
+    if {"-h", "--help"} & {*argv}:
+        print_help(script)
+        return None
     typed = argv
     options, argv = split_flags(argv)
     guard = Guard(script, options)
@@ -195,17 +198,28 @@ def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | No
     return None if preset == "record92" else weights  # evals/ cannot read those of record92
 
 
+def print_help(script: ModuleType) -> None:
+    """The flags of ./run.sh, the fields of Config with their comments, and what presets change."""
+    for name, (kind, default, what) in GUARD_FLAGS.items():
+        print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
+    fields, _, _ = inspect.getsource(script.Config).partition("\n    # fmt: on")
+    print(f"\n{script.parse_config.__doc__}\n\n{fields}")
+    flags = [f for f in dataclasses.fields(script.Config) if f.type in (int, float, str)]
+    for preset, c in script.PRESETS.items():
+        changed = []
+        for field in flags:
+            value = getattr(c, field.name)
+            if value != field.default:
+                changed.append(f"--{field.name} {value!r}")
+        print(f"\n{preset}: {' '.join(changed) or 'the defaults above'}")
+
+
 def split_flags(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     """The values of GUARD_FLAGS, and the other arguments, which are the script's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse
     for name, (kind, default, _) in GUARD_FLAGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default)
-    if {"-h", "--help"} & {*argv}:
-        print("Flags of ./run.sh alone:")
-        for name, (kind, default, what) in GUARD_FLAGS.items():
-            print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
-        print()
     options, rest = parser.parse_known_args(argv, SimpleNamespace())
     if options.stall < 0 or options.save_every < 0:
         refuse("--stall and --save_every cannot be negative")
