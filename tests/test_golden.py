@@ -43,19 +43,7 @@ from tests.golden import (
     untied,
 )
 from tests.tools import FLOAT32, whole_loss
-from train_gpt import (
-    BANK,
-    EVERY_STEP,
-    EXCHANGED,
-    LOOKUP,
-    REPLICATED,
-    SHORT,
-    WITH_ADAM,
-    WITH_TABLES,
-    Layer,
-    Param,
-    Stage,
-)
+from train_gpt import BANK, EXCHANGED, LOOKUP, REPLICATED, SHORT, Layer, Param, Stage
 
 TOKENS = GOLDEN["tokens"]
 # Of each stage, the loss weights by target: n is the n-th token ahead, 0 the prefix of the next.
@@ -274,8 +262,7 @@ def test_rotation(size):
         for name, stage in ("stage1", 0), ("ext", 3):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
-            layer = Layer(SHORT, paired_heads=table == "paired")
-            cos, sin, score_scale = pos.rope[train_gpt.rope_kind(layer)]
+            cos, sin, score_scale = pos.rope[table == "paired"]
             assert score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
             cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
             sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
@@ -354,7 +341,7 @@ def component(name: str, extra: bool, layer: Layer) -> None:
     ("dc", True, Layer(SHORT, key_offset=True, head_gate=True, dc=True)),
 ])  # fmt: skip
 def test_attention(name, extra, layer, monkeypatch):
-    plain = lambda x, w, dtype, c, radial_from: x @ w.T  # the fixture's x is what norm has made
+    plain = lambda x, w, radial_from: x @ w.T  # the fixture's x is what norm has made
     monkeypatch.setattr(train_gpt, "norm_linear", plain)
     component(name, extra, layer)
 
@@ -397,7 +384,7 @@ def test_cross_entropy(stage):
     c = dataclasses.replace(C, **sizes)  # the head's width is that of its operands
     weights = jnp.float32([*shares.values()])
     loss, pull = jax.vjp(
-        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, (), c),
+        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, c),
         logits.T,
     )
     (grad,) = pull(jnp.float32(1))
@@ -499,7 +486,7 @@ PLACES = dict(  # of our parameters, the rows in the fixture's table of rates
 
 def adam_betas(optimizer) -> list[float]:
     """Both betas, from the moments after a first gradient of 1."""
-    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)), cycle=1)
+    _, state = optimizer.update(jnp.ones(1), optimizer.init(jnp.zeros(1)))
     return [1 - float(state.mu[0]), 1 - float(state.nu[0])]
 
 
@@ -507,14 +494,14 @@ def test_rates_and_decays_of_every_parameter():
     wanted = json.loads(str(GOLDEN["schedule/param_table"]))
     for name, param in train_gpt.param_table(RECORD).items():
         if param.sharding == BANK:
-            assert (param.base_lr, RECORD.muon_lr, param.cadence) == ("muon_lr", 0.023, EVERY_STEP)
+            assert param.every_step and (param.base_lr, RECORD.muon_lr) == ("muon_lr", 0.023)
             factors = {"qk": [1], "vo": [1], "mlp": [2, 4]}[name]
             real = param.lr.reshape(-1)[: len(param.layers)]
             np.testing.assert_allclose(real, np.resize(factors, len(real)), rtol=1e-6)
             assert param.weight_decay == pytest.approx(1.2)
             continue
         assert (param.base_lr, RECORD.adam_lr) == ("adam_lr", 0.008)
-        assert param.cadence in (WITH_ADAM, WITH_TABLES) and RECORD.table_every == 1
+        assert not param.every_step and RECORD.adam_every == 2
         places = [(PLACES.get(name), param.lr)]
         if name in ("attn_lambdas", "mlp_lambdas"):
             places = [("resid_lambdas", param.lr[0]), ("post_lambdas", param.lr[1])]
@@ -572,7 +559,7 @@ def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:
             start = start.reshape(1, n, R, C_)
             layers = tuple(range(n))
             muon = train_gpt.normuon(C)
-            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, EVERY_STEP, "muon_lr", layers)
+            rows[key] = Param(start.shape, None, lr, 1.2, muon, BANK, True, "muon_lr", layers)
         else:
             sharding = REPLICATED
             if name in ("lm_head", "embed", "value_embeds"):
@@ -603,23 +590,21 @@ def optimizer_gradient(name: str, step: int, shape: tuple) -> np.ndarray:
 
 
 def test_eight_steps_of_the_optimizers(monkeypatch):
-    """update_parameters(), with the fixture's gradients. It is train_step() that adds up those of
-    the bigram table, so that the test does it here."""
+    """update_parameters(), with the fixture's gradients."""
     rows, starts = optimizer_table()
     monkeypatch.setattr(train_gpt, "param_table", lambda c: rows)
     params = {name: jnp.asarray(start) for name, start in starts.items()}
-    waits = [name for name in params if rows[name].sharding in (LOOKUP, REPLICATED)]
+    waits = [name for name in params if not rows[name].every_step]
     state = train_gpt.State(
         params,
         {name: rows[name].optimizer.init(p) for name, p in params.items()},
         {name: jnp.zeros_like(params[name]) for name in waits},
         {name: p for name, p in params.items() if rows[name].sharding == LOOKUP},
-        [],
         jnp.zeros((), jnp.int32),
     )
     programs = []
-    for step in (0, 1):
-        update = functools.partial(train_gpt.update_parameters, c=C, updates=C.updates(step))
+    for adam_step in (False, True):
+        update = functools.partial(train_gpt.update_parameters, c=C, adam_step=adam_step)
         programs.append(on_one_device(update))
     history = []
     for step in range(8):
@@ -630,8 +615,6 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
             momentum=np.float32(GOLDEN["optim/muon_momentum"][step]), tied=np.bool_(tied),
         )  # fmt: skip
         gradients = {name: optimizer_gradient(name, step, p.shape) for name, p in params.items()}
-        if step % 2:
-            gradients["bigram"] += optimizer_gradient("bigram", step - 1, starts["bigram"].shape)
         state = programs[step % 2](state, gradients, row)
         history.append({name: np.asarray(array) for name, array in state.params.items()})
         for name, table in state.lookups.items():
@@ -663,13 +646,21 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 # ---- The whole -----------------------------------------------------------------------------------
 def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
-    """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention."""
+    """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention. A
+    program has both kinds of updates, so that a stage compiles one and not two."""
     kernel = jax.nn.dot_product_attention
+    update = train_gpt.update_parameters
 
     def xla_kernel(*qkv, **options):
         return kernel(*qkv, **options | {"implementation": "xla"})
 
+    def either_update(state, grads, row, c, adam_step):
+        of_all = functools.partial(update, state, grads, row, c, True)
+        of_matrices = functools.partial(update, state, grads, row, c, False)
+        return jax.lax.cond(adam_step, of_all, of_matrices)
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", xla_kernel)
+    monkeypatch.setattr(train_gpt, "update_parameters", either_update)
     settings = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
     # A stage has two steps, so every second row of the settings is that of a new stage.
@@ -691,6 +682,14 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
     state = train_gpt.initial_state(np.uint32(0), c)
     start = {name: jnp.asarray(p) for name, p in params("tied").items()}
     state = state._replace(params=start, lookups={name: start[name] for name in state.lookups})
+
+    def program(stage):
+        def step(state, tokens, row, adam_step):
+            return train_gpt.train_step(state, tokens, row, c, stage, adam_step)
+
+        return on_one_device(step)
+
+    programs = [program(stage) for stage in range(4)]
     losses = []
     rows = train_gpt.schedule(c)
     batches = train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c)
@@ -698,21 +697,16 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
         for i in range(2):
             np.testing.assert_array_equal(tokens[i], GOLDEN[f"traj/step{step}/tokens{i}"])
         stage = c.stage_at(step)
-        if step == 0:
-            check_validation(state.params, c, stage, step)
-        run = on_one_device(functools.partial(
-            train_gpt.train_step, c=c, stage=stage, updates=c.updates(step)))  # fmt: skip
-        state, loss = run(state, tokens[:, None], rows[step])
+        state, loss = programs[stage](state, tokens[:, None], rows[step], c.is_adam_step(step))
         losses.append(float(loss) * c.sequence_length(stage))
     np.testing.assert_allclose(losses, GOLDEN["traj/autodiff/train_loss"], rtol=2e-4)
-    check_validation(state.params, c, c.stage_at(8), 8)
 
+    def val_loss(params, tokens):
+        weights = train_gpt.whole_weights(params, c)
+        return whole_loss(weights, tokens[None], {1: 1 / T}, c, c.stage_at(8))
 
-def check_validation(params, c, stage: int, step: int) -> None:
-    """Compares the validation losses before a step."""
-    run = on_one_device(
-        lambda p, t: whole_loss(train_gpt.whole_weights(p, c), t[None], {1: 1 / T}, c, stage)
-    )
-    want = GOLDEN["traj/autodiff/val_loss_before_step"][step]
-    got = [float(run(params, tokens)) for tokens in TOKENS[: len(want)]]
+    # The validation before the first step is that of test_everything_inside().
+    run = on_one_device(val_loss)
+    want = GOLDEN["traj/autodiff/val_loss_before_step"][8]
+    got = [float(run(state.params, tokens)) for tokens in TOKENS[: len(want)]]
     np.testing.assert_allclose(got, want, rtol=2e-4)

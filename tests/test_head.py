@@ -51,7 +51,7 @@ def reference(x, w, targets, shares):
 def ours(x, w, targets, shares, c):
     """Loss, dx and dw of head_loss()."""
     function = jax.value_and_grad(train_gpt.head_loss, argnums=(0, 1))
-    loss, (dx, dw) = jax.jit(function, static_argnums=5)(x, w, targets, shares, (), c)
+    loss, (dx, dw) = jax.jit(function, static_argnums=4)(x, w, targets, shares, c)
     assert dx.dtype == x.dtype and dw.dtype == jnp.float32
     return float(loss), np.asarray(dx, np.float64), np.asarray(dw, np.float64)
 
@@ -99,7 +99,7 @@ def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
 
 
 @pytest.mark.parametrize("c", [F32, FP8], ids=["float32", "fp8"])
-@pytest.mark.parametrize("chunk", [4, 32, 64, 128])  # the last one is cut to 64
+@pytest.mark.parametrize("chunk", [4, 32, 64])
 def test_chunks_change_nothing(c, chunk):
     given = operands(c.compute)
     one = ours(*given, c)
@@ -112,7 +112,7 @@ def test_the_gradient_of_a_share_of_the_loss_is_that_share():
     *given, shares = operands("float32")
 
     def thrice(x, w):
-        return 3 * train_gpt.head_loss(x, w, given[2], shares, (), F32)
+        return 3 * train_gpt.head_loss(x, w, given[2], shares, F32)
 
     gradients = jax.grad(thrice, (0, 1))(*given[:2])
     for a, b in zip(gradients, ours(*given, shares, F32)[1:], strict=True):
@@ -154,6 +154,6 @@ def test_validation_computes_no_gradient():
     given = operands("bfloat16")
     products = []
     for function in train_gpt.head_loss, jax.grad(train_gpt.head_loss, argnums=(0, 1)):
-        program = jax.jit(function, static_argnums=5).lower(*given, (), F32).compile()
+        program = jax.jit(function, static_argnums=4).lower(*given, F32).compile()
         products.append(program.as_text().count(" dot("))
     assert products[0] < products[1], products

@@ -83,7 +83,7 @@ def kind(layer: Layer) -> Layer:
 def losses(devices: int) -> list[float]:
     """Those of every step of SMALL."""
     mesh = make_mesh(devices)
-    program = train_gpt.compile_train_step(0, SMALL.updates(0), SMALL, mesh)
+    program = train_gpt.compile_train_step(0, True, SMALL, mesh)
     state = train_gpt.make_state(SMALL, mesh)
     T = SMALL.sequence_length(0)
     tokens = np.stack([text(T + 1, first) for first in range(SMALL.batch)]).astype(np.int32)

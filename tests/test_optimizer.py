@@ -63,7 +63,7 @@ def test_normuon_moves_rows_equally_far_in_the_end(shape):
 def test_a_weight_decays_where_its_update_shrinks_it():
     p = jnp.float32([2.0, 2.0, -2.0, 0.0])
     update = jnp.float32([1.0, -1.0, -1.0, 1.0])
-    got = train_gpt.apply_update(p, update, update, 0.1, 3.0, 0.5)
+    got = train_gpt.apply_update(p, update, 0.1, 3.0, 0.5)
     decay = 0.1 * 0.5 * np.array([2.0, 0.0, -2.0, 0.0])
     np.testing.assert_allclose(got, p - 0.1 * 3.0 * (update + decay), rtol=1e-6)
 
@@ -80,12 +80,10 @@ def updated(step: int, tied: bool, monkeypatch) -> tuple:
     params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
     random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
     params["embed"] = random("embed", 3)  # unlike the head, so that a tie shows
-    waits = [name for name in params if MINI32.waits(table[name].cadence)]
-    waits.remove("bigram")  # whose gradients are those of rows, which train_step() adds up
-    waiting = {name: random(name, 1) for name in waits}
+    waiting = {name: random(name, 1) for name in params if not table[name].every_step}
     lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
     state = train_gpt.State(
-        params, {name: identity.init(None) for name in params}, waiting, lookups, [],
+        params, {name: identity.init(None) for name in params}, waiting, lookups,
         jnp.zeros((), jnp.int32),
     )  # fmt: skip
     grads = {name: random(name, 2) for name in params}
@@ -93,7 +91,8 @@ def updated(step: int, tied: bool, monkeypatch) -> tuple:
     row = train_gpt.schedule(MINI32)[0]._replace(**changes)
 
     def update(state, grads):
-        return train_gpt.update_parameters(state, dict(grads), row, MINI32, MINI32.updates(step))
+        adam_step = MINI32.is_adam_step(step)
+        return train_gpt.update_parameters(state, dict(grads), row, MINI32, adam_step)
 
     run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
     return table, state, grads, jax.jit(run)(state, grads)
@@ -107,8 +106,7 @@ def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
             np.testing.assert_allclose(after.params[name], expected, atol=1e-6)
         else:
             np.testing.assert_array_equal(after.params[name], before.params[name])
-            if name != "bigram":
-                np.testing.assert_array_equal(after.waiting_grads[name], grads[name])
+            np.testing.assert_array_equal(after.waiting_grads[name], grads[name])
     jax.tree.map(np.testing.assert_array_equal, before.lookups, after.lookups)
 
 
@@ -116,7 +114,6 @@ def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
 def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, tied):
     table, before, grads, after = updated(1, tied, monkeypatch)
     sums = {name: grads[name] + before.waiting_grads[name] for name in before.waiting_grads}
-    sums["bigram"] = grads["bigram"]
     if tied:
         sums["embed"] = sums["head"] = sums["embed"] + sums["head"]
     for name, total in sums.items():
@@ -128,54 +125,16 @@ def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, t
         np.testing.assert_array_equal(lookup, after.params[name])
 
 
-def test_gradients_of_rows_wait_for_all_steps_of_a_cycle():
-    """And for no others: at an update, the sum is that of the gradients since the last one. The
-    second stage has fewer rows than the first, whose gradients must not come back."""
-    stages = [dataclasses.replace(stage, tokens=256) for stage in MINI32.stages]
-    stages[0] = MINI32.stages[0]
-    c = dataclasses.replace(MINI32, stages=tuple(stages), table_every=2, table_start=0.2)
-    R = c.bigrams // 8
-    waiting = train_gpt.initial_state(np.uint32(0), c).waiting_grads["bigram"]
-    sums = []
-    cycle = 0
-    for step, row in enumerate(train_gpt.schedule(c)):
-        stage = c.program_stage(step)
-        rng = np.random.default_rng(step)
-        S = c.batch * c.ngram_slots(c.sequence_length(stage))
-        rows = rng.integers(0, R + 1, (8, S)).astype(np.int32)  # R: there is no such row
-        new = train_gpt.RowGradients(jnp.asarray(rows), jnp.asarray(matrix((8, S, c.D), step)))
-        cycle += train_gpt.add_rows(jnp.zeros((R, 8, c.D)), new)
-        if train_gpt.WITH_TABLES not in c.due(step):
-            waiting = train_gpt.keep_rows(waiting, new, row.table_step)
-            continue
-        found = train_gpt.with_kept_rows(waiting, new, c, stage)
-        waiting = train_gpt.without_rows(waiting)
-        once = train_gpt.sum_equal_rows(found, R)
-        for eighth in np.asarray(once.rows):
-            assert len(np.unique(eighth)) == len(eighth)
-        for gradients in found, once:
-            total = train_gpt.add_rows(jnp.zeros((R, 8, c.D)), gradients)
-            np.testing.assert_allclose(total, cycle, atol=1e-4)
-        sums.append(step)
-        cycle = 0
-    assert sums == [1, 3, 7, 11, 15, 19]
-
-
 # ---- The table and first values ------------------------------------------------------------------
-@pytest.mark.parametrize("preset", ["record", "record92"])
-def test_every_array_of_the_state_is_where_its_parameter_is(preset):
-    c = train_gpt.PRESETS[preset]
-    table = train_gpt.param_table(c)
-    shapes = train_gpt.state_shapes(c, make_mesh(8))
+def test_every_array_of_the_state_is_where_its_parameter_is():
+    table = train_gpt.param_table(RECORD)
+    shapes = train_gpt.state_shapes(RECORD, make_mesh(8))
     assert set(table) == set(shapes.params) == set(shapes.opt_state)
     for name, param in table.items():
         for leaf in jax.tree.leaves((shapes.params[name], shapes.opt_state[name])):
             assert leaf.sharding.spec == (param.sharding if leaf.ndim else P()), name
-            sizes = (), param.shape, (*param.shape[:2], 1)  # the last one is that of row_adam()
-            assert leaf.shape in sizes or param.sharding == BANK
-        assert shapes.params[name].dtype == param.dtype
-        rounded = name == "bigram" and c.ngram_optimizer == "row_adam"
-        assert param.dtype == ("bfloat16" if rounded else "float32")
+            assert leaf.shape in ((), param.shape) or param.sharding == BANK
+        assert shapes.params[name].dtype == "float32"
     assert set(shapes.waiting_grads) == {name for name in table if table[name].sharding != BANK}
     assert set(shapes.lookups) == {name for name in table if table[name].sharding == LOOKUP}
     for leaf in shapes.lookups.values():
