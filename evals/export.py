@@ -54,7 +54,7 @@ def describe(w: weights.Weights) -> dict:
     for i, layer in enumerate(c.layers):
         entry = dataclasses.asdict(layer)
         entry["window"] = windows[layer.window]
-        frequencies, scale = w.code.layer_frequencies(layer, c, w.stage)
+        frequencies, scale = w.code.rope_frequencies(c, w.stage)
         entry["rotation"] = {"frequencies": [*frequencies], "score_scale": scale}
         entry["matrices"] = {
             name: [n for n, owner in enumerate(owners) if owner == i]
@@ -67,7 +67,7 @@ def describe(w: weights.Weights) -> dict:
     }
     tokenizers = {(257, 256): "bytes", (50257, 50256): "gpt2"}
     # Only the names, because the paths of this machine are of no use elsewhere.
-    names = {key: Path(w.config[key]).name for key in ("data", "prefixes", "canonical", "resume")}
+    names = {key: Path(w.config[key]).name for key in ("data", "prefixes")}
     return (
         w.config
         | names
@@ -83,22 +83,20 @@ def describe(w: weights.Weights) -> dict:
 
 
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
-    """Writes arrays of float32 and bfloat16, with `about` as metadata. The format: the header's
-    length as uint64, the header as JSON, the arrays; all little-endian."""
+    """Writes arrays of float32, with `about` as metadata. The format: the header's length as
+    uint64, the header as JSON, the arrays; all little-endian."""
     header = {"__metadata__": about}
     start = 0
     for name, x in arrays.items():
         stop = start + x.nbytes
-        dtype = "F32" if x.dtype == np.float32 else "BF16"
-        header[name] = dict(dtype=dtype, shape=x.shape, data_offsets=[start, stop])
+        header[name] = dict(dtype="F32", shape=x.shape, data_offsets=[start, stop])
         start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the arrays are aligned to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in arrays.values():  # one by one: the record's are 2.5 GB
-            bits = "<u4" if x.dtype == np.float32 else "<u2"
-            file.write(np.ascontiguousarray(x).view(bits))
+            file.write(np.ascontiguousarray(x, "<f4"))
 
 
 def largest_gap(w: weights.Weights, out: Path) -> float:

@@ -62,7 +62,7 @@ TITLES = {
 }
 BLOCKS = "block", "mudd_block"
 RECORDED = (
-    "attend attention in_heads mlp run_net named_stream weighted_sum copied_term block mudd_block"
+    "attend attention in_heads mlp run_net weighted_sum copied_term block mudd_block"
 ).split()
 
 
@@ -105,8 +105,7 @@ def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
 
     heads   {layer: (q, k, window, scale)}: q and k are (B, n T, H / n, K), if n heads are paired;
             the window is in positions; scores are multiplied by the scale
-    gates   {(name, layer): array}: (B, T, n) outputs of nets, and gates of the value tables; if
-            groups of channels have their own, (B, T, groups, n)
+    gates   {(name, layer): array}: (B, T, n) outputs of nets, and gates of the value tables
     sums    [(place, names of the terms, share of each term)]; see term_shares()
     """
     # A traced function returns arrays only. It appends the names that go with them to this list.
@@ -120,11 +119,7 @@ def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
                 q, k, _, window, scale, _ = call.arguments
                 heads[call.layer] = (q, k, jnp.array([window]), jnp.array([scale]))
             if call.name == "run_net":
-                outputs = dict(call.result)
-                if "groups" in outputs:  # (B, T, n, groups), which are added to x
-                    sums_BTnG = outputs["x"][..., None] + outputs.pop("groups")
-                    outputs["x"] = jnp.moveaxis(sums_BTnG, 2, 3)
-                for output, x in outputs.items():
+                for output, x in call.result.items():
                     gates[gate_place(call.arguments[0], output, len(w.c.layers) - 1)] = x
         gates |= value_gates(w, calls)
         sums = last_sums(w, calls)
@@ -180,10 +175,8 @@ def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array
     MLP. The terms of v are its product with x, and those that attention() got."""
     blocks = [call for call in calls if call.name in BLOCKS]
     saved = blocks[0].arguments[4]  # forward() passes the same dict to every block
-    names_by_id = {id(x): name for name, x in saved.items() if not name.startswith("middle")}
+    names_by_id = {id(x): name for name, x in saved.items()}
     for call in calls:
-        if call.name == "named_stream":
-            names_by_id[id(call.result)] = call.arguments[0]
         if call.name in ("attention", "mlp"):
             names_by_id[id(call.result)] = call.name
         if call.name == "copied_term":
@@ -265,8 +258,6 @@ def describe(layer: Any) -> str:
             lines.append(f"attends to layer {value}")
         elif field.name == "skip_from":
             lines.append(f"adds layer {value}")
-        elif field.name == "mlps":
-            lines.append(f"{value} MLPs" if value else "no MLP")
         elif value is False:
             lines.append(f"no {words}")
         elif value is True or field.name == "mudd":
@@ -317,7 +308,7 @@ def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
 
 def used_lambdas(w: Weights) -> dict[tuple[str, int], np.ndarray]:
     """The learned factors by name and layer, (1, n) each, of the layers that use them. Layer -1 is
-    before all layers. A layer without attention or MLP uses only the factor of x, the first one."""
+    before all layers. A layer without attention uses only the factor of x there, the first one."""
     counts = {}  # of the numbers that are used
     for n, layer in enumerate(w.c.layers):
         if layer.window:
@@ -328,7 +319,7 @@ def used_lambdas(w: Weights) -> dict[tuple[str, int], np.ndarray]:
             continue
         if layer.window or layer.x0 or layer.bigram:
             counts["attn_lambdas", n] = 2 if layer.window else 1
-        counts["mlp_lambdas", n] = 2 if layer.mlps else 1
+        counts["mlp_lambdas", n] = 2
     found = {}
     for (name, layer), count in counts.items():
         found[name, layer] = w.arrays[name][layer].reshape(1, -1)[:, :count]
@@ -377,10 +368,9 @@ def draw_gates(out: Path, w: Weights, gates: dict) -> None:
         draw_panel(ax, w, name, panels[name])
     for ax in axes.flat[len(names) :]:
         ax.remove()
-    over = "tokens (for the head also over groups of channels)" if w.c.mudd_groups else "tokens"
     lines = [
         "layer (in: before the first layer; head: after the last). "
-        f"Dot: mean over {over}; bar: from the 10th to the 90th percentile.",
+        "Dot: mean over tokens; bar: from the 10th to the 90th percentile.",
         "In a panel without a legend, the dots of a layer are its heads from left to right.",
     ]
     if single:
@@ -435,30 +425,17 @@ def draw_streams(out: Path, sums: list[tuple]) -> None:
 
 
 def used_matrices(w: Weights, n: int) -> list[tuple[str, np.ndarray]]:
-    """The matrices of layer n, with names. A narrow head's are those of the channels that it uses.
-    A layer may have no attention, and any number of MLPs."""
-    c = w.c
-    layer = c.layers[n]
-    table = w.code.param_table(c)
+    """The matrices of layer n, with names. A layer may have no attention."""
+    table = w.code.param_table(w.c)
     banks = {}
     for name in ("qk", "vo", "mlp"):
         pairs = zip(table[name].layers, w.arrays[name], strict=True)
         banks[name] = [matrix for owner, matrix in pairs if owner == n]
     found = []
     if banks["qk"]:
-        w_v, w_o = banks["vo"]
-        K = c.D // c.H
-
-        def used(rows_ED, is_narrow):
-            heads_HKD = rows_ED.reshape(c.H, K, c.D)
-            return heads_HKD[:, : K // 2 if is_narrow else K].reshape(-1, c.D)
-
-        for name, x in zip("qk", np.split(np.concatenate(banks["qk"]), 2), strict=True):
-            found.append((name, used(x, layer.narrow_qk)))
-        found.append(("v", used(w_v, layer.narrow_v)))
-        found.append(("o", used(w_o.T, layer.narrow_v).T))
-    for number, x in enumerate(banks["mlp"]):
-        found.append(("proj" if number % 2 else "fc", x))
+        found += zip("qk", np.split(np.concatenate(banks["qk"]), 2), strict=True)
+        found += zip("vo", banks["vo"], strict=True)
+    found += zip(("fc", "proj"), banks["mlp"], strict=True)
     return found
 
 

@@ -2,10 +2,9 @@
 
     ./run.sh loss logs/<run>.npz data/source_code [--S N] [--L N] [--T N] [--tokens N]
 
-On the run's validation data and without flags, this is the loss of the run's last validation, with
-its canonical mask if it had one. An end-of-text token counts with its loss, but has no bytes. At
-position n, a token is predicted from n tokens: those of its document, including the end-of-text,
-that are in its sequence.
+On the run's validation data and without flags, this is the loss of the run's last validation. An
+end-of-text token counts with its loss, but has no bytes. At position n, a token is predicted from n
+tokens: those of its document, including the end-of-text, that are in its sequence.
 """
 
 import dataclasses
@@ -30,35 +29,20 @@ def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count
     windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
     c = dataclasses.replace(w.c, stages=(*stages, windows))
 
-    def losses_of(x: Array, head: Array, tokens: Array, *mask: Array) -> Array:
+    def losses_of(x: Array, head: Array, tokens: Array) -> Array:
         def one(position):
-            x, token, target = position
-            z = weights.logits(w, x, head)
-            if mask:
-                all_tokens = np.arange(len(z))[None]
-                (z,) = w.code.apply_mask(z[None], all_tokens, (token.reshape(1, 1), *mask))
-            return cross_entropy(z, target)
+            x, target = position
+            return cross_entropy(weights.logits(w, x, head), target)
 
-        # (B T, D), (B T,) and (B T,)
-        positions = x.reshape(-1, c.D), tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
+        positions = x.reshape(-1, c.D), tokens[:, 1:].reshape(-1)  # (B T, D) and (B T,)
         return lax.map(one, positions, batch_size=c.head_chunk).reshape(x.shape[:2])
 
     longer = w._replace(c=c, stage=w.stage + 1)
-    run = weights.runner(longer, losses_of, devices, shared=canonical_mask(w))
+    run = weights.runner(longer, losses_of, devices)
     tokens = next(w.code.read_batches([shard], [(count, T, 0)], c))
     B = len(w.devices[:devices])  # a step reads one sequence on every device
     steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)
     return tokens, np.concatenate([run(step) for step in steps])[:count]
-
-
-def canonical_mask(w: weights.Weights) -> tuple:
-    """The arrays of the run's mask, () without one. Exits with status 2 if its file is missing."""
-    if not w.c.canonical:
-        return ()
-    path = weights.ROOT / w.c.canonical
-    if not path.is_file():
-        weights.refuse(f"there is no {path}: type  python data/canonical_mask.py")
-    return w.code.canonical_mask(dataclasses.replace(w.c, canonical=str(path)))
 
 
 def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:

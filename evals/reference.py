@@ -5,8 +5,7 @@ the same folder.
 
 Written to be read from the top down, not to be fast: one sequence, float32, no cache.
 Names end in their dimensions: T position, S position of a key, D model, R hidden of a gate net,
-H head, K head channel, F hidden of the MLP, V token, N term of a sum, G group of channels. x is the
-residual stream.
+H head, K head channel, F hidden of the MLP, V token, N term of a sum. x is the residual stream.
 """
 
 import argparse
@@ -30,8 +29,6 @@ def load(folder):
     for name in header.keys() - {"__metadata__"}:
         first, last = header[name]["data_offsets"]
         values = file[start + first : start + last]
-        if header[name]["dtype"] == "BF16":  # the upper half of the bits of a float32
-            values = values.view("<u2").astype("<u4") << 16
         weights[name] = values.view("<f4").reshape(header[name]["shape"])
     return c, weights
 
@@ -65,19 +62,14 @@ def forward(tokens_T, c, weights):
         saved[f"layer{i}"] = x
     if c.mudd_head:  # the head also reads earlier streams
         net = run_net("mudd_head", x, c, weights, 0.1)
-        streams = [named_stream(name, saved) for name, _ in c.mudd_head]
-        x = x + mix(net["x"], streams)
-        if c.mudd_groups:  # weights that differ between groups of successive channels
-            groups_TND = np.repeat(net["groups"], c.D // c.mudd_groups, axis=2)
-            x = x + np.einsum("TND,NTD->TD", groups_TND, streams)
+        x = x + mix(net["x"], [saved[name] for name, _ in c.mudd_head])
     if c.copy:
         x = x + copied(weights["head"], weights["copy_gains"], tokens_T, c)
     return x
 
 
 def run_net(name, x, c, weights, scale):
-    """A small net's outputs of shape (T, n), by name: scale * (w2 gelu(w1 x) + b2); with groups of
-    channels also "groups", (T, N, G), which have no b2."""
+    """A small net's outputs of shape (T, n), by name: scale * (w2 gelu(w1 x) + b2)."""
     z_TR = x @ weights[f"{name}.w1"].T
     hidden_TR = z_TR * (1 + np.vectorize(math.erf, "f")(z_TR / 2**0.5)) / 2  # GELU
     y_TN = scale * (hidden_TR @ weights[f"{name}.w2"].T + weights[f"{name}.b2"])
@@ -86,16 +78,7 @@ def run_net(name, x, c, weights, scale):
     for output, size in vars(c.nets)[name]:
         outputs[output] = y_TN[:, first : first + size]
         first += size
-    if f"{name}.groups" in weights:
-        outputs["groups"] = scale * np.einsum("TR,NGR->TNG", hidden_TR, weights[f"{name}.groups"])
     return outputs
-
-
-def named_stream(name, saved):
-    """A stream by its name, as "layer7", or normalized, as "norm(layer7)"; (T, D)."""
-    if name.startswith("norm("):
-        return norm(saved[name[5:-1]])
-    return saved[name]
 
 
 def embed_tokens(tokens_T, c, weights):
@@ -192,7 +175,6 @@ def block(x, i, gate, saved, document_T, c, weights):
     if layer.window is not None or embeddings:
         keep, add = weights["attn_lambdas"][i]
         x = keep * x + add * y + sum(embeddings)
-    saved[f"middle{i}"] = x
     keep, add = weights["mlp_lambdas"][i]
     return keep * x + add * mlp(x, i, c, weights)
 
@@ -211,7 +193,6 @@ def mudd_block(x, i, gate, saved, document_T, c, weights):
     y = attention(source, extra, i, gate, document_T, c, weights)
     x = x + mix(mudd["x"], streams)
     x = mix(mudd["attn"], [x, y, saved["input"], saved["bigram"]])
-    saved[f"middle{i}"] = x
     return mix(mudd["mlp"], [x, mlp(x, i, c, weights)])
 
 
@@ -219,18 +200,14 @@ def attention(x, extra, i, gate, document_T, c, weights):
     """(T, D); extra is added to v, beside the product with x."""
     layer = c.layers[i]
     T = len(x)
-    K = c.D // c.H
-    K_qk = K // 2 if layer.narrow_qk else K  # channels that a head uses
-    K_v = K // 2 if layer.narrow_v else K
     h = norm(x)
     w_v, w_o = matrices("vo", i, c, weights)
-    w_o = w_o.reshape(c.D, c.H, K)[:, :, :K_v].reshape(c.D, -1)
     v_lambda, o_lambda = weights["vo_lambdas"][i]
     w_qk = np.concatenate(matrices("qk", i, c, weights))
-    qk = (h @ w_qk.T).reshape(T, 2, c.H, K)[..., :K_qk]
-    v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, K)[..., :K_v]
-    q = rotate(norm(qk[:, 0]), layer, K_v)
-    k = rotate(norm(qk[:, 1]), layer, K_v, offset=layer.key_offset)
+    qk = (h @ w_qk.T).reshape(T, 2, c.H, -1)
+    v = (h @ (v_lambda * w_v).T + extra).reshape(T, c.H, -1)
+    q = rotate(norm(qk[:, 0]), layer)
+    k = rotate(norm(qk[:, 1]), layer, offset=layer.key_offset)
     # Two paired heads see each other's keys: they become one head with twice the positions.
     pair = 1 + layer.paired_heads
     fold = lambda y_THK: y_THK.reshape(pair * T, c.H // pair, -1)
@@ -248,10 +225,10 @@ def attention(x, extra, i, gate, document_T, c, weights):
     return y.reshape(T, -1) @ (o_lambda * w_o).T
 
 
-def rotate(h_THK, layer, width, offset=False):
+def rotate(h_THK, layer, offset=False):
     """RoPE of the pairs of channels j and j + F, for F frequencies. With offset, the other channels
-    come from the previous position. In training, q and k have `width` channels, of which the last
-    four hold document codes. Here they are 0, and attend() masks other documents."""
+    come from the previous position. In training, the last four channels of q and k hold document
+    codes. Here they are 0, and attend() masks other documents."""
     T, H, K = h_THK.shape
     pair = 1 + layer.paired_heads
     t_TH = pair * np.arange(T)[:, None] + np.arange(H) % pair  # positions of paired heads alternate
@@ -261,7 +238,7 @@ def rotate(h_THK, layer, width, offset=False):
     a, b, rest = np.split(h_THK, [F, 2 * F], axis=2)
     rest = np.concatenate((rest[:1], rest[:-1])) if offset else rest
     rotated = np.concatenate((a * cos + b * sin, b * cos - a * sin, rest), axis=-1)
-    return np.where(np.arange(K) < width - 4, rotated, 0)
+    return np.where(np.arange(K) < K - 4, rotated, 0)
 
 
 def attend(q_THK, k_SHK, window, document, layer):
@@ -275,12 +252,9 @@ def attend(q_THK, k_SHK, window, document, layer):
 
 
 def mlp(x, i, c, weights):
-    """(T, D): the sum over the layer's MLPs; the activation is a squared ReLU."""
-    mlps = matrices("mlp", i, c, weights)
-    y = np.zeros_like(x)
-    for fc_FD, proj_FD in zip(mlps[0::2], mlps[1::2], strict=True):
-        y += np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
-    return y
+    """(T, D); the activation is a squared ReLU."""
+    fc_FD, proj_FD = matrices("mlp", i, c, weights)
+    return np.maximum(norm(x) @ fc_FD.T, 0) ** 2 @ proj_FD
 
 
 def sigmoid(x):

@@ -19,13 +19,14 @@ from jax import Array, P
 from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "data"), str(ROOT / "records")]
+sys.path += [str(ROOT / folder) for folder in ("data", "dev", "records")]
 import shards  # noqa: E402
+from cache import set_compilation_cache  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
-    "Layer Stage Average param_table layer_frequencies make_mesh whole_weights forward ngram_rows "
-    "norm softcap attend attention in_heads block mlp run_net named_stream weighted_sum "
-    "fit_kernels copied_term canonical_mask apply_mask set_compilation_cache"
+    "Layer Stage param_table rope_frequencies make_mesh whole_weights forward ngram_rows "
+    "norm softcap attend attention in_heads block mlp run_net weighted_sum "
+    "fit_kernels copied_term"
 )
 
 
@@ -37,7 +38,7 @@ class Weights(NamedTuple):
     c: Any  # its Config with the number formats of validation, and attention for this machine
     devices: list[jax.Device]  # 1, 2, 4 or 8
     stage: int  # the last validation used this stage's windows and rotations
-    arrays: dict[str, np.ndarray]  # by name, without padding; float32, large tables bfloat16
+    arrays: dict[str, np.ndarray]  # by name, without padding; float32
     config: dict[str, Any]  # the run's Config as JSON
     result: dict[str, Any]  # the run's RESULT
 
@@ -78,20 +79,27 @@ def open_script(path: Path) -> ModuleType:
 
 
 def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
-    """The script's Config from JSON, where tuples have become lists, and layers, stages and
-    averages dicts."""
+    """The script's Config from JSON, in which tuples are lists, and layers and stages are dicts."""
 
     def as_tuples(value):
         return tuple(as_tuples(x) for x in value) if isinstance(value, list) else value
 
     config = {name: as_tuples(value) for name, value in config.items()}
-    kinds = {"layers": code.Layer, "stages": code.Stage, "averages": code.Average}
-    for name, kind in kinds.items():
+    for name, kind in {"layers": code.Layer, "stages": code.Stage}.items():
         rows = []
         for row in config[name]:
             rows.append(kind(**{key: as_tuples(value) for key, value in row.items()}))
         config[name] = tuple(rows)
     return code.Config(**config)
+
+
+def is_of_record_92(config: dict[str, Any]) -> bool:
+    """Whether a run's model has parts that only record 92 has, and that these tools do not know."""
+    parts = ("averages", "canonical", "mudd_groups", "segment")
+    if any(config.get(name) for name in parts):
+        return True
+    layers = config.get("layers", [])
+    return any(layer.get("narrow_qk") or layer.get("mlps", 1) != 1 for layer in layers)
 
 
 def open_weights(path: Path, script: Path) -> Weights:
@@ -113,10 +121,14 @@ def open_weights(path: Path, script: Path) -> Weights:
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
-        tables = json.loads(arrays.pop("tables", np.array("{}")).item())  # older files have none
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
         refuse(f"{path} is not a complete file of weights from this train_gpt.py: {why}")
+    if "tables" in arrays or is_of_record_92(config):
+        refuse(
+            f"{path} is of record 92's model, which this tool cannot read: see "
+            "records/upstream92/README.md"
+        )
     code = open_script(script)
     hint = "name the script that trained it with --script"
     unshared = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
@@ -128,19 +140,7 @@ def open_weights(path: Path, script: Path) -> Weights:
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
         refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
-    for name, param in table.items():
-        if param.dtype == "bfloat16":  # it has a file of its own
-            file = Path(f"{path.with_suffix('')}.{name}.bin")
-            try:
-                bits = code.read_table(file, **tables[name])
-            except (OSError, ValueError, KeyError) as error:
-                refuse(f"{file} must be beside {path}, and complete: {error}")
-            rows = bits.reshape(-1, param.shape[-1])[: param.rows]
-            arrays[name] = rows.view(jnp.bfloat16)
-    found = {}
-    for name, x in arrays.items():
-        if x.dtype in (np.float32, jnp.bfloat16):
-            found[name] = x.shape
+    found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
     shapes = {name: param.model_shape for name, param in table.items()}
     for name in shapes | arrays:
         shape = found.get(name)
@@ -163,19 +163,23 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     if not path.is_file():
         refuse(f"{place} is not a token shard, and has no *_val_*.bin: see data/README.md")
     shard = w.code.open_shard(path)
-    w.code.shard_facts(shard, [(1, T, 0)], w.c)
+    largest = int(shard.max())
+    starts = np.flatnonzero(shard == w.c.eot)
+    if largest >= w.c.vocab or len(starts) == 0:
+        refuse(f"{path}: largest token is {largest} (--vocab {w.c.vocab}), {len(starts)} are --eot")
+    # positions() in train_gpt.py can tell 4,095 documents of a sequence apart.
+    if np.any(starts[4095:] - starts[:-4095] < T):
+        refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
     return shard
 
 
-def runner(w: Weights, read: Callable, devices: int | None = None, shared: tuple = ()) -> Callable:
-    """Returns run(tokens, *more), which runs the model and returns
-    read(x, head, tokens, *more, *shared).
+def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
+    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
 
     tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
     (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
-    the result are spread over the first `devices` devices (None: all). Every device has all of the
-    arrays in `shared`."""
-    w.code.set_compilation_cache()
+    the result are spread over the first `devices` devices (None: all)."""
+    set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
     c = w.c
     stored = {}
@@ -193,22 +197,21 @@ def runner(w: Weights, read: Callable, devices: int | None = None, shared: tuple
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())
     whole = jax.jit(gather)(stored)
-    shared = jax.device_put(shared, NamedSharding(mesh, P()))
 
-    def on_device(whole: dict, shared: tuple[Array, ...], arguments: tuple[Array, ...]) -> Any:
+    def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
         tokens, rows, *more = arguments
         weights = whole | {"bigram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
-        return read(x, whole["head"], tokens, *more, *shared)
+        return read(x, whole["head"], tokens, *more)
 
-    program = on_mesh(on_device, in_specs=(P(), P(), P("fsdp")), out_specs=P("fsdp"))
+    program = on_mesh(on_device, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
     program = jax.jit(program, compiler_options=w.code.OPTIONS.get(w.devices[0].platform))
     ngram_rows = jax.jit(functools.partial(w.code.ngram_rows, c=c))
 
     def run(tokens, *more):
         tokens = jnp.asarray(tokens, "int32")
         rows = table[np.asarray(ngram_rows(tokens[:, :-1]))]
-        return program(whole, shared, (tokens, jnp.asarray(rows), *more))
+        return program(whole, (tokens, jnp.asarray(rows), *more))
 
     return run
 

@@ -71,7 +71,7 @@ def its(tmp_path_factory):
     write_shard(folder / "x_val_000000.bin", np.concatenate(tokens[:10]))
     layers = (Layer(LONG, key_offset=True, paired_heads=True, value_table=0),)
     program = tiny_program(layers, (Stage(120, 512, short=8, long=64, max_doc=0, lr=1.0),))
-    flags = [*SMALL, *FLOAT32_FLAGS, "--copy=0", "--seed=1", "--stall=0", f"--data={folder}"]
+    flags = [*SMALL, *FLOAT32_FLAGS, "--copy=0", "--seed=1", f"--data={folder}"]
     done = start("-c", program, "tiny", *flags, cwd=folder, PYTHONPATH=str(TRAIN.parent))
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("logs/*.npz")

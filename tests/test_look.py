@@ -14,7 +14,7 @@ import weights
 
 import train_gpt
 from tests.test_export import save
-from tests.tools import noise, text, write_shard
+from tests.tools import text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN = weights.ROOT / "train_gpt.py"
@@ -26,16 +26,13 @@ MODELS = [
     dataclasses.replace(
         train_gpt.PRESETS["tiny"], stages=STAGES, **SIZES | {"D": 64}, R=8,
         layers=(
-            Layer(SHORT, paired_heads=True, narrow_qk=True, narrow_v=True, xsa=True, bigram=True,
-                  value_table=0, mlps=2),
+            Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
             Layer(LONG, key_offset=True, key_start=True, head_gate=True, new_gates=True),
-            Layer(None, skip_from=0, x0=False, bigram=True, mlps=0),
+            Layer(None, skip_from=0, x0=False, bigram=True),
             Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=1, attend_to=1,
-                  mudd=("input", "layer1")),
+                  bigram=True, mudd=("input", "layer1")),
         ),
-        mudd_head=(("input", 0.0), ("layer1", 0.0), ("layer2", 0.0), ("value0", 0.0),
-                   ("norm(middle3)", 0.0)),
-        mudd_groups=4,
+        mudd_head=(("input", 0.0), ("layer1", 0.0), ("layer2", 0.0), ("value0", 0.0)),
     ),
 ]  # fmt: skip
 # Gates that vary over tokens. Other outputs of nets are constant: only their biases are not 0.
@@ -59,10 +56,6 @@ def trained(tmp_path_factory):
             w.arrays[f"{net}.w2"][~vary] = 0
         if number:
             w.arrays["mudd_head.b2"][:] = 0
-            # Weights of groups are small, and those of two neighbours add up to 0.
-            groups = w.arrays["mudd_head.groups"]
-            groups *= 1e-4
-            groups[:, 1::2] = -groups[:, ::2]
         w.arrays["mlp_lambdas"][-1] = (3, 0)
         w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
         found.append((w, *look.observe(w, look.text(w, folder / "x"))))
@@ -124,7 +117,7 @@ def test_reach_is_of_queries_far_into_documents_and_in_tokens(trained, monkeypat
     history = np.minimum(t, (64 * np.arange(4)[:, None] + t) % 50)
     least = int(np.quantile(history, 0.75))
     assert lines == [(least,)] and 20 < least < 49
-    known = [(8, 0.13), (24, 0.1), (24, 0.1)]  # windows in positions, scales of scores
+    known = [(8, 0.1), (24, 0.1), (24, 0.1)]  # windows in positions, scales of scores
     for (window, scale), (_, _, *given, far) in zip(known, asked, strict=True):
         assert given == [window, np.float32(scale)] and np.all(far == (history >= least))
     far = [[*{*map(float, x.get_ydata().round(4))}] for x in figure.axes[0].lines]
@@ -164,18 +157,14 @@ def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
                     assert name not in panels
                     continue
                 mean, ends = dots_and_spans(panels[name], layer)
-                if name == "mudd_head":  # bars are over groups of channels, too
-                    np.testing.assert_allclose(mean, expected, atol=1e-9)
-                    assert np.all((ends[0] < expected) & (expected < ends[1]))
-                elif name in VARY:
+                if name in VARY:
                     assert np.all((ends[0] < mean) & (mean < ends[1])) and len({*mean}) == w.c.H
                 else:
                     np.testing.assert_allclose([mean, *ends], [expected] * 3, rtol=1e-5, atol=1e-7)
         for n, layer in enumerate(w.c.layers):
             if not layer.mudd:
                 mean, _ = dots_and_spans(panels["mlp_lambdas"], n)
-                used = 2 if layer.mlps else 1  # without an MLP, only x has a factor
-                np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n][:used])
+                np.testing.assert_array_equal(mean, w.arrays["mlp_lambdas"][n])
                 if layer.window or layer.bigram:
                     mean, _ = dots_and_spans(panels["attn_lambdas"], n)
                     used = 2 if layer.window else 1
@@ -198,7 +187,7 @@ def test_panels_name_what_their_numbers_belong_to(trained, drawn):
         attn_lambdas="x attention", mlp_lambdas="x MLP", vo_lambdas="value matrix output matrix",
         mudd_v="input layer1 x", mudd_x="input layer1 x", mudd_attn="x attention input bigram",
         mudd_mlp="x MLP", mudd_value="first half of the heads second half",
-        mudd_head="input layer1 layer2 value0 norm(middle3)",
+        mudd_head="input layer1 layer2 value0",
     )  # fmt: skip
 
 
@@ -208,7 +197,7 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
         "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
         "/ head: layer5 copied / layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: "
         "layer2 input layer1 layer2 / layer 3, stream: x attention input bigram / layer 3, stream: "
-        "x mlp / head: layer3 input layer1 layer2 value0 norm(middle3) / head: x copied"
+        "x mlp / head: layer3 input layer1 layer2 value0 / head: x copied"
     )  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
@@ -234,35 +223,21 @@ def test_singular_values_are_in_the_panels_of_their_matrices(trained, drawn):
     assert second == dict(q=[1] * 5, k=[0] * 5, v=[0] * 5, o=[1] * 5, fc=[1] * 6, proj=[0] * 6)
 
 
-def test_singular_values_are_those_of_channels_that_are_used(trained, drawn):
-    """Of layer 0, whose heads are narrow and which has two MLPs; layer 2 has no matrices."""
-    w = trained[2][0]
-    K = w.c.D // w.c.H
-    used = np.arange(64) % K < K // 2  # rows of a matrix, or columns
-    qk = [np.where(used[:32, None], noise(str(n), (32, 64)), 99) for n in range(4)]
-    vo = [np.where(used[:, None], np.eye(64), 99), np.where(used, np.eye(64), 99)]
-    arrays = w.arrays | dict(qk=[*qk, *w.arrays["qk"][4:]], vo=[*vo, *w.arrays["vo"][2:]])
-    figure = drawn(look.draw_singular, w._replace(arrays=arrays))
-    curves = {}
-    for name, ax in names_in_parentheses(figure.axes).items():
-        curves[name] = [line.get_ydata() for line in ax.lines]
-    assert {name: len(ys) for name, ys in curves.items()} == dict(q=3, k=3, v=3, o=3, fc=4, proj=4)
-    assert [len(y) for y in curves["q"]] == [32, 64, 64]
-    for name in "vo":
-        np.testing.assert_allclose(curves[name][0], np.ones(32), rtol=1e-5)
-    values = np.linalg.svd(np.concatenate(qk[:2])[used], compute_uv=False)
-    np.testing.assert_allclose(curves["q"][0], values / values[0], rtol=1e-4)
+def test_a_layer_without_attention_has_no_singular_values_of_it(trained, drawn):
+    figure = drawn(look.draw_singular, trained[2][0])
+    curves = {name: len(ax.lines) for name, ax in names_in_parentheses(figure.axes).items()}
+    assert curves == dict(q=3, k=3, v=3, o=3, fc=4, proj=4)
     (legend,) = figure.legends
-    assert [label.get_text() for label in legend.get_texts()] == ["0", "1", "3"]
+    assert [label.get_text() for label in legend.get_texts()] == ["0", "1", "2", "3"]
 
 
 def test_a_layer_is_described_by_what_is_not_as_usual():
     first, _, third, last = MODELS[1].layers
     assert look.describe(first).split("\n") == [
-        "short", "narrow qk", "narrow v", "paired heads", "xsa", "bigram", "value table 0", "2 MLPs"
+        "short", "paired heads", "xsa", "bigram", "value table 0"
     ]  # fmt: skip
     assert look.describe(third).split("\n") == [
-        "no attention", "no x0", "bigram", "adds layer 0", "no MLP"
+        "no attention", "no x0", "bigram", "adds layer 0"
     ]  # fmt: skip
     assert "attends to layer 1\nmudd" in look.describe(last)
 

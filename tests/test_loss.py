@@ -15,7 +15,6 @@ import pytest
 import weights
 
 import train_gpt
-from tests.small92 import write_mask
 from tests.tools import (
     FLOAT32_FLAGS,
     SMALL,
@@ -31,9 +30,7 @@ ROOT = Path(train_gpt.__file__).parent
 SOURCE = (ROOT / "evals/loss.py").read_text()
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT, paired_heads=True, bigram=True))
 STAGES = (Stage(10, 256, short=12, long=30, max_doc=0, lr=1.0),)
-FLAGS = ["tiny", *SMALL, "--stall", "0", *FLOAT32_FLAGS]
-# A canonical mask: which of the head's 384 tokens cannot follow token p, in row p % 7.
-NEVER = np.random.default_rng(2).random((7, 384)) < 0.1
+FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS]
 # Pairs of text to replace in loss.py; ("", "") is no fault. More are in dev/faults/evals.toml.
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
@@ -48,11 +45,8 @@ def load(old: str = "", new: str = "") -> ModuleType:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """Trained weights of a run with a canonical mask, and a validation shard of documents of 1 to
-    100 tokens."""
+    """Trained weights of a run, and a validation shard of documents of 1 to 100 tokens."""
     folder = tmp_path_factory.mktemp("loss")
-    mask = folder / "mask.npz"
-    write_mask(mask, NEVER)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 20, 1500)
     tokens[[0, 130, 131, *np.cumsum(rng.integers(1, 100, 22))]] = 256
@@ -64,7 +58,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
         command = [sys.executable, *map(str, argv)]
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
-    done = start("-c", tiny_program(LAYERS, STAGES), *FLAGS, "--data", folder, "--canonical", mask)
+    done = start("-c", tiny_program(LAYERS, STAGES), *FLAGS, "--data", folder)
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("logs/*.npz")
     w = weights.open_weights(path, ROOT / "train_gpt.py")
@@ -91,7 +85,7 @@ def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> np.ndarray:
         patch.setattr(train_gpt, "rope_frequencies", lambda *_: frequencies)
         x = np.float64(read(rows))
     z = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) @ arrays["head"].T
-    scores = np.where(NEVER[rows[:, :-1] % 7], -60, 23 / (1 + np.exp(-(z + 5) / 7.5)))
+    scores = 23 / (1 + np.exp(-(z + 5) / 7.5))
     at_target = np.take_along_axis(scores, rows[:, 1:, None], axis=-1)[..., 0]
     return np.log(np.exp(scores).sum(axis=-1)) - at_target
 
@@ -103,8 +97,8 @@ def test_by_hand_is_the_runs_own_validation(run):
 
 @faults([
     ("", ""), ("tokens[:, 1:].reshape", "tokens[:, :-1].reshape"),  # a token predicts itself
-    ("cross_entropy(z,", "cross_entropy(z[:257],"),  # softmax without the rows of padding
-    ("(token.resh", "(target.resh"), ("short=S, long=L", "short=L, long=S")])  # fmt: skip
+    ("(w, x, head)", "(w, x, head[:257])"),  # softmax without the rows of padding
+    ("short=S, long=L", "short=L, long=S")])  # fmt: skip
 def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
     sizes = (4, 8, 8), (6, 8, 40), (0, 9, 50)
     stages = tuple(Stage(steps, 256, short, long, 0, 1.0) for steps, short, long in sizes)
@@ -182,14 +176,6 @@ def test_from_the_shell(run):
     np.testing.assert_allclose(numbers[0][0], losses.mean(), atol=2e-4)
     np.testing.assert_allclose(numbers[4:], positions_by_hand(inputs, losses), atol=2e-4)
     assert {path.suffix for path in run.path.parent.glob("*_loss.*")} == {".svg"}
-
-
-def test_a_mask_is_looked_for_in_the_repository(run, capsys):
-    """Wherever the tool is started."""
-    w = run.w._replace(c=dataclasses.replace(run.w.c, canonical="data/none.npz"))
-    with pytest.raises(SystemExit, match="2"):
-        load().canonical_mask(w)
-    assert f"there is no {ROOT}/data/none.npz: type  python data/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("message, argv", [

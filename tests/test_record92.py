@@ -8,6 +8,7 @@ import jax
 import launch
 import numpy as np
 import pytest
+import weights
 
 from records.upstream92 import canonical_mask
 from records.upstream92.golden_r92 import GOLDEN
@@ -84,6 +85,12 @@ def test_a_small_model_trains_to_its_result(tmp_path, monkeypatch, capsys):
     result = json.loads(shown.rpartition("RESULT ")[2].splitlines()[0])
     assert result["steps"] == 6 and result["lost_ngrams"] == 0
     assert 1 < result["val_loss"] < 5
+    # The tools of evals/ do not read its weights.
+    for script in weights.ROOT / "train_gpt.py", PATH:
+        with pytest.raises(SystemExit):
+            weights.open_weights(tmp_path / "logs" / result["weights"], script)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "npz is of record 92's model, which this tool cannot read: see records/" in line
 
 
 def test_the_mask_is_that_of_the_original_record():

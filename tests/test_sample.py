@@ -18,6 +18,7 @@ import sample
 import weights
 
 import train_gpt
+from tests.record92 import PATH, frozen
 from tests.tools import (
     SMALL,
     bank_matrices,
@@ -261,7 +262,12 @@ def flipped(run, tmp_path) -> Path:
     return tmp_path / "x.npz"
 
 
+OF_92 = "x.npz is of record 92's model, which this tool cannot read: see records/upstream92/"
 BAD = {
+    "averages": (lambda *x: edited(*x, config=dict(averages=[1])), OF_92),
+    "narrow heads": (lambda *x: edited(*x, config=dict(layers=[dict(narrow_qk=True)])), OF_92),
+    "no MLP": (lambda *x: edited(*x, config=dict(layers=[dict(mlps=0)])), OF_92),
+    "a large table": (lambda *x: edited(*x, tables=np.array("{}")), OF_92),
     "no file": (lambda *_: Path("none.npz"), "no such file: none.npz"),
     "a log": (lambda run, _: run.path.with_suffix(".txt"), "is a log: a run writes its weights"),
     "a folder": (lambda _, tmp_path: tmp_path, "is a folder: name a file of weights in it"),
@@ -334,3 +340,17 @@ def test_weights_of_another_script_need_it_and_an_older_one_is_refused(run, tmp_
     status, out, err = call(*greedy, *script("def forward(", "def backward("))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "other.py has no forward: it is older than evals/" in err
+
+
+@pytest.mark.slow
+def test_weights_of_the_frozen_file_need_it(run, tmp_path, call):
+    """Of a model that both files have, as its own tiny is one."""
+    more = dataclasses.asdict(frozen.PRESETS["tiny"])
+    for field in dataclasses.fields(train_gpt.Config):
+        del more[field.name]
+    path = edited(run, tmp_path, config=more)
+    greedy = "abc", "--temperature", "0"
+    status, out, err = call(*greedy, path=path)
+    assert (status, out) == (2, "") and "only one of them has the field averages; name the" in err
+    status, out, err = call(*greedy, "--script", str(PATH), path=path)
+    assert (status, out) == (0, ALPHABET + "\n") and "has changed since" in err

@@ -107,9 +107,11 @@ def test_mfu_by_hand():
 
 
 def test_mfu_counts_the_rows_of_the_head_that_are_candidates():
-    stages = [dataclasses.replace(MINI.stages[0], candidates=n) for n in (0, 64, 128)]
-    c = dataclasses.replace(MINI, stages=tuple(stages), microbatch=1)
-    whole, some, more = (stage.flops for stage in watch.parse(EXAMPLE, facts(c) + RUN).stages)
+    """In logs of record 92."""
+    stages = [dataclasses.asdict(MINI.stages[0]) | {"candidates": n} for n in (0, 64, 128)]
+    config = dataclasses.asdict(MINI) | {"preset": "record92", "stages": stages}
+    run = watch.parse(EXAMPLE, facts(config=config) + RUN)
+    whole, some, more = (stage.flops for stage in run.stages)
     assert whole - some == 6 * (400 - 64 * 32) and more - some == 6 * 64 * 32
 
 
