@@ -216,7 +216,6 @@ class Config:
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
     adam_lr: float = 0.008      # learning rate of everything else, times a factor in param_table()
     adam_every: int = 2         # 2: Adam updates in every second step; 1: in every step
-    table_lr: float = 75.0      # factor on the rates of the value tables and the bigram table
     D: int = 768                # model width
     H: int = 6                  # attention heads
     F: int = 3072               # width of the MLP
@@ -224,10 +223,9 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the bigram table
     ngrams: tuple[int, ...] = (2,)  # lengths of the n-grams that share the bigram table
-    # [ngram-table] The table lies in eighths, see ngram_table(). How many different rows of an
-    # eighth a sequence may read, as a fraction of its n-grams. An n-gram beyond that is lost: it
-    # reads zeros, has no gradient, and is counted in the log. 1: none is lost. 0.16 is about twice
-    # what real text needs.
+    # [ngram-table] How many different rows of an eighth of the table, see ngram_table(), a sequence
+    # may read, as a fraction of its n-grams. An n-gram beyond that is lost: it reads zeros, and the
+    # log counts it. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
     copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
     eot: int = 50256            # the token that starts every document
@@ -316,30 +314,23 @@ class Config:
         return dataclasses.replace(self, head_forward=self.compute, head_backward=self.compute)
 
 
-VAL_SEQUENCES = 8  # in a validation step
+VAL_SEQUENCES = 8  # of a validation step
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for layers and sizes with which a run would be wrong in silence. What would
-    fail later, ./run.sh refuses as well: check_run() in dev/guard.py."""
+    """Raises ValueError for layers and sizes with which a run would be wrong in silence. ./run.sh
+    refuses as well what would fail later: check_run() in dev/guard.py."""
     K = c.D // c.H
-    lengths = [c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))]
     stages = sum(stage.steps > 0 for stage in c.stages)
+    val_tokens = VAL_SEQUENCES * c.val_T
+    fits_val = c.val_tokens > 0 and c.val_tokens % val_tokens == 0
     rules = [
         (c.H % 2 == 0 and c.D % c.H == 0, f"--H {c.H} must be even and divide --D {c.D}"),
         (K in range(8, 129, 4), f"a head has {K} channels, not a multiple of 4 from 8 to 128"),
         (stages <= c.total_steps, f"--steps {c.total_steps} is less than {stages} stages"),
         (c.adam_every in (1, 2), f"--adam_every {c.adam_every} is not 1 or 2"),
         (c.cooldown_start < c.cooldown_end, "--cooldown_start is not before --cooldown_end"),
-        (
-            all(T % c.head_chunk == 0 for T in lengths),
-            f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
-            f"but {math.gcd(c.head_chunk, *lengths)} does",
-        ),
-        (
-            c.val_tokens > 0 and c.val_tokens % (VAL_SEQUENCES * c.val_T) == 0,
-            f"--val_tokens {c.val_tokens} is not a multiple of {VAL_SEQUENCES} x {c.val_T}",
-        ),
+        (fits_val, f"--val_tokens {c.val_tokens} is not a multiple of {val_tokens}, a step's"),
     ]
     for i, stage in enumerate(c.stages):
         even = stage.tokens % c.batch == 0
@@ -499,7 +490,8 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
     mix = run_net(f"mudd{i}", x_BTD, w, c)
     source = x_BTD if layer.attend_to is None else saved[f"layer{layer.attend_to}"]
     streams = [*(saved[name] for name in layer.mudd), x_BTD]
-    v_terms = per_token_terms(mix["v"][..., None, :], [in_heads(x, c) for x in streams])
+    weights_BT1n = mix["v"][..., None, :]  # all heads have the same
+    v_terms = per_token_terms(weights_BT1n, [in_heads(x, c) for x in streams])
     if layer.value_table is not None:
         weight_BTH = jnp.repeat(mix["value"], c.H // 2, axis=-1)  # one for each half of the heads
         v_terms.append((weight_BTH[..., None], in_heads(saved[f"value{layer.value_table}"], c)))
@@ -526,7 +518,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     # norm(x) @ w_qkv.T; its gradient's radial part is cheaper to compute from x here.
     qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
     q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
-    cos, sin, score_scale = pos.rope[layer.paired_heads]
+    cos, sin = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
     q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False)
     # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
@@ -540,11 +532,11 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
         q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K) for a in (q, k, v))
-        y = attend(q2, k2, v2, window, score_scale, c).reshape(v.shape)
+        y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(v.shape)
     else:
-        y = attend(q, k, v, window, score_scale, c)
+        y = attend(q, k, v, window, pos.score_scale, c)
     if layer.dc:
-        y = y + dc_attention(q, k, v, gate.pop("dc_in"), gate.pop("dc_out"), score_scale, c)
+        y = y + dc_attention(q, k, v, gate.pop("dc_in"), gate.pop("dc_out"), pos.score_scale, c)
     if layer.xsa:
         # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
         v32 = v.astype(jnp.float32)
@@ -739,18 +731,12 @@ def take_rows(table_VD, index_BT) -> Array:
     return table_VD.at[index_BT].get(mode="promise_in_bounds")
 
 
-class Rope(NamedTuple):
-    """Rotations of q and k, and the scale of their product."""
-
-    cos: Array  # (T, 1, frequencies), or (T, 2, frequencies) for paired heads
-    sin: Array
-    score_scale: float
-
-
 class Positions(NamedTuple):
     """What attention needs to know of positions, documents and the stage."""
 
-    rope: dict[bool, Rope]  # by Layer.paired_heads
+    # Cosines and sines of the rotations by Layer.paired_heads: (T, 1, K / 4), or (T, 2, K / 4)
+    rope: dict[bool, tuple[Array, Array]]
+    score_scale: float  # of q.k
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
     windows: dict[str, int]  # of SHORT and LONG layers
@@ -765,7 +751,7 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
         # Of a paired head h, the position is 2 t + h % 2.
         position = 2 * t_T1 + jnp.arange(2) if paired else t_T1
         angle = position[:, :, None].astype(jnp.float32) * frequency.astype(np.float32)
-        rope[paired] = Rope(jnp.cos(angle), jnp.sin(angle), score_scale)
+        rope[paired] = (jnp.cos(angle), jnp.sin(angle))
     # [document-mask] cuDNN's kernel with a window takes no mask of documents. So the last four
     # channels of q and k, which norm_rotate() overwrites, add
     #     4096 (high_k - high_q) + 256 (low_k - low_q) = 256 (document_k - document_q)
@@ -779,7 +765,7 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
-    return Positions(rope, doc_q, doc_k, windows)
+    return Positions(rope, score_scale, doc_q, doc_k, windows)
 
 
 def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
@@ -933,10 +919,9 @@ def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
         [ a: F | b: F | rest: 2 F ]  ->  [ a cos + b sin | b cos - a sin | rest ]
 
     The last four channels of the result are 0. cos and sin are (T, 1 or 2, F), where F is K / 4;
-    with two angles, head h takes number h % 2.
-    With key_offset, the rest comes from the previous position; the first position uses itself. The
-    function is linear in h, as the backward pass needs, and has no slices and concatenations,
-    because the threads of a GPU would diverge in them.
+    with two angles, head h takes number h % 2. With key_offset, the rest comes from the previous
+    position; the first position uses itself. The function is linear in h, as the backward pass
+    needs, and has no slices and concatenations, because the threads of a GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
     _, angles, F = cos.shape
@@ -1054,7 +1039,7 @@ def random_signs(seed_BT, c: Config) -> Array:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes in this section: B sequences of a microbatch on this device, and Q on all devices of the
+# Shapes from here on: B sequences of a microbatch on this device, and Q on all devices of the
 # node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
 # device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
 class Request(NamedTuple):
@@ -1082,7 +1067,11 @@ def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
 def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
     """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
     highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
-    slots, (8, C), counted in their eighth; R: none."""
+    slots, (8, C), counted in their eighth; R: none.
+
+    Row r is row r // 8 of eighth r % 8. With rows_N = [8, 3, 24, 8, 16] and C = 2, eighth 0 has
+    three different rows, 1, 2 and 3, of which the third is lost: the slots are [0, 6, 16, 0, 1],
+    and the rows in them [1, 2] in eighth 0, [0, R] in eighth 3, and [R, R] elsewhere."""
     place_N = rows_N % GROUP * R + rows_N // GROUP  # as if the eighths followed each other
     order = jnp.argsort(place_N)
     place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
@@ -1308,7 +1297,7 @@ def param_table(c: Config) -> dict[str, Param]:
         "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "bigram": ngram_table(c),
-        **{f"value{n}": lookup(c.vocab, D, 0.01, c.table_lr, 5, adam(0.75, 0.95))
+        **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, adam(0.75, 0.95))
            for n in c.value_tables()},
         # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
         # optimizer. A layer has H matrices in "qk", of two heads each: half of them for q, then
@@ -1360,9 +1349,10 @@ def ngram_table(c: Config) -> Param:
     """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, so that every
     device owns as many bigrams as trigrams."""
     shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
+    lr = 75
+    decay = ADAM_DECAY * lr * 5
     zeros = jax.nn.initializers.zeros
-    decay = ADAM_DECAY * c.table_lr * 5
-    return Param(shape, zeros, c.table_lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
+    return Param(shape, zeros, lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
 
 
 def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
@@ -1517,14 +1507,14 @@ def equalize(X: Array, squares: Array) -> tuple[Array, Array]:
 
 
 def mean_square(X: Array) -> Array:
-    """Of each row of matrices [.., rows, cols] or, if they are wide, of each column; the other axis
-    becomes 1."""
+    """The mean square of every row of matrices [.., rows, cols] or, if they are wide, of every
+    column; the other axis becomes 1."""
     axis = -1 if X.shape[-2] >= X.shape[-1] else -2
     return jnp.square(X).mean(axis=axis, keepdims=True)
 
 
 def frobenius_norm(x: Array) -> Array:
-    """Of matrices [.., rows, cols]; both axes become 1."""
+    """The norm of matrices [.., rows, cols]; both axes become 1."""
     return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
@@ -1540,7 +1530,7 @@ def apply_update(p: Array, update: Array, rate: Array, lr: Any, weight_decay: fl
     return p - rate * lr * (update + decay)
 
 
-# ---- Step ----------------------------------------------------------------------------------------
+# ---- Step and its programs -----------------------------------------------------------------------
 class State(NamedTuple):
     """Everything that a step changes."""
 
@@ -1575,21 +1565,25 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     """Shape and sharding of every array. Gradients and optimizer states are sharded like their
     parameters; scalars and whole lookups are replicated."""
     table = param_table(c)
+    state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
 
-    def shape_of(tree_path, x):  # the path has a field of State and the name of a parameter
-        spec = REPLICATED
-        if tree_path[0].name != "lookups" and x.ndim > 0:
-            name = [key.key for key in tree_path if isinstance(key, jax.tree_util.DictKey)][0]
-            spec = table[name].sharding
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    def sharded(arrays):
+        """The arrays of every parameter, sharded like it."""
+        return {name: shapes_on(mesh, table[name].sharding, x) for name, x in arrays.items()}
 
-    return jax.tree.map_with_path(shape_of, jax.eval_shape(lambda: initial_state(np.uint32(0), c)))
+    return State(
+        params=sharded(state.params),
+        opt_state=sharded(state.opt_state),
+        waiting_grads=sharded(state.waiting_grads),
+        lookups=shapes_on(mesh, REPLICATED, state.lookups),
+        lost_ngrams=shapes_on(mesh, REPLICATED, state.lost_ngrams),
+    )
 
 
 def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
-    """The state at the start of a run; the same numbers on any number of devices. main() has
-    replaced a seed of -1; for tools that have not, it is 0. The memory of an old state is used
-    again, because a program's first call with new addresses is slow, and would be on the clock."""
+    """The state at the start of a run; the same numbers on any number of devices. A seed of -1
+    counts as 0. The memory of an old state is used again, because a program's first call with new
+    addresses is slow, and would be on the clock."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
     program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
@@ -1597,9 +1591,9 @@ def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
 
 
 def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: bool):
-    """Takes one step from this device's M microbatches, inside shard_map. Returns the new state and
-    the loss per token, summed over targets. Unless it is an Adam step, only the matrices are
-    updated; the other gradients wait for the next step.
+    """Takes one step from this device's M microbatches, inside shard_map; `row` is the step's
+    ScheduleRow. Returns the new state and the loss per token, summed over targets. Unless it is an
+    Adam step, only the matrices are updated, and the other gradients wait for the next step.
 
     collective       what                             axis   dtype     when
     all-gather       banks                            fsdp   compute   every step
@@ -1709,7 +1703,6 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tup
     return loss, lax.psum(lost, "fsdp")
 
 
-# ---- Programs ------------------------------------------------------------------------------------
 OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
     "gpu": {
         "xla_gpu_enable_triton_gemm": False,  # cuBLAS accumulates into an array in the same kernel
@@ -1753,9 +1746,13 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
-    """Shapes of arrays that are sharded by spec."""
-    shard = NamedSharding(mesh, spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shard), arrays)
+    """Shapes of arrays that are sharded by spec; scalars are replicated."""
+
+    def shape_of(x):
+        sharding = NamedSharding(mesh, spec if x.ndim > 0 else P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape_of, arrays)
 
 
 def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: bool) -> Any:
@@ -1796,9 +1793,8 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
 
 
 def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
-    """Runs every program once, because the first call loads it and sets up the communication
-    between devices. Tokens and numbers are zeros. Of the state that this returns, nothing is used
-    but its memory, in which run() makes the first one."""
+    """Runs every program once, on zeros, because the first call loads it and sets up the
+    communication between devices. Returns a state of which only the memory is used again."""
     state = make_state(c, mesh)
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
@@ -2053,10 +2049,8 @@ def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
     devices = devices[: c.batch] if jax.process_count() == 1 else devices
     n = len(devices)
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
-        refuse(
-            f"{n} devices do not divide --batch {c.batch} or 8 matrices: use 1, 2, 4 or 8; "
-            "for more, dev/hosts.md says which --batch and --head_chunk to choose"
-        )
+        why = f"{n} devices do not divide --batch {c.batch} or 8 matrices"
+        refuse(f"{why}: use 1, 2, 4 or 8; for more, dev/hosts.md says which flags to choose")
     return devices, fit_kernels(devices[0], c)
 
 

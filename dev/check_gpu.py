@@ -635,7 +635,7 @@ def check_norms(c: Config) -> Iterator[Line]:
     # One layer, whose heads are not paired.
     one_layer = dataclasses.replace(c, layers=(Layer(LONG),), mudd_head=())
     pos = train_gpt.positions(jnp.zeros((1, N), jnp.int32), one_layer, 0)
-    cos, sin, _ = pos.rope[False]
+    cos, sin = pos.rope[False]
     for key_offset in False, True:
 
         def rotation(x, key_offset=key_offset):

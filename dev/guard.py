@@ -17,6 +17,7 @@ import dataclasses
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
@@ -50,8 +51,15 @@ def check_run(script: ModuleType, c: Any) -> None:
     compiled. Those with which it would be wrong in silence, Config refuses itself."""
     streams = ["x0", "bigram", "input", *(f"value{n}" for n in c.value_tables())]
     tables = c.value_tables()
+    lengths = [c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))]
+    divisor = math.gcd(c.head_chunk, *lengths)
     rules = [
         (c.attention in ("cudnn", "band"), f"--attention {c.attention} is not cudnn or band"),
+        (
+            divisor == c.head_chunk,
+            f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
+            f"but {divisor} does",
+        ),
         (tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps"),
         (c.val_every > 0, "--val_every must be at least 1"),
         (c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}"),
