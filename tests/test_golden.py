@@ -262,8 +262,8 @@ def test_rotation(size):
         for name, stage in ("stage1", 0), ("ext", 3):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
-            cos, sin, score_scale = pos.rope[table == "paired"]
-            assert score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
+            cos, sin = pos.rope[table == "paired"]
+            assert pos.score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
             cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
             sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
             half = c.D // c.H // 2  # of a head's channels; the other half does not rotate

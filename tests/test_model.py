@@ -212,17 +212,17 @@ def attend(q, k, v, first, window, paired: bool, by_code: bool):
     c = dataclasses.replace(MINI, **sizes, compute=q.dtype.name)
     pos = train_gpt.positions(jnp.asarray(first), c, 0)
     rows = 2 if paired else 1  # positions of a token
-    cos, sin, score_scale = pos.rope[paired]
+    cos, sin = pos.rope[paired]
     codes = [code if by_code else jnp.zeros_like(code) for code in (pos.doc_q, pos.doc_k)]
     q, k = (train_gpt.norm_rotate(x, cos, sin, code, False)
             for x, code in zip((q, k), codes, strict=True))  # fmt: skip
     q, k, v = (x.reshape(B, rows * T, H // rows, K) for x in (q, k, v))
     if by_code:
-        return train_gpt.attend(q, k, v, window, score_scale, c)
+        return train_gpt.attend(q, k, v, window, pos.score_scale, c)
     document = np.repeat(np.cumsum(first, axis=1), rows, axis=1)
     i, j = np.indices((rows * T,) * 2)
     mask = (j <= i) & (i - j <= window) & (document[:, :, None] == document[:, None, :])
-    return jax.nn.dot_product_attention(q, k, v, scale=score_scale, mask=mask[:, None])
+    return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -428,7 +428,7 @@ def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tol
     sizes = {"D": 128, "H": 4, "layers": (Layer(SHORT, paired_heads=paired),), "mudd_head": ()}
     c = dataclasses.replace(MINI, **sizes, compute=dtype)
     pos = train_gpt.positions(jnp.asarray(first), c, 0)
-    cos, sin, _ = pos.rope[paired]
+    cos, sin = pos.rope[paired]
 
     def formula(x):
         turns = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in (cos, sin))
