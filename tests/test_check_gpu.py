@@ -503,7 +503,7 @@ def test_cycles_have_all_programs_of_a_stage(preset, cycle):
 
 
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
-    c = dataclasses.replace(C, layers=(Layer(LONG),), D=32)
+    c = dataclasses.replace(C, layers=(Layer(LONG),), D=32, F=32, adam_every=1)
     train_batches = train_gpt.train_batches
 
     def wrong_batches(c, mesh, shards, start):
@@ -575,7 +575,7 @@ def test_steps_go_on_for_some_seconds(no_state):
 def test_steps_do_not_learn_where_the_weights_stay():
     c = dataclasses.replace(C, layers=(Layer(LONG),), muon_lr=0.0, adam_lr=0.0)
     programs = [train_gpt.compile_train_step(0, True, c, make_mesh(1))]
-    losses, _ = check_gpu.train_steps(programs, c, 0, make_mesh(1))
+    losses, _ = check_gpu.train_steps(programs, c, 0, make_mesh(1), steps=5)
     assert not check_gpu.learns(losses)
 
 

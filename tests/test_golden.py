@@ -43,16 +43,7 @@ from tests.golden import (
     untied,
 )
 from tests.tools import FLOAT32, whole_loss
-from train_gpt import (
-    BANK,
-    EXCHANGED,
-    LOOKUP,
-    REPLICATED,
-    SHORT,
-    Layer,
-    Param,
-    Stage,
-)
+from train_gpt import BANK, EXCHANGED, LOOKUP, REPLICATED, SHORT, Layer, Param, Stage
 
 TOKENS = GOLDEN["tokens"]
 # Of each stage, the loss weights by target: n is the n-th token ahead, 0 the prefix of the next.
@@ -271,8 +262,8 @@ def test_rotation(size):
         for name, stage in ("stage1", 0), ("ext", 3):
             starts = jnp.zeros((1, int(at.max()) + 1), bool)
             pos = train_gpt.positions(starts, c, stage)
-            cos, sin, score_scale = pos.rope[table == "paired"]
-            assert score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
+            cos, sin = pos.rope[table == "paired"]
+            assert pos.score_scale == pytest.approx(get("attn_scale")[stage], rel=1e-6)
             cos = np.repeat(np.asarray(cos)[at][:, :2], 2, axis=-1)
             sin = np.repeat(np.asarray(sin)[at][:, :2], 2, axis=-1)
             half = c.D // c.H // 2  # of a head's channels; the other half does not rotate
@@ -503,13 +494,14 @@ def test_rates_and_decays_of_every_parameter():
     wanted = json.loads(str(GOLDEN["schedule/param_table"]))
     for name, param in train_gpt.param_table(RECORD).items():
         if param.sharding == BANK:
-            assert (param.base_lr, RECORD.muon_lr, param.every_step) == ("muon_lr", 0.023, True)
+            assert param.every_step and (param.base_lr, RECORD.muon_lr) == ("muon_lr", 0.023)
             factors = {"qk": [1], "vo": [1], "mlp": [2, 4]}[name]
             real = param.lr.reshape(-1)[: len(param.layers)]
             np.testing.assert_allclose(real, np.resize(factors, len(real)), rtol=1e-6)
             assert param.weight_decay == pytest.approx(1.2)
             continue
-        assert (param.base_lr, RECORD.adam_lr, param.every_step) == ("adam_lr", 0.008, False)
+        assert (param.base_lr, RECORD.adam_lr) == ("adam_lr", 0.008)
+        assert not param.every_step and RECORD.adam_every == 2
         places = [(PLACES.get(name), param.lr)]
         if name in ("attn_lambdas", "mlp_lambdas"):
             places = [("resid_lambdas", param.lr[0]), ("post_lambdas", param.lr[1])]
@@ -654,13 +646,21 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
 
 # ---- The whole -----------------------------------------------------------------------------------
 def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
-    """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention."""
+    """With the kernel of GPUs, in whose place is XLA's: the other tests have banded attention. A
+    program has both kinds of updates, so that a stage compiles one and not two."""
     kernel = jax.nn.dot_product_attention
+    update = train_gpt.update_parameters
 
     def xla_kernel(*qkv, **options):
         return kernel(*qkv, **options | {"implementation": "xla"})
 
+    def either_update(state, grads, row, c, adam_step):
+        of_all = functools.partial(update, state, grads, row, c, True)
+        of_matrices = functools.partial(update, state, grads, row, c, False)
+        return jax.lax.cond(adam_step, of_all, of_matrices)
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", xla_kernel)
+    monkeypatch.setattr(train_gpt, "update_parameters", either_update)
     settings = GOLDEN["traj/schedule"]
     columns = str(GOLDEN["traj/schedule_columns"]).split()
     # A stage has two steps, so every second row of the settings is that of a new stage.
@@ -682,6 +682,14 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
     state = train_gpt.initial_state(np.uint32(0), c)
     start = {name: jnp.asarray(p) for name, p in params("tied").items()}
     state = state._replace(params=start, lookups={name: start[name] for name in state.lookups})
+
+    def program(stage):
+        def step(state, tokens, row, adam_step):
+            return train_gpt.train_step(state, tokens, row, c, stage, adam_step)
+
+        return on_one_device(step)
+
+    programs = [program(stage) for stage in range(4)]
     losses = []
     rows = train_gpt.schedule(c)
     batches = train_gpt.read_batches(shards, train_gpt.batch_shapes("train", c), c)
@@ -689,21 +697,16 @@ def test_eight_steps_with_all_stage_changes_and_the_untie(monkeypatch):
         for i in range(2):
             np.testing.assert_array_equal(tokens[i], GOLDEN[f"traj/step{step}/tokens{i}"])
         stage = c.stage_at(step)
-        if step == 0:
-            check_validation(state.params, c, stage, step)
-        run = on_one_device(functools.partial(
-            train_gpt.train_step, c=c, stage=stage, adam_step=c.is_adam_step(step)))  # fmt: skip
-        state, loss = run(state, tokens[:, None], rows[step])
+        state, loss = programs[stage](state, tokens[:, None], rows[step], c.is_adam_step(step))
         losses.append(float(loss) * c.sequence_length(stage))
     np.testing.assert_allclose(losses, GOLDEN["traj/autodiff/train_loss"], rtol=2e-4)
-    check_validation(state.params, c, c.stage_at(8), 8)
 
+    def val_loss(params, tokens):
+        weights = train_gpt.whole_weights(params, c)
+        return whole_loss(weights, tokens[None], {1: 1 / T}, c, c.stage_at(8))
 
-def check_validation(params, c, stage: int, step: int) -> None:
-    """Compares the validation losses before a step."""
-    run = on_one_device(
-        lambda p, t: whole_loss(train_gpt.whole_weights(p, c), t[None], {1: 1 / T}, c, stage)
-    )
-    want = GOLDEN["traj/autodiff/val_loss_before_step"][step]
-    got = [float(run(params, tokens)) for tokens in TOKENS[: len(want)]]
+    # The validation before the first step is that of test_everything_inside().
+    run = on_one_device(val_loss)
+    want = GOLDEN["traj/autodiff/val_loss_before_step"][8]
+    got = [float(run(state.params, tokens)) for tokens in TOKENS[: len(want)]]
     np.testing.assert_allclose(got, want, rtol=2e-4)

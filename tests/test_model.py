@@ -35,7 +35,7 @@ SMALL_LAYERS = (
 )  # fmt: skip
 SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
 SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)
-MLP_ONLY = {"layers": (Layer(None),), "mudd_head": ()}
+ONE_LAYER = {"layers": (Layer(SHORT),), "mudd_head": ()}
 
 
 def changed(before, after):
@@ -113,7 +113,7 @@ def test_every_weight_counts():
 
 
 def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
-    c = dataclasses.replace(MINI32, **MLP_ONLY)
+    c = dataclasses.replace(MINI32, **ONE_LAYER)
     tokens = sequences(c, T)
     table = np.random.default_rng(0).integers(-1, c.vocab, c.vocab)
     monkeypatch.setattr(train_gpt, "prefix_table", lambda c: table)
@@ -129,7 +129,7 @@ def test_targets_are_the_tokens_ahead_and_the_prefix_of_the_next(monkeypatch):
 
 def test_model_starts_at_the_loss_of_a_uniform_guess():
     """A zero head gives every one of the V columns, padding included, the same probability."""
-    c = dataclasses.replace(MINI, **MLP_ONLY, vocab=200, eot=199)
+    c = dataclasses.replace(MINI, **ONE_LAYER, vocab=200, eot=199)
     weights = whole_weights(c) | {"head": jnp.zeros((256, c.D))}
     loss = jax.jit(lambda t: whole_loss(weights, t, {1: 1.0, 2: 0.5}, c, 0))(sequences(c, T))
     count = 8 * (T + 0.5 * (T - 1))  # the last token's second target is in no sequence
@@ -212,17 +212,17 @@ def attend(q, k, v, first, window, paired: bool, by_code: bool):
     c = dataclasses.replace(MINI, **sizes, compute=q.dtype.name)
     pos = train_gpt.positions(jnp.asarray(first), c, 0)
     rows = 2 if paired else 1  # positions of a token
-    cos, sin, score_scale = pos.rope[paired]
+    cos, sin = pos.rope[paired]
     codes = [code if by_code else jnp.zeros_like(code) for code in (pos.doc_q, pos.doc_k)]
     q, k = (train_gpt.norm_rotate(x, cos, sin, code, False)
             for x, code in zip((q, k), codes, strict=True))  # fmt: skip
     q, k, v = (x.reshape(B, rows * T, H // rows, K) for x in (q, k, v))
     if by_code:
-        return train_gpt.attend(q, k, v, window, score_scale, c)
+        return train_gpt.attend(q, k, v, window, pos.score_scale, c)
     document = np.repeat(np.cumsum(first, axis=1), rows, axis=1)
     i, j = np.indices((rows * T,) * 2)
     mask = (j <= i) & (i - j <= window) & (document[:, :, None] == document[:, None, :])
-    return jax.nn.dot_product_attention(q, k, v, scale=score_scale, mask=mask[:, None])
+    return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -411,7 +411,7 @@ def test_norm_linear_has_the_gradients_of_its_formula(radial_from, dtype, tolera
 def test_project_has_the_gradients_of_its_formula(dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(4), (2, 2, 24, 64))
     x, w, dy = (a.astype(dtype) for a in (x, x[0].T @ x[1] / 8, dy[..., :64]))
-    ours = gradients(lambda x, w: train_gpt.project(x, w), (x, w), dy)
+    ours = gradients(train_gpt.project, (x, w), dy)
     x, w, dy = (a.astype("float32") for a in (x, w, dy))
     close(ours, gradients(lambda x, w: x @ w, (x, w), dy), tolerance)
 
@@ -426,10 +426,9 @@ def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tol
     first[0, [0, 7, 30]] = True
     x, dy = jax.random.normal(jax.random.key(9), (2, 1, 40, 4, 32)).astype(dtype)
     sizes = {"D": 128, "H": 4, "layers": (Layer(SHORT, paired_heads=paired),), "mudd_head": ()}
-    pos = train_gpt.positions(
-        jnp.asarray(first), dataclasses.replace(MINI, **sizes, compute=dtype), 0
-    )
-    cos, sin, _ = pos.rope[paired]
+    c = dataclasses.replace(MINI, **sizes, compute=dtype)
+    pos = train_gpt.positions(jnp.asarray(first), c, 0)
+    cos, sin = pos.rope[paired]
 
     def formula(x):
         turns = (jnp.tile(turn, (1, 4 // turn.shape[1], 1)) for turn in (cos, sin))
@@ -457,10 +456,9 @@ def test_gelu_is_exact_and_so_is_its_gradient():
 @pytest.mark.parametrize("changes", [
     dict(R=0),
     dict(layers=(Layer(SHORT), Layer(LONG)), mudd_head=(), R=0),
-    dict(layers=(Layer(None),), mudd_head=()),
     dict(layers=(Layer(SHORT, value_table=0), Layer(LONG, bigram=True, value_table=0)),
          mudd_head=()),
-], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
+], ids=["no nets", "plain layers", "a shared value table"])  # fmt: skip
 def test_what_layers_leave_out_may_be_missing(changes):
     """A step can be traced, on one device and on 8, and weights can be saved."""
     c = dataclasses.replace(MINI, **changes)

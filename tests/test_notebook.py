@@ -15,6 +15,7 @@ import pytest
 
 import train_gpt
 from dev import check_gpu
+from dev.launch import split_flags
 from tests.tools import ROOT, SMALL, text, write_shard
 
 NOTEBOOK = ROOT / "dev/colab.ipynb"
@@ -73,10 +74,12 @@ def test_the_address_stands_once():
 def test_what_it_types_exists():
     values = dict(re.findall('^(FLAGS|RESUME) = "(.*?)"', CODE[0], re.M))
     (after_disconnect,) = re.findall('^RESUME .*after a disconnect: "(.*)"$', CODE[0], re.M)
-    _, c = train_gpt.parse_config(shlex.split(f"{values['FLAGS']} {after_disconnect}"))
-    assert c.save_every > 0 and c.resume == "logs" and not values["RESUME"]
+    options, flags = split_flags(shlex.split(f"{values['FLAGS']} {after_disconnect}"))
+    assert options.save_every > 0 and options.resume == "logs" and not values["RESUME"]
+    assert train_gpt.parse_config(flags)[0] == "record"
     (other_flags,) = re.findall('^FLAGS .*; "(.*)" is the small model$', CODE[0], re.M)
-    assert train_gpt.parse_config(shlex.split(other_flags))[0] == "tiny"
+    options, flags = split_flags(shlex.split(other_flags))
+    assert options.save_every > 0 and train_gpt.parse_config(flags)[0] == "tiny"
     usage = re.findall(r"^#   \./run\.sh (.*)$", (ROOT / "run.sh").read_text(), re.M)
     verbs = {word for line in usage for word in re.findall(r"[\w$]+", line)}
     parts = re.findall(r"run\.sh check --only ([\w,]+)", NOTEBOOK.read_text())

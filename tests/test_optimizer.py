@@ -80,7 +80,7 @@ def updated(step: int, tied: bool, monkeypatch) -> tuple:
     params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
     random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
     params["embed"] = random("embed", 3)  # unlike the head, so that a tie shows
-    waiting = {name: random(name, 1) for name in params if table[name].sharding != BANK}
+    waiting = {name: random(name, 1) for name in params if not table[name].every_step}
     lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
     state = train_gpt.State(
         params, {name: identity.init(None) for name in params}, waiting, lookups,
@@ -91,7 +91,8 @@ def updated(step: int, tied: bool, monkeypatch) -> tuple:
     row = train_gpt.schedule(MINI32)[0]._replace(**changes)
 
     def update(state, grads):
-        return train_gpt.update_parameters(state, dict(grads), row, MINI32, step == 1)
+        adam_step = MINI32.is_adam_step(step)
+        return train_gpt.update_parameters(state, dict(grads), row, MINI32, adam_step)
 
     run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
     return table, state, grads, jax.jit(run)(state, grads)
