@@ -31,7 +31,7 @@ SMALL_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
     Layer(None, skip_from=0, x0=False),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, xsa=True, new_gates=True, attend_to=0,
-          value_table=1, bigram=True, mudd=("input", "layer0")),
+          value_table=1, x0=False, bigram=True, mudd=("input", "layer0")),
 )  # fmt: skip
 SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
 SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)
@@ -456,9 +456,10 @@ def test_gelu_is_exact_and_so_is_its_gradient():
 @pytest.mark.parametrize("changes", [
     dict(R=0),
     dict(layers=(Layer(SHORT), Layer(LONG)), mudd_head=(), R=0),
+    dict(layers=(Layer(None),), mudd_head=()),
     dict(layers=(Layer(SHORT, value_table=0), Layer(LONG, bigram=True, value_table=0)),
          mudd_head=()),
-], ids=["no nets", "plain layers", "a shared value table"])  # fmt: skip
+], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
 def test_what_layers_leave_out_may_be_missing(changes):
     """A step can be traced, on one device and on 8, and weights can be saved."""
     c = dataclasses.replace(MINI, **changes)
