@@ -1,6 +1,7 @@
-"""Orthogonalization, updates and when they happen, first values, schedules of other lengths.
+"""Orthogonalization in bfloat16, first values, schedules of other lengths.
 
-test_golden.py compares the numbers of NorMuon, Adam, rates and the record's schedule.
+test_golden.py compares the numbers of NorMuon, Adam, rates, both kinds of steps and the record's
+schedule.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import pytest
 from jax import P
 
 import train_gpt
-from tests.tools import MINI, MINI32, make_mesh, random_params
+from tests.tools import MINI, MINI32, make_mesh
 from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer
 
 RECORD, TINY = train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]
@@ -45,84 +46,21 @@ def test_zeros_stay_zeros_and_a_batch_is_as_good_as_one():
         np.testing.assert_allclose(got[0, 1], one, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_normuon_moves_rows_equally_far_in_the_end(shape):
-    """In wide matrices, columns. The norm of the update is that of the orthogonal matrix."""
-    rule, G = train_gpt.normuon(MINI32), matrix(shape)
-    G = jnp.asarray(G * np.exp(matrix((shape[0], 1), seed=1)))
-    state = rule.init(G)
-    for _ in range(60):
-        update, state = rule.update(G, state, momentum=0.9)
-    X = train_gpt.orthogonalize(G, "float32")
-    assert np.linalg.norm(update) == pytest.approx(float(np.linalg.norm(X)), rel=1e-3)
-    lengths = np.linalg.norm(update, axis=-1 if shape[0] >= shape[1] else -2)
-    np.testing.assert_allclose(lengths, lengths.mean(), rtol=0.01)
-
-
 # ---- Updates -------------------------------------------------------------------------------------
-def test_a_weight_decays_where_its_update_shrinks_it():
-    p = jnp.float32([2.0, 2.0, -2.0, 0.0])
-    update = jnp.float32([1.0, -1.0, -1.0, 1.0])
-    got = train_gpt.apply_update(p, update, 0.1, 3.0, 0.5)
-    decay = 0.1 * 0.5 * np.array([2.0, 0.0, -2.0, 0.0])
-    np.testing.assert_allclose(got, p - 0.1 * 3.0 * (update + decay), rtol=1e-6)
+def test_a_tied_embedding_becomes_the_head():
+    """By a copy, because XLA may round equal updates differently."""
+    state = train_gpt.initial_state(np.uint32(1), MINI32)
+    state = state._replace(params=state.params | {"embed": 2 * state.params["head"]})
+    grads = jax.tree.map(jnp.zeros_like, state.params)
 
-
-def updated(step: int, tied: bool, monkeypatch) -> tuple:
-    """The parameter table, the state before the update of a first step, 0, or of a second one, 1,
-    the gradients, and the state after it. The optimizers return the gradients unchanged, so that
-    the change of a parameter shows its rate."""
-    table = {}
-    identity = train_gpt.optax.identity()
-    for name, param in train_gpt.param_table(MINI32).items():
-        table[name] = param._replace(optimizer=identity, weight_decay=0.0)
-    monkeypatch.setattr(train_gpt, "param_table", lambda c: table)
-    params = {name: jnp.asarray(x) for name, x in random_params(MINI32).items()}
-    random = lambda name, seed: jnp.asarray(matrix(params[name].shape, [seed, len(name)]))
-    params["embed"] = random("embed", 3)  # unlike the head, so that a tie shows
-    waiting = {name: random(name, 1) for name in params if not table[name].every_step}
-    lookups = {name: params[name] for name in params if table[name].sharding == LOOKUP}
-    state = train_gpt.State(
-        params, {name: identity.init(None) for name in params}, waiting, lookups,
-        jnp.zeros((), jnp.int32),
-    )  # fmt: skip
-    grads = {name: random(name, 2) for name in params}
-    changes = dict(adam_lr=np.float32(0.008), muon_lr=np.float32(0.02), tied=np.bool_(tied))
-    row = train_gpt.schedule(MINI32)[0]._replace(**changes)
-
-    def update(state, grads):
-        adam_step = MINI32.is_adam_step(step)
-        return train_gpt.update_parameters(state, dict(grads), row, MINI32, adam_step)
+    def update(row):
+        return train_gpt.update_parameters(state, grads, row, MINI32, adam_step=True).params
 
     run = jax.shard_map(update, mesh=make_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
-    return table, state, grads, jax.jit(run)(state, grads)
-
-
-def test_a_first_step_moves_banks_and_keeps_the_other_gradients(monkeypatch):
-    table, before, grads, after = updated(0, True, monkeypatch)
-    for name, param in table.items():
-        if param.sharding == BANK:
-            expected = before.params[name] - 0.02 * param.lr * grads[name]
-            np.testing.assert_allclose(after.params[name], expected, atol=1e-6)
-        else:
-            np.testing.assert_array_equal(after.params[name], before.params[name])
-            np.testing.assert_array_equal(after.waiting_grads[name], grads[name])
-    jax.tree.map(np.testing.assert_array_equal, before.lookups, after.lookups)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_second_step_takes_both_gradients_and_the_tie_their_sum(monkeypatch, tied):
-    table, before, grads, after = updated(1, tied, monkeypatch)
-    sums = {name: grads[name] + before.waiting_grads[name] for name in before.waiting_grads}
-    if tied:
-        sums["embed"] = sums["head"] = sums["embed"] + sums["head"]
-    for name, total in sums.items():
-        start = before.params["head" if tied and name == "embed" else name]
-        expected = start - 0.008 * np.float32(table[name].lr) * total
-        np.testing.assert_allclose(after.params[name], expected, atol=1e-5, err_msg=name)
-    assert np.array_equal(after.params["embed"], after.params["head"]) == tied
-    for name, lookup in after.lookups.items():
-        np.testing.assert_array_equal(lookup, after.params[name])
+    for tied in True, False:
+        after = jax.jit(run)(train_gpt.schedule(MINI32)[0]._replace(tied=np.bool_(tied)))
+        np.testing.assert_array_equal(after["head"], state.params["head"])
+        assert np.array_equal(after["embed"], after["head"]) == tied
 
 
 # ---- The table and first values ------------------------------------------------------------------
