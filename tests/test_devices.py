@@ -34,7 +34,7 @@ COUNTS = (1, 8)
 LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
     Layer(LONG, key_offset=True, xsa=True, head_gate=True, dc=True, value_table=1, attend_to=0,
-          bigram=True, mudd=("input", "layer0"), skip_from=0, new_gates=True),
+          x0=False, bigram=True, mudd=("input", "layer0"), skip_from=0, new_gates=True),
 )  # fmt: skip
 STAGES = (
     Stage(1, 512, short=4, long=12, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),

@@ -31,7 +31,7 @@ SMALL_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
     Layer(None, skip_from=0, x0=False),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, xsa=True, new_gates=True, attend_to=0,
-          value_table=1, bigram=True, mudd=("input", "layer0")),
+          value_table=1, x0=False, bigram=True, mudd=("input", "layer0")),
 )  # fmt: skip
 SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
 SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)

@@ -25,7 +25,7 @@ OTHERS = [diff for diff in IN_README if diff not in PAGE]
 ALL = DIFFS | {f"readme{i}": diff for i, diff in enumerate(OTHERS)}
 ONE_LAYER = "(Layer(SHORT),)"
 ON_ONE_DEVICE = "value_residual", "stages"  # they change nothing of the sharding
-MUDD = 'Layer(LONG, bigram=True, mudd=("input",))'
+MUDD = 'Layer(LONG, x0=False, bigram=True, mudd=("input",))'
 LAYERS = {"value_residual": f"(Layer(SHORT), Layer(SHORT), {MUDD})"}
 SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
 SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band")
