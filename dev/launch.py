@@ -126,7 +126,7 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
     """Trains with a guard, after all checks. Returns the path of the weights, if they are saved."""
     if {"-h", "--help"} & {*argv}:
         print_help(script)
-        return None
+        sys.exit()
     typed = argv
     options, argv = split_flags(argv)
     guard = Guard(script, options)
