@@ -200,6 +200,7 @@ def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | No
 
 def print_help(script: ModuleType) -> None:
     """The flags of ./run.sh, the fields of Config with their comments, and what presets change."""
+    print("Flags of ./run.sh alone:")
     for name, (kind, default, what) in GUARD_FLAGS.items():
         print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
     fields, _, _ = inspect.getsource(script.Config).partition("\n    # fmt: on")
