@@ -456,9 +456,10 @@ def test_gelu_is_exact_and_so_is_its_gradient():
 @pytest.mark.parametrize("changes", [
     dict(R=0),
     dict(layers=(Layer(SHORT), Layer(LONG)), mudd_head=(), R=0),
+    dict(layers=(Layer(None),), mudd_head=()),
     dict(layers=(Layer(SHORT, value_table=0), Layer(LONG, bigram=True, value_table=0)),
          mudd_head=()),
-], ids=["no nets", "plain layers", "a shared value table"])  # fmt: skip
+], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
 def test_what_layers_leave_out_may_be_missing(changes):
     """A step can be traced, on one device and on 8, and weights can be saved."""
     c = dataclasses.replace(MINI, **changes)
