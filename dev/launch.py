@@ -126,7 +126,7 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
     """Trains with a guard, after all checks. Returns the path of the weights, if they are saved."""
     if {"-h", "--help"} & {*argv}:
         print_help(script)
-        return None
+        sys.exit()
     typed = argv
     options, argv = split_flags(argv)
     guard = Guard(script, options)
@@ -200,6 +200,7 @@ def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | No
 
 def print_help(script: ModuleType) -> None:
     """The flags of ./run.sh, the fields of Config with their comments, and what presets change."""
+    print("Flags of ./run.sh alone:")
     for name, (kind, default, what) in GUARD_FLAGS.items():
         print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
     fields, _, _ = inspect.getsource(script.Config).partition("\n    # fmt: on")

@@ -95,11 +95,12 @@ def test_wrong_flags_of_the_guard_are_refused(argv, message, script, capsys):
     assert re.fullmatch(rf"launch\.py: .*{message}.*\n", capsys.readouterr().err)
 
 
-def test_help_lists_the_flags_of_both(script, capsys):
-    assert status("tiny", "--help") == 0
-    first, rest = capsys.readouterr().out.split("\n\n", 1)
-    assert first.startswith("Flags of ./run.sh alone:\n    save_every: int = 0  # steps between")
-    assert rest.startswith("train_gpt.py [PRESET]")
+@pytest.mark.parametrize("line", ["--help", "tiny --stall x -h", "record --bogus --help"])
+def test_help_lists_the_flags_of_both_and_trains_nothing(line, script, capsys):
+    launch.main([train_gpt.__file__, *line.split()])
+    shown = capsys.readouterr().out
+    assert "save_every: int = 0  # steps between" in shown and "D: int = 768" in shown
+    assert "\ntiny: --" in shown and not script.runs
 
 
 @pytest.mark.parametrize("name", launch.GUARD_FLAGS)

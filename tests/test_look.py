@@ -30,7 +30,7 @@ MODELS = [
             Layer(LONG, key_offset=True, key_start=True, head_gate=True, new_gates=True),
             Layer(None, skip_from=0, x0=False, bigram=True),
             Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=1, attend_to=1,
-                  bigram=True, mudd=("input", "layer1")),
+                  x0=False, bigram=True, mudd=("input", "layer1")),
         ),
         mudd_head=(("input", 0.0), ("layer1", 0.0), ("layer2", 0.0), ("value0", 0.0)),
     ),

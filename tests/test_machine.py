@@ -108,7 +108,7 @@ SMALL = "JAX has 1.9 GB of GT 1030, and the record needs"
     ("1,0", "cuda12-volta", f"{SMALL} 11.0; {machine.OTHERS}"),
     ("0", "cuda13", "this machine has 1 x RTX 4090"),
     ("GPU-0", "cuda13", "this machine has 1 x RTX 4090"),
-    (" 1", "cuda12-volta", f"{SMALL} 14.0"),
+    (" 1", "cuda12-volta", f"{SMALL} 14.5"),
     ("MIG-8a", "cuda13", "this machine has 1 x RTX 4090"),
     ("", "cpu", "CUDA_VISIBLE_DEVICES= leaves no NVIDIA GPU"),
     ("-1", "cpu", "CUDA_VISIBLE_DEVICES=-1 leaves no NVIDIA GPU"),
@@ -263,7 +263,7 @@ NO_RECORD = (
 
 
 @pytest.mark.parametrize("kind, why", [
-    (RTX_3060, "JAX has 11.6 GB of RTX 3060, and the record needs 14.0"),
+    (RTX_3060, "JAX has 11.6 GB of RTX 3060, and the record needs 14.5"),
     (Kind((Gpu("K", "5.0"),)), "K has compute capability 5.0, and jax needs 5.2"),
     (Kind((Gpu(),), "470.1"), "the NVIDIA driver 470 is too old: jax needs 525"),
     (KINDS["a laptop"], "this machine has no NVIDIA GPU and no TPU"),

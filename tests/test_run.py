@@ -664,6 +664,16 @@ def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
     assert log.lines[-1] == "NON-FINITE: the loss, by step 10" and log.weights is None
 
 
+def test_a_line_is_in_the_log_before_it_is_shown(tmp_path, monkeypatch):
+    """So that a screen that breaks costs no line of the log, also without a guard."""
+    monkeypatch.chdir(tmp_path)
+    log = train_gpt.Log()
+    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    with pytest.raises(BrokenPipeError):
+        log.line("the last line")
+    assert log.path.read_text().endswith("=\nthe last line\n")
+
+
 @pytest.mark.parametrize("trouble", [OSError, KeyboardInterrupt])
 def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch, trouble):
     """After a full disk or Ctrl-C, the log has the result, but names no weights."""
