@@ -311,7 +311,7 @@ def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheel
 def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine):
     machine.python(12)
     machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
-    reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.0"
+    reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.5"
     assert f"run.sh: the record does not run here: {reason}; type " in machine.refusal("record")
     assert machine.run()[3:] == calls(*TINY)
     assert f'running "tiny", because {reason}\n' in machine.done.stdout
