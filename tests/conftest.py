@@ -4,8 +4,10 @@
 selection that takes less than a minute.
 """
 
+import fcntl
 import gc
 import os
+import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +29,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.tools import train_a_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(50_000, 20, 100)  # tracing makes many objects and little garbage
@@ -76,6 +80,23 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             "Slow tests were left out. To run them as well: ./run.sh test --all"
         )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a run, see train_a_run(). All workers share it: the first that asks trains it.
+    A file that writes into it copies it first."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all workers
+    folder = base / "trained"
+    with open(base / "trained.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it is free again when this process ends, however it ends
+        if not folder.exists():
+            shutil.rmtree(base / "training", ignore_errors=True)
+            train_a_run(base / "training")
+            (base / "training").rename(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,23 +23,14 @@ from shards import Fault
 
 import train_gpt
 from tests.test_tokenize import gpt2  # noqa: F401, a fixture
-from tests.tools import (
-    FLOAT32_FLAGS,
-    SMALL,
-    bank_matrices,
-    bigram_rows,
-    tiny_program,
-    write_shard,
-)
-from train_gpt import LONG, Layer, Stage
+from tests.tools import PHRASE, bank_matrices, bigram_rows
 
 TRAIN = Path(train_gpt.__file__).resolve()
 SCRIPT = Path(hellaswag.__file__)
 SOURCE = SCRIPT.read_text()
 ENCODE = weights.tokenizer(train_gpt.PRESETS["tiny"]).encode
 read = lambda path: [*hellaswag.tokenize(cached_hellaswag.read(path), ENCODE)]
-PHRASE = "the cat sat on a mat, "  # the model learns its repetition, and nothing else
-CONTEXT = "a mat, the cat"  # of all examples
+CONTEXT = PHRASE[-7:] + PHRASE[:7]  # of all examples
 ON = "sat on a mat, the cat " * 3  # the likeliest ending
 EXAMPLES = [  # endings, label, and whether the answer is right by acc and by acc_norm
     ([ON[:20], "dog ran to the sea x", "qqq", "zzz"], 0, 1, 1),
@@ -61,20 +52,12 @@ def start(*argv, cwd=None, **env):
 
 
 @pytest.fixture(scope="module")
-def its(tmp_path_factory):
+def its(trained, tmp_path_factory):
     """A file of EXAMPLES, weights that know the phrase, and the endings' sums of losses, which are
     computed one row at a time, without padding."""
     folder = tmp_path_factory.mktemp("hellaswag")
     (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    tokens = [[256, *ENCODE((PHRASE * 7)[i % 22 :][:120])] for i in range(600)]
-    write_shard(folder / "x_train_000001.bin", np.concatenate(tokens))
-    write_shard(folder / "x_val_000000.bin", np.concatenate(tokens[:10]))
-    layers = (Layer(LONG, key_offset=True, paired_heads=True, value_table=0),)
-    program = tiny_program(layers, (Stage(120, 512, short=8, long=64, max_doc=0, lr=1.0),))
-    flags = [*SMALL, *FLOAT32_FLAGS, "--copy=0", "--seed=1", f"--data={folder}"]
-    done = start("-c", program, "tiny", *flags, cwd=folder, PYTHONPATH=str(TRAIN.parent))
-    assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("logs/*.npz")
+    (path,) = trained.glob("logs/*.npz")
     w = weights.open_weights(path, TRAIN)
     whole = {k: jax.device_put(x) for k, x in w.arrays.items()}
     whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,22 +16,11 @@ import pytest
 import weights
 
 import train_gpt
-from tests.tools import (
-    FLOAT32_FLAGS,
-    SMALL,
-    bank_matrices,
-    bigram_rows,
-    text,
-    tiny_program,
-    write_shard,
-)
-from train_gpt import LONG, SHORT, Layer, Stage
+from tests.tools import bank_matrices, bigram_rows, write_shard
+from train_gpt import Stage
 
 ROOT = Path(train_gpt.__file__).parent
 SOURCE = (ROOT / "evals/loss.py").read_text()
-LAYERS = (Layer(LONG, value_table=0), Layer(SHORT, paired_heads=True, bigram=True))
-STAGES = (Stage(10, 256, short=12, long=30, max_doc=0, lr=1.0),)
-FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS]
 # Pairs of text to replace in loss.py; ("", "") is no fault. More are in dev/faults/evals.toml.
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
@@ -44,22 +34,17 @@ def load(old: str = "", new: str = "") -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> SimpleNamespace:
-    """Trained weights of a run, and a validation shard of documents of 1 to 100 tokens."""
-    folder = tmp_path_factory.mktemp("loss")
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 20, 1500)
-    tokens[[0, 130, 131, *np.cumsum(rng.integers(1, 100, 22))]] = 256
-    write_shard(folder / "x_train_000001.bin", text(3000))
-    write_shard(folder / "x_val_000000.bin", tokens)
+def run(trained, tmp_path_factory) -> SimpleNamespace:
+    """The weights of a run, and its validation shard of documents of 1 to 100 tokens."""
+    folder = tmp_path_factory.mktemp("loss") / "run"
+    shutil.copytree(trained, folder)
+    tokens = train_gpt.open_shard(folder / "x_val_000000.bin")
     env = os.environ | dict(PYTHONPATH=str(ROOT))
 
     def start(*argv):
         command = [sys.executable, *map(str, argv)]
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
-    done = start("-c", tiny_program(LAYERS, STAGES), *FLAGS, "--data", folder)
-    assert done.returncode == 0, done.stderr
     (path,) = folder.glob("logs/*.npz")
     w = weights.open_weights(path, ROOT / "train_gpt.py")
     hand = functools.cache(functools.partial(by_hand, w.arrays, tokens))

@@ -78,6 +78,39 @@ def tiny_program(layers: tuple, stages: tuple) -> str:
     )
 
 
+# What the trained run of conftest.py has learned.
+ALPHABET = "ABCDEFGHIJKLMNOP"
+PHRASE = "the cat sat on a mat, "
+
+
+def train_a_run(folder: Path) -> None:
+    """Trains a small model in the folder, in a process. It learns two kinds of documents by heart:
+    ALPHABET, and 120 characters of PHRASE repeatedly. Its validation shard has documents of 1 to
+    100 random tokens."""
+    folder.mkdir()
+    alphabet = [256, *ALPHABET.encode()]
+    tokens = []
+    for first in range(600):
+        phrases = (PHRASE * 7)[first % len(PHRASE) :][:120]
+        tokens += [256, *phrases.encode(), *alphabet, *alphabet]
+    write_shard(folder / "x_train_000001.bin", tokens)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, 1500)
+    tokens[[0, 130, 131, *np.cumsum(rng.integers(1, 100, 22))]] = 256
+    write_shard(folder / "x_val_000000.bin", tokens)
+    layers = (
+        Layer(SHORT, paired_heads=True, key_offset=True, value_table=0),
+        Layer(LONG, xsa=True, key_start=True, bigram=True, attend_to=0),
+    )
+    program = tiny_program(layers, (Stage(80, 256, short=12, long=30, max_doc=0, lr=4.0),))
+    flags = [*SMALL, *FLOAT32_FLAGS, "--adam_every", "1", "--seed", "1", "--val_every", "80"]
+    command = [sys.executable, "-c", program, "tiny", *flags, "--data", str(folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.splitlines()[-1].startswith("RESULT {")
+
+
 def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
     """A file of tokens; magic, version and count are written into its header as they are given."""
     header = np.zeros(256, "<i4")
