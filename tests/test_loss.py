@@ -31,7 +31,7 @@ SOURCE = (ROOT / "evals/loss.py").read_text()
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT, paired_heads=True, bigram=True))
 STAGES = (Stage(10, 256, short=12, long=30, max_doc=0, lr=1.0),)
 FLAGS = ["tiny", *SMALL, *FLOAT32_FLAGS]
-# Pairs of text to replace in loss.py; ("", "") is no fault. More are in dev/faults/evals.toml.
+# Pairs of text to replace in loss.py; ("", "") is no fault. Others are in dev/faults/evals.toml.
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
 
