@@ -35,9 +35,9 @@ def test_it_trains_saves_and_samples(tmp_path):
     assert done.stdout.partition("\ndef f(")[2] == text and "val_loss" not in done.stdout
 
 
-@pytest.mark.slow  # dev/faults.py plants more
+@pytest.mark.slow  # dev/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """One of those in dev/faults/basics.toml."""
+    """Another one is in dev/faults/basics.toml."""
     done = basic(tmp_path, "gpt2", *QUICK, plant=("is_causal=True", "is_causal=False"))
     assert done.returncode == 1 and done.stderr == ""
     last = done.stdout.splitlines()[-1]

@@ -301,7 +301,8 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "less validation": (lambda f: rewrite_all(f, config=dict(val_tokens=8)), "validated on 8"),
     "one left out": (lambda f: log(f).unlink(), "planned 5 runs with 5 seeds, found 4"),
     "one more": (lambda f: add_log(f, ours(99, 1.46)), "planned 5 runs with 5 seeds, found 6"),
-    "seeds to choose from": (lambda f: write_plan(f, [*SEEDS, 7]), "6 seeds, found 5"),
+    "seeds to choose from": (
+        lambda f: write_plan(f, [*SEEDS, 7], n=5), "planned 5 runs with 6 seeds, found 5"),
     "an unplanned seed": (lambda f: rewrite(f, seed=99), "seeds that were not planned: [99]"),
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
     "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": sha(SOURCE)}), "no plan"),
