@@ -208,7 +208,7 @@ class Config:
     lr_floor: float = 0.15                 # factor on the rates after the cooldown
     momentum_warmup: float = 300 / 1285    # fraction, from the start, in which momentum rises
     momentum_cooldown: float = 50 / 1285   # fraction, before the end, in which it falls again
-    momentum_low: float = 0.85             # Muon's momentum in the first and in the last step
+    momentum_low: float = 0.85             # Muon's momentum at the start and at the end
     momentum_high: float = 0.95            # momentum in between
     untie: float = 847 / 1285   # fraction of the run in which embedding and head are one table
     muon_lr: float = 0.023      # learning rate of the matrices in the layers
@@ -375,8 +375,8 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 # ---- Model ---------------------------------------------------------------------------------------
 def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
-    """Cross-entropy in nats, summed over tokens and targets. loss_weights are by the number of the
-    target, as in target_weights()."""
+    """Cross-entropy in nats, summed over tokens and targets. loss_weights has the weight of each
+    target by its number, as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
@@ -395,7 +395,7 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
     w has the weights of param_table() by name. w["mlp"][i], w["qk"][i] and w["vo"][i] list layer
-    i's matrices; w["skip_lambdas"][i] is layer i's row, and so are all others with a row for each
+    i's matrices; w["skip_lambdas"][i] is layer i's row, as in all others with a row for each
     layer. Instead of the n-gram table, w has "bigram_rows", (B, T * len(c.ngrams), D), the rows of
     ngram_rows().
 
@@ -646,7 +646,7 @@ def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
 GATE_SCALE = 0.1  # factor of a MUDD net's output, and first value of the gates' learned factor
-KEEP_ADD = [1.1**0.5, 1.0]  # first a and b of a sublayer: two of them scale x by 1.1
+KEEP_ADD = [1.1**0.5, 1.0]  # first a and b of a sublayer: a layer's two scale x by 1.1
 
 
 def nets(c: Config) -> dict[str, dict[str, list[float]]]:
@@ -1006,7 +1006,7 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
         ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
         row = row_factors[0] * ngram[0]  # products of int32 may wrap around
         earlier = ngram[1:]
-        if n == 2:  # as upstream: to the row of the second token, the first one counts as last_row
+        if n == 2:  # as upstream: in the pair of token 1, last_row stands in for token 0
             earlier = [ngram[1].at[:, 0].set(last_row)]
         for factor, token in zip(row_factors[1:], earlier, strict=True):
             row = row ^ (factor * token)
@@ -1192,7 +1192,7 @@ def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
 
 def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
     """The loss, and its gradients for x and w."""
-    # train_step() divides the loss by the batch: without that, gradients fill FP8's range.
+    # train_step() divides the loss by the batch. Undone here, so that gradients fill FP8's range.
     grad_scale = c.g_scale * c.batch
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
@@ -1254,7 +1254,7 @@ GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
 
 
 class Param(NamedTuple):
-    """How a parameter starts, is stored, sent and updated. Of a node's devices, there are n.
+    """How a parameter starts, is stored, sent and updated. A node has n devices.
 
     sharding    stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
@@ -1335,7 +1335,7 @@ ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul 
 
 
 def padded_vocab(c: Config) -> int:
-    """Rows of the embedding and the head, V. The softmax is over the padding as well, so it is
+    """Rows of the embedding and the head, V. The softmax includes the padding, so it is
     trained, too."""
     return -(-c.vocab // 128) * 128
 
@@ -1390,8 +1390,8 @@ def uniform(bound: Any) -> Callable:
 
 def start_keys_as_queries(qk: Array, c: Config) -> Array:
     """[key-start] In layers with key_start, key weights start as copies of query weights, so that
-    from the first step on a token attends to its like and, with key_offset, to what followed it.
-    Not in upstream."""
+    a token first attends to tokens like itself and, with key_offset, to what followed them. Not in
+    upstream."""
     matrices = qk.reshape(-1, *qk.shape[2:])
     for n, i in enumerate(c.attention_layers()):
         if c.layers[i].key_start:  # of a layer's H matrices, half are for q, and half for k
@@ -1423,7 +1423,7 @@ def node_axes() -> tuple[str, ...]:
 
 
 def varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Marks x, which is replicated, as varying over axes, so that its gradient is summed."""
+    """Marks x, which is replicated, as varying over axes: its vjp sums the gradient over them."""
     return lax.pcast(x, axes, to="varying")
 
 
@@ -1586,9 +1586,9 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
 
 
 def make_state(c: Config, mesh: Mesh, old: State | None = None) -> State:
-    """The state at the start of a run; the same numbers on any number of devices. A seed of -1
-    counts as 0. The memory of an old state is used again, because a program's first call with new
-    addresses is slow, and would be on the clock."""
+    """The state at the start of a run; the same numbers on any number of devices. A seed of -1,
+    which every run has replaced, counts as 0. The memory of an old state is used again, because a
+    program's first call with new addresses is slow, and would be on the clock."""
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(c, mesh))
     options = {"donate_argnums": 0, "keep_unused": True, "out_shardings": shardings}
     program = jax.jit(lambda old, seed: initial_state(seed, c), **options)
@@ -1612,7 +1612,7 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
-    # gathered when they were updated.
+    # gathered when updated; varying() is outside of any vjp here, so their gradients stay local.
     gathered = (BANK, REPLICATED)
     owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
@@ -1779,7 +1779,7 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
     keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
-    keys = list(dict.fromkeys(keys))  # without repetitions, in the order of the run
+    keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
     print(f"compiling {len(keys)} programs ...", flush=True)
 
     def compile_one(key):
@@ -2054,8 +2054,8 @@ def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
 
 
 def fit_kernels(device: jax.Device, c: Config) -> Config:
-    """Returns the configuration with the attention kernel that a device has, and without FP8 where
-    the device refuses or emulates it."""
+    """Returns the configuration with the attention kernel that a device has, and without FP8 on
+    NVIDIA GPUs and TPUs that refuse or emulate it."""
     # Only NVIDIA's compute capabilities are numbers: AMD's are like gfx942, others have none.
     capability = getattr(device, "compute_capability", "")
     capability = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
