@@ -132,18 +132,23 @@ def test_a_planted_fault_shows(old, new, its, monkeypatch):
 
 
 def test_a_run_tells_scores(its):
-    tool = SCRIPT, its.w.path, "--file", its.file
-    first, *rest = start(*tool).stdout.splitlines()
+    first, *rest = start(SCRIPT, its.w.path, "--file", its.file).stdout.splitlines()
     assert re.fullmatch(rf"HellaSwag of {its.w.path}: 7 examples in \d+\.\d s", first)
     assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
                     "tokens are bytes, so no other figures can be compared with these"]  # fmt: skip
-    empty = its.file.with_name("empty.jsonl")
-    done = start(*tool[:3], empty)
-    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: no such file: {empty}\n")
+
+
+def test_a_file_without_examples_gets_a_line(its, tmp_path, monkeypatch, capsys):
+    empty = tmp_path / "empty.jsonl"
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", str(its.w.path), "--file", str(empty)])
+    with pytest.raises(SystemExit, match="2"):
+        hellaswag.main()
+    assert capsys.readouterr().err == f"hellaswag.py: no such file: {empty}\n"
     empty.touch()
-    done = start(*tool[:3], empty)
-    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: {empty} is empty\n")
+    with pytest.raises(SystemExit, match="2"):
+        hellaswag.main()
+    assert capsys.readouterr().err == f"hellaswag.py: {empty} is empty\n"
 
 
 def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
