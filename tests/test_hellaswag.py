@@ -200,11 +200,16 @@ def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
     hub = Hub(of.REPO, {commit: {of.NAME: it} for commit, it in commits.items()})
     digest = hashlib.sha256(content).hexdigest()
     file = tmp_path / of.NAME
-    code = "import sys, weights, hellaswag, cached_hellaswag as it\n"
+    code = "import cached_hellaswag as it\n"
     code += f"it.OUT, it.SHA256 = it.pathlib.Path({str(tmp_path)!r}), {digest!r}\n"
-    code += f"sys.argv = ['hellaswag.py', {str(its.w.path)!r}]\n"
+    score = "import sys, weights, hellaswag\n"  # they import jax, which takes a second
+    score += f"sys.argv = ['hellaswag.py', {str(its.w.path)!r}]\nhellaswag.main()"
     begins = f"downloading HellaSwag to {tmp_path} ...\n"
-    env = dict(HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path), PYTHONPATH=str(SCRIPT.parent))
+    env = dict(
+        HF_ENDPOINT=hub.endpoint,
+        HF_HOME=str(tmp_path),
+        PYTHONPATH=f"{SCRIPT.parent}:{Path(of.__file__).parent}",
+    )
     env |= dict(HF_TOKEN="good", NO_PROXY="*")
     done = start("-c", code + "print(it.fetch())", **env)
     assert (done.stdout, done.stderr) == (f"{file}\n", begins) and hub.asked("cdn") == [of.NAME]
@@ -212,10 +217,10 @@ def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
     again = start("-c", code + "print(it.fetch())", **env)  # no network
     assert (again.stdout, again.stderr) == (done.stdout, "")
     file.write_bytes(content[:-1])
-    done = start("-c", code + "hellaswag.main()", **env)
+    done = start("-c", code + score, **env)
     assert done.returncode == 2 and f", not {digest}: delete it" in done.stderr
     file.unlink()
-    done = start("-c", code + "hellaswag.main()", **env, HF_HUB_OFFLINE="1")
+    done = start("-c", code + score, **env, HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and re.fullmatch(f"{begins}hellas.*network.*jsonl\n", done.stderr)
     done = start(of.__file__, **env, HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and re.fullmatch("downl.*\ncached_hellas.*network.*\n", done.stderr)
