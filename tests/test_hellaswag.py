@@ -39,7 +39,7 @@ EXAMPLES = [  # endings, label, and whether the answer is right by acc and by ac
     (["saQ", "szt" + ON[3:47] + "czt", "zzz", "QQQ"], 0, 1, 0),  # shorter, but less likely per byte
     ([ON[:51], "Q", "z", "zzz"], 3, 0, 0),
     ([ON[:51], "Qqq", "zzz", "éx"], 0, 1, 1),
-    (["Q", "z", "q", "szt xn a mzt, the czt"], 3, 0, 1),
+    (["Q", "z", "q", "szt xn z mzt, thq czt"], 3, 0, 1),
 ]
 ROWS = [dict(ind=7, ctx=CONTEXT, endings=e[0], label=e[1], split="val") for e in EXAMPLES]
 FOUND = np.array([e[2:] for e in EXAMPLES], bool).T
