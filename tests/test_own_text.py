@@ -17,7 +17,6 @@ from tests.test_tokenize import gpt2  # noqa: F401  a fixture: tiktoken's vocabu
 from train_gpt import LONG, SHORT, Layer
 
 LAYERS = (Layer(LONG, value_table=0), Layer(SHORT))
-STAGES = train_gpt.PRESETS["tiny"].stages[:1]
 SMALL = "--D 32 --H 2 --F 64 --bigrams 512 --seed 1"
 
 
@@ -48,7 +47,7 @@ def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys, size, options, pr
     *_, command = call(tokenize_text.main, "text.txt", "--out", "my data", *options.split())
     assert command == f"./run.sh tiny --data 'my data' {printed}"
     call(check.main, "my data")
-    tiny = dataclasses.replace(train_gpt.PRESETS["tiny"], layers=LAYERS, stages=STAGES, copy=4)
+    tiny = dataclasses.replace(train_gpt.PRESETS["tiny"], layers=LAYERS)
     monkeypatch.setitem(train_gpt.PRESETS, "tiny", tiny)
     train_gpt.main([*shlex.split(command)[1:], *SMALL.split(), *more.split()])
     (path,) = Path("logs").glob("*.txt")
