@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import export
-import jax
 import numpy as np
 import pytest
 import reference
@@ -210,14 +209,9 @@ def test_files_have_every_parameter_and_setting(exports, name, tokenizer):
         assert (more["window"] is None) == (layer["window"] is None)
 
 
-def test_the_card_of_a_trained_model(tmp_path):
+def test_the_card_of_a_trained_model(trained, tmp_path):
     """The card has the error that export.py measured, and the facts of the log."""
-    c = replace(MINI, data=".")
-    path = tmp_path / "run.npz"
-    save(path, c)
-    run = train_gpt.Log(str(path.with_suffix(".txt")))
-    run.facts({"data": []} | train_gpt.run_facts("tiny", c, jax.devices()[:1], ["tiny"]))
-    run.line('RESULT {"val_loss": 1.25, "steps": 20, "tokens": 999, "weights": "run.npz"}')
+    (path,) = trained.glob("logs/*.npz")
     done = start(ROOT / "evals/export.py", path, "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "next: .venv/bin/python 'out/ref" in done.stdout

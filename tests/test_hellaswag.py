@@ -39,7 +39,7 @@ EXAMPLES = [  # endings, label, and whether the answer is right by acc and by ac
     (["saQ", "szt" + ON[3:47] + "czt", "zzz", "QQQ"], 0, 1, 0),  # shorter, but less likely per byte
     ([ON[:51], "Q", "z", "zzz"], 3, 0, 0),
     ([ON[:51], "Qqq", "zzz", "éx"], 0, 1, 1),
-    (["Q", "z", "q", "szt xn a mzt, the czt"], 3, 0, 1),
+    (["Q", "z", "q", "szt xn z mzt, thq czt"], 3, 0, 1),
 ]
 ROWS = [dict(ind=7, ctx=CONTEXT, endings=e[0], label=e[1], split="val") for e in EXAMPLES]
 FOUND = np.array([e[2:] for e in EXAMPLES], bool).T
@@ -132,18 +132,23 @@ def test_a_planted_fault_shows(old, new, its, monkeypatch):
 
 
 def test_a_run_tells_scores(its):
-    tool = SCRIPT, its.w.path, "--file", its.file
-    first, *rest = start(*tool).stdout.splitlines()
+    first, *rest = start(SCRIPT, its.w.path, "--file", its.file).stdout.splitlines()
     assert re.fullmatch(rf"HellaSwag of {its.w.path}: 7 examples in \d+\.\d s", first)
     assert rest == ["acc      57.14% +- 18.70% (standard error), 4 of 7",
                     "acc_norm 71.43% +- 17.07% (standard error), 5 of 7",
                     "tokens are bytes, so no other figures can be compared with these"]  # fmt: skip
-    empty = its.file.with_name("empty.jsonl")
-    done = start(*tool[:3], empty)
-    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: no such file: {empty}\n")
+
+
+def test_a_file_without_examples_gets_a_line(its, tmp_path, monkeypatch, capsys):
+    empty = tmp_path / "empty.jsonl"
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", str(its.w.path), "--file", str(empty)])
+    with pytest.raises(SystemExit, match="2"):
+        hellaswag.main()
+    assert capsys.readouterr().err == f"hellaswag.py: no such file: {empty}\n"
     empty.touch()
-    done = start(*tool[:3], empty)
-    assert (done.returncode, done.stderr) == (2, f"hellaswag.py: {empty} is empty\n")
+    with pytest.raises(SystemExit, match="2"):
+        hellaswag.main()
+    assert capsys.readouterr().err == f"hellaswag.py: {empty} is empty\n"
 
 
 def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # noqa: F811
@@ -195,11 +200,16 @@ def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
     hub = Hub(of.REPO, {commit: {of.NAME: it} for commit, it in commits.items()})
     digest = hashlib.sha256(content).hexdigest()
     file = tmp_path / of.NAME
-    code = "import sys, weights, hellaswag, cached_hellaswag as it\n"
+    code = "import cached_hellaswag as it\n"
     code += f"it.OUT, it.SHA256 = it.pathlib.Path({str(tmp_path)!r}), {digest!r}\n"
-    code += f"sys.argv = ['hellaswag.py', {str(its.w.path)!r}]\n"
+    score = "import sys, weights, hellaswag\n"  # they import jax, which takes a second
+    score += f"sys.argv = ['hellaswag.py', {str(its.w.path)!r}]\nhellaswag.main()"
     begins = f"downloading HellaSwag to {tmp_path} ...\n"
-    env = dict(HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path), PYTHONPATH=str(SCRIPT.parent))
+    env = dict(
+        HF_ENDPOINT=hub.endpoint,
+        HF_HOME=str(tmp_path),
+        PYTHONPATH=f"{SCRIPT.parent}:{Path(of.__file__).parent}",
+    )
     env |= dict(HF_TOKEN="good", NO_PROXY="*")
     done = start("-c", code + "print(it.fetch())", **env)
     assert (done.stdout, done.stderr) == (f"{file}\n", begins) and hub.asked("cdn") == [of.NAME]
@@ -207,10 +217,10 @@ def test_the_validation_set_is_fetched_once_and_checked(its, tmp_path):
     again = start("-c", code + "print(it.fetch())", **env)  # no network
     assert (again.stdout, again.stderr) == (done.stdout, "")
     file.write_bytes(content[:-1])
-    done = start("-c", code + "hellaswag.main()", **env)
+    done = start("-c", code + score, **env)
     assert done.returncode == 2 and f", not {digest}: delete it" in done.stderr
     file.unlink()
-    done = start("-c", code + "hellaswag.main()", **env, HF_HUB_OFFLINE="1")
+    done = start("-c", code + score, **env, HF_HUB_OFFLINE="1")
     assert done.returncode == 2 and re.fullmatch(f"{begins}hellas.*network.*jsonl\n", done.stderr)
     done = start(of.__file__, **env, HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and re.fullmatch("downl.*\ncached_hellas.*network.*\n", done.stderr)

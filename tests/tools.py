@@ -104,7 +104,7 @@ def train_a_run(folder: Path) -> None:
     )
     program = tiny_program(layers, (Stage(80, 256, short=12, long=30, max_doc=0, lr=4.0),))
     flags = [*SMALL, *FLOAT32_FLAGS, "--adam_every", "1", "--seed", "1", "--val_every", "80"]
-    command = [sys.executable, "-c", program, "tiny", *flags, "--data", str(folder)]
+    command = [sys.executable, "-c", program, "tiny", *flags, "--data", "."]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
