@@ -68,6 +68,7 @@ CUDNN_ADVICE = (
     "the error above is cuDNN's. If it cannot build a plan for validation's 262,144 tokens, try "
     "--val_T 131072; --attention band does without cuDNN"
 )
+NO_HOST = re.compile("Gloo|NCCL|Connection reset|Connection closed")  # in other errors than JAX's
 NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAILED")
 
 
@@ -117,8 +118,10 @@ def main(argv: list[str]) -> None:
         if JOINED.is_set():
             time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
         leave(1)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if JOINED.is_set() and NO_HOST.search(str(error)):
+            time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
         leave(1)
 
 
