@@ -140,7 +140,10 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
         compare_setup(script, c, options)
         compare({"the checkpoint's step": guard.start, "its log": guard.checkpoint.get("log")})
     added = fit(argv, preset, c, device_memory())
-    c = dataclasses.replace(c, **added)
+    try:
+        c = dataclasses.replace(c, **added)
+    except ValueError as error:  # the larger batch may not divide the stages of a copy
+        refuse(str(error))
     with contextlib.suppress(AttributeError):  # a copy may have left out what is checked
         check_run(script, c)
     devices, fitted = script.fit_devices(c)
