@@ -309,6 +309,7 @@ def test_a_plan_is_not_changed(unfinished):
     assert "was begun on another machine" in run("--resume", unfinished)[2]
 
 
+@pytest.mark.slow
 def test_the_real_script(tmp_path):
     """train_gpt.py itself is started by the launcher, reads data by a relative path, and finds the
     programs that ./run.sh has compiled. If its log changes, verify.py has to change."""
