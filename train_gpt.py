@@ -1788,8 +1788,7 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
             return compile_val_step(stage, c, mesh)
         return compile_train_step(stage, kind, c, mesh)
 
-    # The first one alone: it fills the cache of autotuning. Tuning allocates memory in every
-    # thread, so small GPUs have two threads.
+    # The first one alone fills the cache of autotuning, which takes memory in every thread.
     tunes = mesh.devices.flat[0].platform == "gpu"
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     least = min(stat.get("bytes_limit", math.inf) for stat in stats)
@@ -2184,12 +2183,13 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
         while pending and (wait or pending[0][1].is_ready()):
             done, loss = pending.popleft()
             if guard:
-                guard.step_ended()
+                guard.step_ended(loss)
             if done % 10 == 0:
                 loss = float(loss)
                 ms = stopwatch.ms()
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
-                end_if_not_finite(loss, done, log)
+                if jax.process_count() == 1:  # or the guard ends all processes at the same step
+                    end_if_not_finite(loss, done, log)
 
     for step in range(start, c.total_steps + 1):
         saves = guard and guard.wants(step)

@@ -6,7 +6,7 @@ and calls it in four places:
     begin(state, ...)    before the first step: returns the state to begin with
     wants(step)          before each step: whether to save the state
     save(state, ...)     saves it, and ends the run if a signal has asked for that
-    step_ended()         after each step
+    step_ended(loss)     after each step
 
 The run also reads its attributes start, seconds, log_path and facts. A checkpoint is a file
 logs/RUN/STEP.state: a NumPy archive of raw arrays, with facts of the run as JSON.
@@ -420,7 +420,11 @@ class Guard:
         return saves
 
     def save(self, state: Any, step: int, seconds: float) -> None:
-        """Writes a checkpoint. Ends the run if a number in it is not finite, or after a signal."""
+        """Writes a checkpoint. Ends the run if a number in it is not finite, or after a signal; and
+        without a checkpoint, if several processes have found a loss that is not finite."""
+        if self.status == self.script.NON_FINITE:
+            self.log.line(f"NON-FINITE: the loss, by step {step}")
+            sys.exit(self.status)
         facts = {"step": step, "seconds": seconds, "log": str(self.log.path)}
         facts |= {"identity": self.identity, "command": self.command, "machine": self.machine}
         path = self.folder() / f"{step:07}.state"
@@ -439,8 +443,11 @@ class Guard:
             self.log.line(f"INTERRUPTED by {name} after step {step}; {self.how_to_resume()}")
             sys.exit(self.status)
 
-    def step_ended(self) -> None:
-        """Notes that a step has ended."""
+    def step_ended(self, loss: jax.Array) -> None:
+        """Notes that a step has ended. If its loss is NaN or inf and there are several processes,
+        they end together: one that ended alone would leave the others in a collective."""
+        if jax.process_count() > 1 and not np.isfinite(float(loss)):
+            self.exits.append(self.script.NON_FINITE)
         self.watchdog.ended += 1
         self.watchdog.idle = 0
 
