@@ -57,6 +57,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be edited during the run
+jax.config.update("jax_enable_x64", False)  # whatever the environment asks for
 
 
 # ---- Hyperparameters -----------------------------------------------------------------------------
@@ -318,6 +319,8 @@ VAL_SEQUENCES = 8  # sequences in a validation step
 def check_config(c: Config) -> None:
     """Raises ValueError for layers and sizes with which a run would be silently wrong. ./run.sh
     also refuses what would fail later: check_run() in dev/guard.py."""
+    if min(c.D, c.H, c.batch, c.val_T) < 1:
+        raise ValueError("--D, --H, --batch and --val_T must be at least 1")
     K = c.D // c.H
     stages = sum(stage.steps > 0 for stage in c.stages)
     val_tokens = VAL_SEQUENCES * c.val_T
@@ -1293,6 +1296,11 @@ def param_table(c: Config) -> dict[str, Param]:
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # the MLP's are taller than wide, and take larger steps
     muon = normuon(c)
+    mlp_rates = [5, 1]
+    if not any(start for _, start in c.mudd_head):
+        # The last layer's a only scales the last x. The head's norm takes that away, so at first
+        # its gradient is a rounding error, of which Adam would make a whole step.
+        mlp_rates = [*[[5, 1]] * (n_layers - 1), [0, 1]]
     # fmt: off
     table = {
         # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
@@ -1312,7 +1320,7 @@ def param_table(c: Config) -> dict[str, Param]:
         # shape, initial values, factor on the rate. Row i is layer i's; unused rows do not change.
         "vo_lambdas":   replicated((n_layers, 2), [0.5, 1.0], 5),
         "attn_lambdas": replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
-        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, [5, 1], b2=0.95),
+        "mlp_lambdas":  replicated((n_layers, 2), KEEP_ADD, mlp_rates, b2=0.95),
         "skip_lambdas": replicated((n_layers,), -1.5, 5),
         "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
         "smear_gate":   replicated((12,), 0.0, 0.01),
@@ -1863,12 +1871,12 @@ def schedule(c: Config) -> list[ScheduleRow]:
 def train_batches(c: Config, mesh: Mesh, shards: dict, start: int) -> Iterator[tuple]:
     """(tokens, schedule row) of every step from `start` on; a process reads its own sequences."""
     shapes = batch_shapes("train", c)
-    batches = read_batches(shards["train"], shapes, c, jax.process_index(), jax.process_count())
-    steps = zip(batches, schedule(c), strict=True)
+    part, parts = jax.process_index(), jax.process_count()
+    batches = read_batches(shards["train"], shapes, c, part, parts, start)
+    rows = schedule(c)
     everywhere = NamedSharding(mesh, P())
-    row = jax.tree.map(lambda _: everywhere, schedule(c)[0])
-    shardings = NamedSharding(mesh, P(mesh.axis_names)), row
-    return prefetch(itertools.islice(steps, start, None), shardings)
+    shardings = NamedSharding(mesh, P(mesh.axis_names)), jax.tree.map(lambda _: everywhere, rows[0])
+    return prefetch(zip(batches, rows[start:], strict=True), shardings)
 
 
 def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator[Any]:
@@ -1882,19 +1890,23 @@ def prefetch(batches: Iterable[Any], shardings: Any, ahead: int = 2) -> Iterator
     yield from queue
 
 
-def read_batches(shards: list, shapes: list, c: Config, part=0, parts=1) -> Iterator[np.ndarray]:
-    """Yields the batches of the shards, in order, (B, T + 1) int32. With several parts, only the
-    sequences of this part (from 0) of every batch."""
+def read_batches(
+    shards: list, shapes: list, c: Config, part: int = 0, parts: int = 1, start: int = 0
+) -> Iterator[np.ndarray]:
+    """Yields the batches of the shards, in order, from number `start` on, (B, T + 1) int32. With
+    several parts, only the sequences of this part (from 0) of every batch."""
     done = 0
     for shard in shards:
         batches = pack_documents(shard, shapes[done:], c)
         if c.deal:
             batches = deal(batches, shapes[done:])
         for batch in batches:
+            done += 1
+            if done <= start:
+                continue
             mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
             sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
             yield np.stack(sequences).astype(np.int32)
-            done += 1
 
 
 def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
@@ -1971,6 +1983,8 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
         refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
     folder = Path(c.data).absolute()
+    if not folder.is_dir():
+        refuse(f"there is no folder {folder}, which --data names: see data/README.md")
     shards = {"train": [], "val": []}
     for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
         shapes = batch_shapes(split, c)
@@ -2096,12 +2110,16 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
     """Returns what it takes to run this again, without secrets."""
     secret = re.compile("TOKEN|KEY|SECRET|PASS")
     relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
+    home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
     environment = {
-        name: value.replace(str(Path.home()), "~")
+        name: home.sub("~", value)
         for name, value in os.environ.items()
         if relevant.match(name) and not secret.search(name)
     }
-    driver = "timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    # Not a repository that the folder of this file is only a part of.
+    folder = Path(__file__).resolve().parent
+    git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
     versions |= accelerator_wheels()
@@ -2109,8 +2127,8 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         "hosts": jax.process_count(),
         "versions": versions,
         "devices": [device.device_kind for device in devices],
-        "driver": subprocess.getoutput(driver),
-        "git": subprocess.getoutput("git describe --always --dirty --abbrev=40 2>/dev/null"),
+        "driver": "\n".join(re.findall(r"^\d[\d.]*$", drivers, re.MULTILINE)),
+        "git": output_of(*git, "describe", "--always", "--dirty", "--abbrev=40"),
         "environment": environment,
         "argv": argv,
         "seed": c.seed,
@@ -2118,6 +2136,15 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
+
+
+def output_of(*command: str) -> str:
+    """What a command writes to stdout within a minute; "" if it cannot."""
+    try:
+        output = subprocess.run(command, capture_output=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return output.decode(errors="replace").strip()
 
 
 def accelerator_wheels() -> dict[str, str]:
@@ -2146,6 +2173,8 @@ def run(
     weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
     dev/guard.py."""
     mesh = make_mesh(devices)
+    if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
+        jax.config.update("jax_default_matmul_precision", "highest")
     log = Log(guard.log_path if guard else "")
     log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
     hardware = f"{len(devices)} x {devices[0].device_kind}"

@@ -60,6 +60,17 @@ def activations(c: train_gpt.Config):
     return lambda tokens: np.asarray(program(tokens)).reshape(8, T, c.D)
 
 
+def test_this_jax_computes_right_on_cpus():
+    """0.10.2 does not, and other versions may not: jax issue 39103."""
+    rows = np.zeros((32_769, 3), np.float32)
+    rows[:, 0] = np.arange(len(rows))
+
+    def squares(rows):
+        return jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(rows)
+
+    assert jax.jit(squares)(rows)[-1] == 32_768**2
+
+
 def test_no_token_sees_a_later_one():
     tokens = sequences(SMALL, T, documents=1)
     before = activations(SMALL)(tokens)

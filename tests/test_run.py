@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -331,6 +330,27 @@ def wrap(monkeypatch, name: str, change) -> None:
     monkeypatch.setattr(train_gpt, name, lambda *args: change(function(*args), *args))
 
 
+def test_float32_is_float32_on_every_device(data, monkeypatch):
+    """JAX's default precision of float32 is TF32 on GPUs and bfloat16 on TPUs."""
+    monkeypatch.chdir(data)
+    before = jax.config.jax_default_matmul_precision
+    precisions = []
+
+    def stop(*_):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_gpt, "compile_all", stop)
+    try:
+        for compute in "bfloat16", "float32":
+            c = parse(monkeypatch, ONE, "--compute", compute)
+            with pytest.raises(KeyboardInterrupt):
+                train_gpt.run("tiny", c, DEVICES, {}, [], [])
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert precisions == [before, "highest"]
+
+
 def test_the_target_ends_the_run_early(run):
     log = run("--target", "5.5", "--seed", "7", "--save", "0")
     result = [log.result[name] for name in ("reason", "steps", "tokens", "target")]
@@ -490,14 +510,52 @@ def test_versions_of_the_accelerators_wheels_are_in_the_log(monkeypatch):
     assert expected.items() <= facts["versions"].items()
 
 
-def test_a_driver_that_hangs_costs_its_fact_and_not_the_run(tmp_path, monkeypatch):
-    """nvidia-smi does so where a GPU has fallen off the bus. Here a minute is short."""
-    brief = f"shift; exec {shutil.which('timeout')} 0.2"
-    for name, script in ("timeout", f'{brief} "$@"'), ("nvidia-smi", "exec sleep 1000"):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert train_gpt.run_facts("tiny", MINI, DEVICES, [])["driver"] == ""
+NOISY = "#!/bin/sh\necho 580.95.05\necho 'WARNING: infoROM is corrupted at gpu 0'\nexit 14\n"
+
+
+@pytest.mark.parametrize(
+    "nvidia_smi, driver",
+    [(NOISY, "580.95.05"), ("#!/bin/sh\nexec sleep 1000\n", ""), (None, "")],
+    ids=["it warns", "it hangs", "there is none"],
+)
+def test_an_odd_nvidia_smi_costs_no_run(tmp_path, monkeypatch, nvidia_smi, driver):
+    """It hangs where a GPU has fallen off the bus. Here a minute is short."""
+    if nvidia_smi:
+        (tmp_path / "nvidia-smi").write_text(nvidia_smi)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kw: run(*args, **kw | {"timeout": 0.5}))
+    assert train_gpt.run_facts("tiny", MINI, DEVICES, [])["driver"] == driver
+
+
+@pytest.mark.parametrize("folder", [".", "clone"])
+def test_the_commit_is_that_of_the_files_own_repository(tmp_path, monkeypatch, folder):
+    """A ZIP of the project may lie inside another repository, and GIT_DIR may name one."""
+    git = "git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(train_gpt, "__file__", str(tmp_path / folder / "train_gpt.py"))
+    found = train_gpt.run_facts("tiny", MINI, DEVICES, [])["git"]
+    assert len(found) == (40 if folder == "." else 0)
+
+
+@pytest.mark.parametrize(
+    "home, logged",
+    [
+        ("/home/me", "--to=~/x:~ /mnt/home/me /home/metoo"),
+        ("/", "--to=/home/me/x:/home/me /mnt/home/me /home/metoo"),
+        (None, "--to=/home/me/x:/home/me /mnt/home/me /home/metoo"),
+    ],
+)
+def test_the_home_folder_is_replaced_only_at_the_beginning_of_a_path(monkeypatch, home, logged):
+    monkeypatch.delenv("HOME")
+    if home:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("XLA_SOMETHING", "--to=/home/me/x:/home/me /mnt/home/me /home/metoo")
+    facts = train_gpt.run_facts("tiny", MINI, DEVICES, [])
+    assert facts["environment"]["XLA_SOMETHING"] == logged
 
 
 def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):

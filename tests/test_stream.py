@@ -3,6 +3,7 @@ devices gets the same."""
 
 import dataclasses
 import itertools
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -219,6 +220,20 @@ def test_parts_of_the_stream_together_are_the_stream():
 
 
 # ---- Stages --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("start", [0, 1, 3, 8, 9])
+def test_a_resumed_run_copies_only_the_batches_that_it_reads(start, monkeypatch):
+    """They are skipped on the clock. There are 8 batches."""
+    shards = numbered_shards([700, 700])
+    shapes = text_batches(2, 64)[:8]
+    whole = [*train_gpt.read_batches(shards, shapes, MINI)]
+    copies = Mock(wraps=np.concatenate)
+    monkeypatch.setattr(train_gpt.np, "concatenate", copies)
+    rest = [*train_gpt.read_batches(shards, shapes, MINI, start=start)]
+    assert copies.call_count == 2 * len(rest)
+    np.testing.assert_array_equal(rest, whole[start:] or rest)
+    assert len(rest) == max(0, 8 - start)
+
+
 def test_stages_follow_each_other_at_their_steps(tmp_path):
     """A stage's batches have its shape from its first step on, also where the stage begins within a
     shard."""
