@@ -123,7 +123,7 @@ def main() -> None:
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
-    w = weights.open_weights(args.weights, args.script)
+    w = weights.open_weights(args.weights, args.script, checkpoints=True)
     coder = weights.tokenizer(w.c)
 
     def last_logits(x, head, _, last):
