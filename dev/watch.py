@@ -24,6 +24,7 @@ versions.
 from __future__ import annotations
 
 import argparse
+import codecs
 import datetime
 import json
 import math
@@ -58,6 +59,7 @@ FIRST = re.compile(
 )  # begins what follows, in this and older versions
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
+IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░", "__--==##.")
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
@@ -358,6 +360,12 @@ def follow(path: Path | None) -> None:
         time.sleep(1)
 
 
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """What replaces characters that the screen does not know; see codecs.register_error."""
+    unknown = error.object[error.start : error.end].translate(IN_ASCII)
+    return unknown.encode("ascii", "replace").decode(), error.end
+
+
 def main(argv: list[str]) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -367,14 +375,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--once", action="store_true", help="print one summary, do not wait")
     args = parser.parse_args(argv)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
-    sys.stdout.reconfigure(errors="replace")  # for terminals without these blocks
+    codecs.register_error("in_ascii", in_ascii)
+    sys.stdout.reconfigure(errors="in_ascii")
     try:
         if sys.stdout.isatty() and not args.once:
             follow(args.log)
             return
         run = read_run(args.log) if args.log else newest_run()
         if run is None:
-            sys.exit("watch: there is no log in logs/; ./run.sh starts a run")
+            what = "log in logs/" if Path("logs").is_dir() else "folder logs/"
+            sys.exit(f"watch: there is no {what}; ./run.sh starts a run")
         print("\n".join(summary(run)), flush=True)
     except OSError as error:
         if error.filename:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -212,6 +213,9 @@ def test_every_part_of_a_log_can_be_read(capsys, log):
 def test_files_that_are_not_there(capsys, log):
     assert main(capsys, "logs/none.txt") == ("", "watch: logs/none.txt: No such file or directory")
     assert main(capsys)[1] == "watch: there is no log in logs/; ./run.sh starts a run"
+    Path("logs").rename("none")
+    Path("logs").symlink_to("nowhere")
+    assert main(capsys)[1] == "watch: there is no folder logs/; ./run.sh starts a run"
 
 
 # ---- Curve ---------------------------------------------------------------------------------------
@@ -329,6 +333,16 @@ def test_of_two_runs_that_go_on_the_one_that_is_shown_stays(capsys, log, script)
     script(lambda: log(GOES_ON, "2.txt"), lambda: log(ENDED, "1.txt"))
     text, _ = main(capsys, terminal=True)
     assert text.count("logs/1.txt") == 2 and text.count("logs/2.txt") == 1 and first.exists()
+
+
+def test_a_screen_without_blocks(capsys, log, monkeypatch):
+    cut = EXAMPLE.read_text().partition("step:130/")[0]
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    watch.main([str(log(cut, "é.txt"))])
+    lines = screen.buffer.getvalue().decode().splitlines()
+    assert lines[0].endswith("logs/?.txt")
+    assert lines[1] == 27 * "#" + 13 * "." + " step 120 of 180"
 
 
 @pytest.mark.parametrize("redirection, message", [
