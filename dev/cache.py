@@ -42,7 +42,16 @@ def replace_entries() -> None:
         from jax._src.lru_cache import LRUCache
     except ImportError:  # a later JAX may have another cache
         return
+    jax_get = LRUCache.get
     jax_put = LRUCache.put
+
+    def get(cache, key: str) -> bytes | None:
+        """Reads an entry. Warns if it is there, but cannot be read, as one of another user."""
+        try:
+            return jax_get(cache, key)
+        except OSError as error:
+            warn(str(cache._path), error.strerror)
+            return None
 
     def put(cache, key: str, value: bytes) -> None:
         """Writes an entry under another name and renames it. Warns if it cannot."""
@@ -60,14 +69,12 @@ def replace_entries() -> None:
             with contextlib.suppress(OSError):
                 part.unlink()
 
+    LRUCache.get = get
     LRUCache.put = put
 
 
 @functools.cache  # once for each folder and reason
 def warn(folder: str, why: str) -> None:
-    """Says that programs are not kept."""
-    print(
-        f"warning: compiled programs cannot be kept in {folder}, so that the next run compiles "
-        f"them again: {why}",
-        file=sys.stderr,
-    )
+    """Says that programs will be compiled again."""
+    what = "cannot be used for all compiled programs, so some are compiled again"
+    print(f"warning: {folder} {what}: {why}", file=sys.stderr)
