@@ -16,20 +16,11 @@ def set_compilation_cache() -> None:
     Several processes keep none: in the second run, only process 0 would find its programs, and the
     others would wait for it to tune theirs."""
     replace_entries()
-    if jax.process_count() > 1:
+    if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
         return
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder:
-        names = importlib.metadata.distributions()
-        wheels = {wheel.metadata["Name"]: wheel.version for wheel in names}
-        versions = [wheels[name] for name in wheels if (name or "").startswith("nvidia-cudnn")]
-        folder = f".cache/jax/cudnn-{versions[0]}" if versions else ".cache/jax"
-    if "://" not in folder:  # a bucket, which JAX reads by itself
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            warn(folder, f"it is not a folder, and cannot be made: {error.strerror}")
-            folder = None
+    wheels = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
+    versions = [wheels[name] for name in wheels if (name or "").startswith("nvidia-cudnn")]
+    folder = f".cache/jax/cudnn-{versions[0]}" if versions else ".cache/jax"
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
