@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -102,10 +103,9 @@ def is_of_record_92(config: dict[str, Any]) -> bool:
     return any(layer.get("narrow_qk") or layer.get("mlps", 1) != 1 for layer in layers)
 
 
-def as_weights(checkpoint: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint in the form of a file of weights, except that they are padded. See
-    dev/guard.py and save_weights() in train_gpt.py."""
-    facts = json.loads(checkpoint["facts"].item())
+def as_weights(facts: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The facts and arrays of a checkpoint in the form of a file of weights, except that parameters
+    are padded. See dev/guard.py, and save_weights() in train_gpt.py."""
     config = {"data": "", "save": 0}  # the fields that a checkpoint leaves out
     for name, value in facts["identity"].items():
         if name.startswith("--"):
@@ -113,7 +113,7 @@ def as_weights(checkpoint: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     about = {"config": config, "result": {"steps": facts["step"]}}
     about["source"] = facts["identity"]["the source"]
     arrays = {name: np.array(json.dumps(value)) for name, value in about.items()}
-    for name, array in checkpoint.items():
+    for name, array in state.items():
         if name.startswith(".params["):
             arrays[name[9:-2]] = array  # .params['qk']
     return arrays
@@ -127,19 +127,23 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
         refuse(f"{path} is a folder: name a file of weights in it, {names}")
     if not path.is_file():
         refuse(f"no such file: {path}")
-    others = {".txt": "a log"}
-    if not checkpoints:
-        others[".state"] = "a checkpoint, which --resume, sample and loss read"
-    if path.suffix in others:
-        refuse(f"{path} is {others[path.suffix]}: a run writes its weights, *.npz, when it ends")
+    if path.suffix == ".txt":
+        refuse(f"{path} is a log: a run writes its weights, *.npz, when it ends")
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end
             if broken:
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
-        if path.suffix == ".state":
-            arrays = as_weights(arrays)
+        padded = "facts" in arrays
+        if padded:
+            facts = json.loads(arrays["facts"].item())
+            if not checkpoints:
+                refuse(
+                    f"{path} is a checkpoint, which only sample and loss read; this makes weights: "
+                    f"{facts['command']} --resume {shlex.quote(str(path))}"
+                )
+            arrays = as_weights(facts, arrays)
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
@@ -160,7 +164,7 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
         c = make_config(code, config)
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
-        if path.suffix == ".state":
+        if padded:
             arrays |= code.unpad(arrays, c)
     except Exception as error:  # for instance a layer with a field that the script lacks
         refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")

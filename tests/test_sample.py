@@ -275,12 +275,12 @@ def checkpoint(run, tmp_path, **more) -> Path:
         rows[: len(w.arrays[name])] = w.arrays[name]
         params[name] = padded
     state = train_gpt.State(params, {}, {}, {}, np.int32(0))
-    facts = {"step": 80, "identity": guard.identity(train_gpt, w.c, [])}
+    facts = {"step": 80, "command": "./run.sh tiny", "identity": guard.identity(train_gpt, w.c, [])}
     assert guard.save_checkpoint(state, facts, tmp_path / "0000080.state")
     return tmp_path / "0000080.state"
 
 
-def test_a_checkpoint_is_sampled(run, tmp_path, call):
+def test_a_checkpoint_is_sampled(run, tmp_path, call, capsys):
     path = checkpoint(run, tmp_path)
     status, out, err = call("ABC", "--temperature", "0", path=path)
     assert (status, out) == (0, ALPHABET + "\n") and err.startswith("[1 x 14 tokens, ")
@@ -289,6 +289,7 @@ def test_a_checkpoint_is_sampled(run, tmp_path, call):
     assert (status, out) == (2, "") and "the shape of gain is (3,), but" in err
     with pytest.raises(SystemExit):  # as other tools do
         weights.open_weights(path, TRAIN)
+    assert f"this makes weights: ./run.sh tiny --resume {path}\n" in capsys.readouterr().err
 
 
 def cut(run, tmp_path, size: int) -> Path:
