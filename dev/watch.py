@@ -1,6 +1,7 @@
 """Shows how a run is going, from its log alone. The run needs no change and does not notice.
 
-    ./run.sh watch          the newest log in logs/; if that run has ended, the next one, too
+    ./run.sh watch          the log in logs/ that is being written, or else the last one that was;
+                            if that run has ended, the next one, too
     ./run.sh watch LOG      this log, of a run that goes on or of one that has ended
 
 On a terminal it refreshes every second until the run ends. Elsewhere, and with --once, it prints
@@ -23,9 +24,11 @@ versions.
 from __future__ import annotations
 
 import argparse
+import codecs
 import datetime
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -56,6 +59,7 @@ FIRST = re.compile(
 )  # begins what follows, in this and older versions
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
+IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░", "__--==##.")
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ def parse(path: Path, body: str) -> Run:
         peak=len(devices) * peak(devices[0]),
         config=config,
         end=end,
-        age=time.time() - path.stat().st_mtime,
+        age=max(0.0, time.time() - path.stat().st_mtime),  # clocks differ
     )
 
 
@@ -297,14 +301,29 @@ def curve(losses: list[Loss]) -> list[str]:
 
 
 # ---- Watching ------------------------------------------------------------------------------------
-def newest_run() -> Run | None:
-    """The newest log in logs/: their names begin with the time."""
-    for path in sorted(Path("logs").glob("20*.txt"), reverse=True):
-        try:
-            return read_run(path)
-        except ValueError:  # another file, or a log whose source is being written
+def newest_run(shown: Path | None = None) -> Run | None:
+    """The run in logs/ whose log is being written: it goes on, and has a line of the last minute.
+    Without one, the run whose log was written last. Where two runs go on, the one that is shown
+    stays. Names decide only between equal times, because a resumed run writes into its old log."""
+    now = time.time()
+    logs = []
+    for path in Path("logs").glob("*.txt"):
+        if path.is_file():
+            changed = path.stat().st_mtime
+            bonus = 60 if path == shown else 0
+            logs.append((changed + bonus, path, abs(now - changed) < 60))
+    last = None
+    for _, path, is_recent in sorted(logs, reverse=True):
+        if last and not is_recent:
             continue
-    return None
+        try:
+            run = read_run(path)
+        except (FileNotFoundError, ValueError):  # deleted, another file, or its source is written
+            continue
+        if is_recent and not run.end:
+            return run
+        last = last or run
+    return last
 
 
 class Screen:
@@ -324,8 +343,9 @@ def follow(path: Path | None) -> None:
     """Shows a run until it ends. Without a path, it waits for a run that has not ended before."""
     screen = Screen()
     waiting = path is None
+    run = None
     while True:
-        run = read_run(path) if path else newest_run()
+        run = read_run(path) if path else newest_run(run and run.path)
         ended = run is not None and run.end != ""
         if run and not ended:
             waiting = False
@@ -340,6 +360,12 @@ def follow(path: Path | None) -> None:
         time.sleep(1)
 
 
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """What replaces characters that the screen does not know; see codecs.register_error."""
+    unknown = error.object[error.start : error.end].translate(IN_ASCII)
+    return unknown.encode("ascii", "replace").decode(), error.end
+
+
 def main(argv: list[str]) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -348,17 +374,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument("log", nargs="?", type=Path, metavar="LOG")
     parser.add_argument("--once", action="store_true", help="print one summary, do not wait")
     args = parser.parse_args(argv)
-    sys.stdout.reconfigure(errors="replace")  # for terminals without these blocks
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
+    codecs.register_error("in_ascii", in_ascii)
+    sys.stdout.reconfigure(errors="in_ascii")
     try:
         if sys.stdout.isatty() and not args.once:
             follow(args.log)
             return
         run = read_run(args.log) if args.log else newest_run()
         if run is None:
-            sys.exit("watch: there is no log in logs/; ./run.sh starts a run")
-        print("\n".join(summary(run)))
+            what = "log in logs/" if Path("logs").is_dir() else "folder logs/"
+            sys.exit(f"watch: there is no {what}; ./run.sh starts a run")
+        print("\n".join(summary(run)), flush=True)
     except OSError as error:
-        sys.exit(f"watch: {error.filename}: {error.strerror}")
+        if error.filename:
+            sys.exit(f"watch: {error.filename}: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's last flush
+        if not isinstance(error, BrokenPipeError):  # that of `| head`
+            sys.exit(f"watch: its output cannot be written: {error.strerror}")
     except ValueError as error:
         sys.exit(f"watch: {error}")
     except KeyboardInterrupt:

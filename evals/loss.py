@@ -83,7 +83,7 @@ def main() -> None:
     cli.add_argument("--tokens", type=int, help="tokens to read; default: as in validation")
     cli.add_argument("--out", type=Path, metavar="NAME", help="draw the picture NAME.svg")
     args = cli.parse_args()
-    w = weights.open_weights(args.weights, args.script)
+    w = weights.open_weights(args.weights, args.script, checkpoints=True)
     c = w.c
     stage = c.stages[w.stage]
     out = args.out or Path(f"{args.weights.with_suffix('')}_loss")

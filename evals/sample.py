@@ -9,6 +9,7 @@ import argparse
 import codecs
 import contextlib
 import itertools
+import os
 import signal
 import sys
 import time
@@ -99,6 +100,10 @@ def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleN
     print()
     for i, sample in enumerate(samples[1:], 2):
         print(f"{heading.format(i)}{prompt}{sample.text}")
+    left = longest - len(tokens)
+    if len(times) == left < args.tokens and not all(sample.ended for sample in samples):
+        print(f"The context of {longest:,} tokens is full: a prompt of {len(tokens) - 1:,} leaves "
+              f"room for {left:,}, not for {args.tokens:,}.", file=sys.stderr)  # fmt: skip
     rate = 0.0
     if len(times) > 1:
         rate = args.samples * (len(times) - 1) / (times[-1] - times[0])
@@ -106,6 +111,22 @@ def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleN
 
 
 def main() -> None:
+    """Runs the command line."""
+    for name in ("stdout", "stderr"):  # None if they are closed
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
+    try:
+        run_command_line()
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename:
+            refuse(f"{error.filename}: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's last flush
+        if not isinstance(error, BrokenPipeError):  # that of `| head`
+            refuse(f"the text cannot be written: {error.strerror}")
+
+
+def run_command_line() -> None:
+    """Prints the samples that the command line asks for."""
     cli = weights.parser(__doc__)
     cli.add_argument("prompt", nargs="?", default="", help="the beginning of the text")
     cli.add_argument("--tokens", type=int, default=256, help="largest number for each sample")
@@ -123,7 +144,9 @@ def main() -> None:
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
-    w = weights.open_weights(args.weights, args.script)
+    if args.interactive and not sys.stdin:
+        refuse("--interactive reads prompts from stdin, which is closed")
+    w = weights.open_weights(args.weights, args.script, checkpoints=True)
     coder = weights.tokenizer(w.c)
 
     def last_logits(x, head, _, last):
@@ -131,11 +154,11 @@ def main() -> None:
 
     run = weights.runner(w, last_logits, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the text, not the process
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` ends it without a traceback
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     if not args.interactive:
         print_samples(args.prompt, run, w, coder, args)
         return
+    sys.stdin.reconfigure(errors="surrogateescape")  # as in a prompt on the command line
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for number in itertools.count():
             prompt = input("\n> ") or "\n"

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -102,22 +103,47 @@ def is_of_record_92(config: dict[str, Any]) -> bool:
     return any(layer.get("narrow_qk") or layer.get("mlps", 1) != 1 for layer in layers)
 
 
-def open_weights(path: Path, script: Path) -> Weights:
-    """Reads logs/<run>.npz; exits with status 2 if it is damaged, or its model is not the
-    script's."""
+def as_weights(facts: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The facts and arrays of a checkpoint in the form of a file of weights, except that parameters
+    are padded. See dev/guard.py, and save_weights() in train_gpt.py."""
+    config = {"data": "", "save": 0}  # the fields that a checkpoint leaves out
+    for name, value in facts["identity"].items():
+        if name.startswith("--"):
+            config[name[2:]] = value
+    about = {"config": config, "result": {"steps": facts["step"]}}
+    about["source"] = facts["identity"]["the source"]
+    arrays = {name: np.array(json.dumps(value)) for name, value in about.items()}
+    for name, array in state.items():
+        if name.startswith(".params["):
+            arrays[name[9:-2]] = array  # .params['qk']
+    return arrays
+
+
+def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights:
+    """Reads logs/<run>.npz, or a checkpoint if the tool allows it; exits with status 2 if the file
+    is damaged, or its model is not the script's."""
     if path.is_dir():
-        refuse(f"{path} is a folder: name a file of weights in it, *.npz")
+        names = "*.npz or *.state" if checkpoints else "*.npz"
+        refuse(f"{path} is a folder: name a file of weights in it, {names}")
     if not path.is_file():
         refuse(f"no such file: {path}")
-    others = {".state": "a checkpoint, which only --resume reads", ".txt": "a log"}
-    if path.suffix in others:
-        refuse(f"{path} is {others[path.suffix]}: a run writes its weights, *.npz, when it ends")
+    if path.suffix == ".txt":
+        refuse(f"{path} is a log: a run writes its weights, *.npz, when it ends")
     try:
         with np.load(path) as file:
             broken = file.zip.testzip()  # np.load checks only what it reads to the end
             if broken:
                 raise ValueError(f"{broken} has a wrong checksum")
             arrays = dict(file)
+        padded = "facts" in arrays
+        if padded:
+            facts = json.loads(arrays["facts"].item())
+            if not checkpoints:
+                refuse(
+                    f"{path} is a checkpoint, which only sample and loss read; this makes weights: "
+                    f"{facts['command']} --resume {shlex.quote(str(path))}"
+                )
+            arrays = as_weights(facts, arrays)
         config = json.loads(arrays.pop("config").item())
         result = json.loads(arrays.pop("result").item())
         source = json.loads(arrays.pop("source").item())
@@ -138,6 +164,8 @@ def open_weights(path: Path, script: Path) -> Weights:
         c = make_config(code, config)
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
+        if padded:
+            arrays |= code.unpad(arrays, c)
     except Exception as error:  # for instance a layer with a field that the script lacks
         refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
     found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}

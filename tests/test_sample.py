@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import io
 import json
 import re
@@ -17,6 +18,7 @@ import sample
 import weights
 
 import train_gpt
+from dev import guard
 from tests.record92 import PATH, frozen
 from tests.tools import ALPHABET, bank_matrices, bigram_rows
 from train_gpt import Stage
@@ -198,6 +200,42 @@ def test_a_sample_that_has_ended_says_no_more(model, capsys):
     assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
 
 
+@pytest.mark.parametrize("wanted, token, told", [(2, 65, 0), (99, 256, 0), (3, 65, 1)])
+def test_a_full_context_is_told(wanted, token, told, model, capsys):
+    """A sample that has all its tokens, or ends by itself, says nothing of it."""
+    w, _ = model
+    run = lambda tokens, last: np.eye(257)[[token]]
+    how = argparse.Namespace(**HOW | dict(tokens=wanted))
+    sample.print_samples("x" * 253, run, w, weights.tokenizer(w.c), how)
+    line = "The context of 256 tokens is full: a prompt of 253 leaves room for 2, not for 3.\n"
+    assert capsys.readouterr().err.partition("[1 x")[0] == told * line
+
+
+class Broken(io.StringIO):
+    """A screen of which nobody reads more than a few characters, or a full disk."""
+
+    error = BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def write(self, text):
+        if self.tell() > 3:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("screen, status, message", [
+    (None, 0, ""),
+    (Broken(), 0, ""),
+    (type("Full", (Broken,), {"error": OSError(errno.ENOSPC, "No space left")})(), 2,
+     "sample.py: the text cannot be written: No space left\n"),
+])  # fmt: skip
+def test_a_screen_that_is_closed_or_full(screen, status, message, call, monkeypatch):
+    monkeypatch.setattr(sample.os, "dup2", lambda *_: None)  # it would close pytest's
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sample, "run_command_line", lambda: print("ABC") or print("DEF"))
+    ended, _, err = call()
+    assert (ended, err) == (status, message)
+
+
 def test_prompts_in_a_row(call, monkeypatch):
     prompts = iter(["ABC", "x" * 300, "", "N"])
 
@@ -208,6 +246,7 @@ def test_prompts_in_a_row(call, monkeypatch):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     status, out, err = call("--interactive", "--temperature", "0", "--tokens", "2")
     assert status == 0 and out.startswith("ABCDE\n\n") and out.endswith("\nNOP\n")
     assert err.count("the prompt has 300 tokens, more than 254") == 1
@@ -223,6 +262,34 @@ def edited(run, tmp_path, **change) -> Path:
         parts[name] = value
     np.savez(tmp_path / "x.npz", **{k: v for k, v in parts.items() if v is not None})
     return tmp_path / "x.npz"
+
+
+def checkpoint(run, tmp_path, **more) -> Path:
+    """The run's parameters as a checkpoint has them, padded, and more of them."""
+    w = weights.open_weights(run.path, TRAIN)
+    params = more
+    for name, param in train_gpt.param_table(w.c).items():
+        padded = np.zeros(param.shape, "f4")
+        banked = param.sharding in (train_gpt.BANK, train_gpt.EXCHANGED)
+        rows = padded.reshape(-1, *param.model_shape[1:]) if banked else padded
+        rows[: len(w.arrays[name])] = w.arrays[name]
+        params[name] = padded
+    state = train_gpt.State(params, {}, {}, {}, np.int32(0))
+    facts = {"step": 80, "command": "./run.sh tiny", "identity": guard.identity(train_gpt, w.c, [])}
+    assert guard.save_checkpoint(state, facts, tmp_path / "0000080.state")
+    return tmp_path / "0000080.state"
+
+
+def test_a_checkpoint_is_sampled(run, tmp_path, call, capsys):
+    path = checkpoint(run, tmp_path)
+    status, out, err = call("ABC", "--temperature", "0", path=path)
+    assert (status, out) == (0, ALPHABET + "\n") and err.startswith("[1 x 14 tokens, ")
+    more = checkpoint(run, tmp_path, gain=np.ones(3, "f4"))
+    status, out, err = call("ABC", path=more)
+    assert (status, out) == (2, "") and "the shape of gain is (3,), but" in err
+    with pytest.raises(SystemExit):  # as other tools do
+        weights.open_weights(path, TRAIN)
+    assert f"this makes weights: ./run.sh tiny --resume {path}\n" in capsys.readouterr().err
 
 
 def cut(run, tmp_path, size: int) -> Path:

@@ -2,9 +2,12 @@
 
 import ast
 import dataclasses
+import io
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -210,6 +213,9 @@ def test_every_part_of_a_log_can_be_read(capsys, log):
 def test_files_that_are_not_there(capsys, log):
     assert main(capsys, "logs/none.txt") == ("", "watch: logs/none.txt: No such file or directory")
     assert main(capsys)[1] == "watch: there is no log in logs/; ./run.sh starts a run"
+    Path("logs").rename("none")
+    Path("logs").symlink_to("nowhere")
+    assert main(capsys)[1] == "watch: there is no folder logs/; ./run.sh starts a run"
 
 
 # ---- Curve ---------------------------------------------------------------------------------------
@@ -294,6 +300,62 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
         above = int(before.rpartition("\x1b[")[2].rstrip("A"))
         shown = before.rpartition("\x1b[")[0].splitlines()
         assert above == len(shown) and max(map(len, shown)) < 60
+
+
+ENDED = HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"
+GOES_ON = HEAD + facts() + RUN
+
+
+@pytest.mark.parametrize("logs, right", [
+    # (name, text, seconds since its last line), ...
+    ([("2026-01-01.txt", GOES_ON, 5), ("2026-01-02.txt", ENDED, 90)], "2026-01-01"),  # resumed
+    ([("2026-01-01.txt", GOES_ON, 5), ("2026-01-02.txt", ENDED, 1)], "2026-01-01"),
+    ([("2026-01-01.txt", GOES_ON, 5), ("2026-01-02.txt", ENDED, -86400)], "2026-01-01"),
+    ([("2026-01-01.txt", GOES_ON, 5), ("2026-01-02.txt", GOES_ON, -86400)], "2026-01-01"),
+    ([("2026-01-01.txt", GOES_ON, 9e5), ("2026-01-02.txt", ENDED, 9e4)], "2026-01-02"),  # killed
+    ([("2026-01-01.txt", ENDED, 99), ("2026-01-02.txt", ENDED, 99)], "2026-01-02"),
+    ([("1970-01-01.txt", GOES_ON, 5), ("2026-01-02.txt", "no log", 1)], "1970-01-01"),
+    ([("my log.txt", GOES_ON, 5), ("2026-01-02.txt", ENDED, 90)], "my log"),
+])  # fmt: skip
+def test_the_log_that_is_being_written_is_shown(capsys, log, logs, right):
+    now = time.time()
+    for name, text, age in logs:
+        os.utime(log(text, name), (now - age, now - age))
+    Path("logs/nowhere.txt").symlink_to("none")
+    Path("logs/folder.txt").mkdir()
+    text, status = main(capsys)
+    assert text.splitlines()[0].endswith(f", logs/{right}.txt") and status == 0
+    assert "-1 day" not in text
+
+
+def test_of_two_runs_that_go_on_the_one_that_is_shown_stays(capsys, log, script):
+    first = log(GOES_ON, "1.txt")
+    script(lambda: log(GOES_ON, "2.txt"), lambda: log(ENDED, "1.txt"))
+    text, _ = main(capsys, terminal=True)
+    assert text.count("logs/1.txt") == 2 and text.count("logs/2.txt") == 1 and first.exists()
+
+
+def test_a_screen_without_blocks(capsys, log, monkeypatch):
+    cut = EXAMPLE.read_text().partition("step:130/")[0]
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    watch.main([str(log(cut, "é.txt"))])
+    lines = screen.buffer.getvalue().decode().splitlines()
+    assert lines[0].endswith("logs/?.txt")
+    assert lines[1] == 27 * "#" + 13 * "." + " step 120 of 180"
+
+
+@pytest.mark.parametrize("redirection, message", [
+    ("| head -1", ""),
+    (">&-", ""),
+    (">/dev/full", "watch: its output cannot be written: No space left on device\n"),
+])  # fmt: skip
+def test_a_closed_or_full_output(log, redirection, message):
+    path = log(ENDED)
+    command = f"{sys.executable} {ROOT}/dev/watch.py {path} {redirection}; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == message
+    assert done.stdout.splitlines()[-1] == ("1" if message else "0")
 
 
 def test_a_finished_log_is_shown_once(capsys, log, script):
