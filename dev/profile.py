@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
 from dev import check_gpu, launch
 from dev.cache import set_compilation_cache

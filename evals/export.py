@@ -4,13 +4,16 @@ model card, and reference.py, the model in NumPy."""
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from huggingface_hub import EvalResult, ModelCardData
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import reference
 import weights
-from huggingface_hub import EvalResult, ModelCardData
 from weights import ROOT, refuse
 
 FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 import verify

@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import verify
 

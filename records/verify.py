@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 from runs import Run, Unreadable
