@@ -300,4 +300,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
     main()
