@@ -150,7 +150,7 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
         facts="\n".join(facts) or "There was no log.",
         gap=gap,
     )
-    body = (ROOT / "evals/card.md").read_text() + (ROOT / "LICENSE").read_text()
+    body = (ROOT / "evals/card.md").read_text("utf-8") + (ROOT / "LICENSE").read_text("utf-8")
     filled = body.format(**config | w.result | tokens | blanks)
     return f"---\n{header.to_yaml()}\n---\n\n{filled}"
 
@@ -203,4 +203,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("export.py"):
+        main()

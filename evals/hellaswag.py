@@ -132,4 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with shards.one_line("hellaswag.py"):
+        main()

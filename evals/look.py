@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import weights
 from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_shard
 
 # isort: split
@@ -509,4 +510,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("look.py"):
+        main()

@@ -96,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("share.py"):
+        main()
