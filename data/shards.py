@@ -251,6 +251,8 @@ def examine(
                 return known
             return inspect(folder / name, eot)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not (folder / name).is_symlink():
+                return dict(fault="is missing: get it again")
             return dict(fault=f"cannot be read: {reason(error, folder / name)}")
         except Fault as fault:
             return dict(fault=str(fault))
@@ -441,7 +443,7 @@ def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder inside `out` for unfinished files, deleted at the end. Only one process at a time
     works in `out`; others wait for it. What a killed process left is deleted."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
+    with (out / ".lock").open("a+") as lock:  # "w" would wait if it were a pipe
         has_lock = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
