@@ -124,7 +124,8 @@ def gpt2() -> Any:
 
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # from the package, the network, the cache, or another file's hash
-        raise Fault(f"tiktoken cannot load GPT-2's vocabulary: {no_vocabulary(error)}") from None
+        what = f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__})"
+        raise Fault(f"{what}: {no_vocabulary(error)}") from None
 
 
 def no_vocabulary(error: Exception) -> str:
