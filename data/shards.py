@@ -28,13 +28,14 @@ HEADER = 1024  # bytes
 GPT2 = dict(vocab=50257, eot=50256)
 STAMP = ".checked.json"
 BARE = "data/README.md says how to put a header before tokens"
+PACKED = b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 OTHERS = {  # how files begin that are no shards: what they are, and what to do about it
     (b"version https://git-lfs",): "a Git LFS pointer: type git lfs pull in the clone it is from",
     (struct.pack("<2i", 20240801, 7),): "one of Llama 3's tokens of 32 bits, and only tokens of 16 "
     "bits are read: make shards of the text by ./run.sh tokenize",
     (struct.pack(">2i", MAGIC, VERSION),): "one of big-endian numbers: write little-endian ones",
     (b"\x93NUMPY", b"MMIDIDX", b"LITPKDS"): f"a file of NumPy, Megatron or lit-gpt: {BARE}",
-    (b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "packed: unpack it first",
+    PACKED: "packed by gzip, ZIP, bzip2, xz or zstd: unpack it",
     (b"PAR1",): "a parquet file: make shards of its text by ./run.sh tokenize",
     (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
 }
