@@ -347,7 +347,8 @@ def main() -> None:
         check(f"{args.save} has these weights, for GPT2LMHeadModel.from_pretrained", same)
     prompt = [c.V - 1, *coder.encode(args.prompt)[-c.T // 2 :]]
     tokens = sample(params, prompt, 100, c, args.seed)
-    print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
+    with shards.one_line("gpt2.py"):  # \u4e2d is printed where a terminal lacks 中
+        print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ It downloads the validation shard and the first N training shards (200 MB, 100,0
 of a data set on huggingface.co. Without N, it downloads as many as the record reads. A file gets
 its name and its entry in MANIFEST.json only if it has the sha256 that the hub states. After an
 interruption, run this again: it keeps the files that were complete. If all files are there and
-right, it does not need the network.
+right, it does not need the network, also if they were copied by hand and are those of the record.
 """
 
 import argparse
@@ -17,9 +17,11 @@ import signal
 import sys
 from typing import NoReturn
 
-import shards
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import shards
 
 HERE = pathlib.Path(__file__).resolve().parent
 VARIANTS = {  # flag: repository, prefix of its files, training shards in it
@@ -70,8 +72,11 @@ def explain(error: Exception, repo: str, revision: str) -> str:
         if error.response.status_code == 401:
             return f"{hub} refuses the token: set HF_TOKEN to a valid one, or unset it ({why})"
         return f"{hub} answers with an error, so try again later: {why}"
+    fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
+    if fault:
+        return fault
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        return why  # the disk, or a file that was cut
+        return shards.reason(error)  # the disk, or a file that was cut
     return f"cannot reach {hub}: {why}. Check the network, the proxy, HF_ENDPOINT, HF_HUB_OFFLINE"
 
 
@@ -84,7 +89,7 @@ def find_faults(folder: pathlib.Path, stated: dict[str, dict]) -> dict[str, str]
         if "fault" in found:
             faults[name] = found["fault"]
         elif found["sha256"] != sha256:
-            faults[name] = f"has sha256 {found['sha256']}, but the hub states {sha256}"
+            faults[name] = f"has other bytes: sha256 {found['sha256']}, not {sha256}"
     return faults
 
 
@@ -99,14 +104,40 @@ def read_files(out: pathlib.Path, repo: str) -> dict[str, dict]:
     return about.get("files", {})
 
 
-def ask(repo: str, names: list[str], revision: str) -> dict[str, dict]:
+def needed(out: pathlib.Path, faults: dict[str, str]) -> str:
+    """Why the hub is asked for files, and what to do without it."""
+    for path in out.glob(f"*/**/{[*faults][0]}"):
+        if not path.relative_to(out).parts[0].startswith("."):
+            return f"{path} is there: move such files to {out}, or pass --out {path.parent}"
+    what = []
+    for name, fault in faults.items():
+        fault = fault.partition(":")[0] if (out / name).exists() else "is missing"
+        what.append(f"{name} {fault}")
+    if len(what) > 8:
+        what[8:] = [f"and {len(what) - 8} more"]
+    way = f"copy right files to {out}, or train on those there by ./run.sh PRESET --data {out}"
+    return f"It is needed because {'; '.join(what)}. Without a network, {way}"
+
+
+def add_to_manifest(out: pathlib.Path, repo: str, files: dict, known: dict[str, dict]) -> None:
+    """Adds `known` files, which are there and right, to `files` and to MANIFEST.json."""
+    for name, entry in known.items():
+        files[name] = dict(size=(out / name).stat().st_size) | entry
+    try:
+        shards.write_manifest(out, repo, **shards.GPT2, files=files)
+    except OSError as error:  # the folder may be read-only
+        print(f"all files are right, but MANIFEST.json is not written: {shards.reason(error)}")
+
+
+def ask(repo: str, names: list[str], revision: str, why: str) -> dict[str, dict]:
     """{name: size, sha256 and revision} of the files, as the hub states them. Exits if the hub
-    cannot be asked, does not have a file, or states another sha256 than the pinned one."""
+    cannot be asked (`why` it is continues the message), does not have a file, or states another
+    sha256 than the pinned one."""
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     try:
         info = HfApi().dataset_info(repo, revision=revision, files_metadata=True, timeout=timeout)
     except Exception as error:
-        refuse(explain(error, repo, revision))
+        refuse(explain(error, repo, revision) + why)
     lfs = {file.rfilename: file.lfs for file in info.siblings}
     stated = {}
     for name in names:
@@ -162,20 +193,27 @@ def download(
     """Downloads the files that are missing or wrong. Returns the `files` of MANIFEST.json, and how
     many were downloaded. Exits if not all files are there and right in the end."""
     files = read_files(out, repo)
+    faults = {}
     known = {}
     for name in names:
+        pin = pins(repo).get(name)
         entry = files.get(name)
-        if entry and entry["sha256"] == pins(repo).get(name, entry["sha256"]):
-            if revision in (None, entry["revision"]):
-                known[name] = entry
-    if len(known) == len(names) and not find_faults(out, known):
+        if pin and (entry is None or entry["sha256"] != pin):
+            entry = dict(sha256=pin)  # it may have been copied by hand
+        if entry and revision in (None, entry.get("revision")):
+            known[name] = entry
+        else:
+            faults[name] = "has no sha256 in MANIFEST.json"
+    faults |= find_faults(out, known)
+    if not faults:
+        add_to_manifest(out, repo, files, known)
         return files, 0
     with shards.workplace(out):  # for its lock
         files = read_files(out, repo)  # another process may have added some
         if revision is None:  # all files should be of one commit
-            commits = {entry["revision"] for entry in files.values()}
+            commits = {entry["revision"] for entry in files.values() if "revision" in entry}
             revision = commits.pop() if len(commits) == 1 else "main"
-        stated = ask(repo, names, revision)
+        stated = ask(repo, names, revision, f". {needed(out, faults)}")
         missing = {name: stated[name] for name in find_faults(out, stated)}
         faults = fetch(repo, missing, out) if missing else {}
         files |= {name: entry for name, entry in stated.items() if name not in faults}
@@ -188,7 +226,8 @@ def download(
 
 def arguments() -> tuple[str, list[str], str | None, pathlib.Path]:
     """From the command line: repository, names of the files, revision and folder."""
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     help = "training shards; default: %(default)s, which the record reads"
     cli.add_argument("n", type=int, nargs="?", metavar="N", default=RECORD_SHARDS, help=help)
     which = cli.add_mutually_exclusive_group()
@@ -214,14 +253,12 @@ def stop(*_: object) -> NoReturn:
     os._exit(130)
 
 
+@shards.one_line("cached_fineweb10B.py")
 def main():
     signal.signal(signal.SIGINT, stop)
     repo, names, revision, out = arguments()
-    try:
-        files, fetched = download(repo, names, revision, out)
-    except OSError as error:  # no space, no permission
-        refuse(f"cannot use {out}: {error}")
-    commits = ", ".join(sorted({files[name]["revision"][:12] for name in names}))
+    files, fetched = download(repo, names, revision, out)
+    commits = ", ".join(sorted({files[name].get("revision", "unknown")[:12] for name in names}))
     size = sum(files[name]["size"] for name in names) / 1e9
     what = f"{len(names)} files, {size:.1f} GB, revision {commits}, are there and right"
     print(f"{out}: {what}; {fetched} of them were downloaded now")

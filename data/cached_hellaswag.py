@@ -13,9 +13,11 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+from huggingface_hub import hf_hub_download
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
 from cached_fineweb10B import explain
-from huggingface_hub import hf_hub_download
 
 REPO, COMMIT = "Rowan/hellaswag", "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 NAME = "data/validation-00000-of-00001.parquet"
@@ -29,9 +31,9 @@ def fetch() -> pathlib.Path:
         print(f"downloading HellaSwag to {OUT} ...", file=sys.stderr)
     try:
         path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
+        found = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     except Exception as error:
         raise shards.Fault(explain(error, REPO, COMMIT)) from None
-    found = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     if found != SHA256:
         raise shards.Fault(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")
     return pathlib.Path(path)
@@ -66,9 +68,13 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
         raise shards.Fault(f"{place} is no example of HellaSwag: {error}") from None
 
 
+@shards.one_line("cached_hellaswag.py")
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli.parse_args()
+    print(fetch())
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    try:
-        print(fetch())
-    except shards.Fault as fault:
-        sys.exit(f"cached_hellaswag.py: {fault}")
+    main()

@@ -11,10 +11,10 @@ checked. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
 """
 
 import argparse
-import os
 import pathlib
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -55,19 +55,17 @@ def check(folder: pathlib.Path, quick: bool) -> list[str]:
     return faults
 
 
+@shards.one_line("check.py")
 def main():
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     cli.add_argument("folders", type=pathlib.Path, nargs="*", metavar="DIR")
     cli.add_argument("--quick", action="store_true", help="read only what is new or changed")
     args = cli.parse_args()
     folders = args.folders or sorted({path.parent for path in HERE.glob("*/*.bin")})
     if not folders:
         sys.exit("check.py: there are no shards in data/: data/README.md says how to get some")
-    try:
-        faults = [fault for folder in folders for fault in check(folder, args.quick)]
-    except KeyboardInterrupt:
-        print("check.py: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        os._exit(130)  # sys.exit would wait for threads that read their shards to the end
+    faults = [fault for folder in folders for fault in check(folder, args.quick)]
     if faults:
         sys.exit("\n".join(f"check.py: {fault}" for fault in faults))
 

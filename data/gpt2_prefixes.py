@@ -8,11 +8,15 @@ read it before the clock starts, because like the tokens it is a property of the
 makes it from GPT-2's merges and compares.
 """
 
+import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import shards
 
 
 def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
@@ -26,8 +30,14 @@ def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
     return table
 
 
-if __name__ == "__main__":
-    import tiktoken
+@shards.one_line("gpt2_prefixes.py")
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli.add_argument("out", type=Path, metavar="OUT")
+    out = cli.parse_args().out
+    shards.write(out, [prefixes(shards.gpt2()._mergeable_ranks).tobytes()])
 
-    table = prefixes(tiktoken.get_encoding("gpt2")._mergeable_ranks)
-    Path(sys.argv[1]).write_bytes(table.tobytes())
+
+if __name__ == "__main__":
+    main()

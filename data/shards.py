@@ -1,6 +1,9 @@
-"""What the scripts of data/ share: reading, checking and writing shards and folders of shards."""
+"""What the scripts of data/ share: reading, checking and writing shards and folders of shards, and
+messages that say what is wrong, where, and what to do."""
 
+import codecs
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -8,12 +11,15 @@ import os
 import pathlib
 import re
 import shutil
+import ssl
+import stat
 import struct
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,6 +27,25 @@ MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
 HEADER = 1024  # bytes
 GPT2 = dict(vocab=50257, eot=50256)
 STAMP = ".checked.json"
+BARE = "data/README.md says how to put a header before tokens"
+PACKED = b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
+OTHERS = {  # how files begin that are no shards: what they are, and what to do about it
+    (b"version https://git-lfs",): "a Git LFS pointer: type git lfs pull in the clone it is from",
+    (struct.pack("<2i", 20240801, 7),): "one of Llama 3's tokens of 32 bits, and only tokens of 16 "
+    "bits are read: make shards of the text by ./run.sh tokenize",
+    (struct.pack(">2i", MAGIC, VERSION),): "one of big-endian numbers: write little-endian ones",
+    (b"\x93NUMPY", b"MMIDIDX", b"LITPKDS"): f"a file of NumPy, Megatron or lit-gpt: {BARE}",
+    PACKED: "packed by gzip, ZIP, bzip2, xz or zstd: unpack it",
+    (b"PAR1",): "a parquet file: make shards of its text by ./run.sh tokenize",
+    (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
+}
+CURES = {  # what to do about errors of the system; about others, see reason()
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "make room, or choose another disk",
+    (errno.EACCES, errno.EPERM): "check the permissions of it and of its folders",
+    (errno.EROFS, errno.EIO, errno.ESTALE): "choose another disk, or mount that one again",
+    (errno.EISDIR,): "a file belongs there: move the folder away",
+    (errno.EMFILE, errno.ENFILE): "allow more open files: ulimit -n 4096",
+}
 
 
 class Fault(Exception):
@@ -28,6 +53,59 @@ class Fault(Exception):
     name."""
 
 
+# ---- Messages ------------------------------------------------------------------------------------
+def reason(error: OSError, known: pathlib.Path | None = None) -> str:
+    """Where an error of the system happened, unless it was at `known`; what it is; what to do."""
+    name = error.filename2 or error.filename or known or ""
+    place = pathlib.Path(os.fsdecode(name))
+    for part in (place, *place.parents):
+        if os.path.islink(part) and not os.path.exists(part):
+            return f"{part} is a link to {os.readlink(part)}, which is not there: mount or mend it"
+        if error.errno in (errno.EEXIST, errno.ENOTDIR) and os.path.isfile(part):
+            return f"{part} is a file, but a folder belongs there: choose another, or move it away"
+    cures = [cure for numbers, cure in CURES.items() if error.errno in numbers]
+    where = f"{place}: " if name and place != known else ""
+    return f"{where}{error.strerror or error}: {(cures or ['check that path'])[0]}"
+
+
+@contextlib.contextmanager
+def one_line(script: str) -> Iterator[None]:
+    """Ends a script with one line if it raises Fault or OSError or is stopped by Ctrl-C, and
+    quietly, with the status of SIGPIPE, if nobody reads what it prints, as with `| head`."""
+    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where é cannot be shown, as stderr
+    try:
+        yield
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
+        sys.exit(141)
+    except OSError as error:
+        sys.exit(f"{script}: {reason(error)}")
+    except Fault as fault:
+        sys.exit(f"{script}: {fault}")
+    except KeyboardInterrupt:
+        print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(130)  # sys.exit would wait for threads that read their shards to the end
+
+
+def certificate_fault(*variables: str) -> str:
+    """Which of these environment variables does not name certificates, and what to do; or ""."""
+    for variable in variables:
+        path = os.environ.get(variable)
+        try:
+            if path:
+                os.stat(path)
+                kind = "capath" if os.path.isdir(path) else "cafile"
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(**{kind: path})
+        except OSError as error:  # ssl.SSLError is one
+            what = f"{variable} names {path}, which has no certificates that can be read"
+            return f"{what} ({error.strerror}): correct it, or unset it"
+    return ""
+
+
+# ---- Tokenizers ----------------------------------------------------------------------------------
 def coder(vocab: int, eot: int) -> SimpleNamespace:
     """encode(text) -> tokens, and piece(token) -> bytes: of UTF-8 bytes (vocab 257, as `tiny` has)
     or of GPT-2's tokens. Raises Fault for any other vocabulary."""
@@ -46,32 +124,43 @@ def gpt2() -> Any:
         import tiktoken
 
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # from the network, the cache, or a file with another hash
-        get = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
-        get += "'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
-        raise Fault(
-            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}): where there is a "
-            f"network, run {get}, copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR to it"
-        ) from None
+    except Exception as error:  # from the package, the network, the cache, or another file's hash
+        what = f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__})"
+        raise Fault(f"{what}: {no_vocabulary(error)}") from None
+
+
+def no_vocabulary(error: Exception) -> str:
+    """Why tiktoken cannot load GPT-2's vocabulary, and what to do about it."""
+    if isinstance(error, ImportError):
+        return f"{error}: run ./run.sh install"
+    if isinstance(error, OSError) and error.errno and error.filename:
+        return f"TIKTOKEN_CACHE_DIR: {reason(error)}"
+    fault = certificate_fault("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    if fault:
+        return fault
+    while error.__cause__ or error.__context__:  # the first one says most
+        error = error.__cause__ or error.__context__
+    why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    if "SOCKS" in why:
+        return f"{why}: type .venv/bin/python -m pip install pysocks, or unset ALL_PROXY"
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):
+        why += f", and TIKTOKEN_CACHE_DIR, {os.environ['TIKTOKEN_CACHE_DIR']}, has no right copy"
+    get = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
+    get += "'import tiktoken; tiktoken.get_encoding(\"gpt2\")'"
+    where = "check the network and the proxy, or, on a machine where they work,"
+    return f"{why}: {where} run {get}, copy the folder gpt2 here and set TIKTOKEN_CACHE_DIR to it"
 
 
 # ---- Reading -------------------------------------------------------------------------------------
 def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
     """Reads every byte of a shard and returns the facts that the last line lists. Without `eot`,
     `documents` is 0. Raises Fault if the file is no shard, OSError if it cannot be read."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         status = os.fstat(file.fileno())
-        header = file.read(HEADER)
-        if len(header) < HEADER:
-            raise Fault(f"is no token shard: {len(header)} bytes hold no header")
-        magic, version, count = struct.unpack_from("<3i", header)
-        if (magic, version) != (MAGIC, VERSION) or count <= 0:
-            found = f"magic {magic}, version {version}, {count} tokens"
-            raise Fault(f"is no token shard (llm.c's {MAGIC}, version 1): its header: {found}")
-        promised = HEADER + 2 * count
-        if status.st_size != promised:
-            raise Fault(f"has {status.st_size} bytes where its header promises {promised}")
-        digest = hashlib.sha256(header)
+        count = token_count(file)
+        digest = hashlib.sha256()
+        file.seek(0)
+        digest.update(file.read(HEADER))
         largest = 0
         documents = 0
         while True:
@@ -79,19 +168,63 @@ def inspect(path: pathlib.Path, eot: int | None) -> dict[str, Any]:
             if not piece:
                 break
             digest.update(piece)
-            tokens = np.frombuffer(piece, "<u2")
-            largest = max(largest, int(tokens.max()))
+            tokens = np.frombuffer(piece, "<u2", len(piece) // 2)
+            largest = max(largest, int(tokens.max(initial=0)))
             if eot is not None:
                 documents += int(np.count_nonzero(tokens == eot))
+        if file.tell() != status.st_size:
+            raise Fault("changes while it is read: wait for the end of its copy")
     return dict(size=status.st_size, mtime_ns=status.st_mtime_ns, eot=eot, tokens=count,
                 sha256=digest.hexdigest(), documents=documents, largest_token=largest)  # fmt: skip
+
+
+def open_file(path: pathlib.Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, also for a pipe, which would be waited for."""
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise OSError(errno.EINVAL, "It is a pipe or a device, not a file", str(path))
+    return path.open("rb")
+
+
+def token_count(file: BinaryIO) -> int:
+    """The number of tokens of a shard, of which it reads the header. Raises Fault if it is none."""
+    header = file.read(HEADER)
+    size = os.fstat(file.fileno()).st_size
+    if len(header) < HEADER or header[:8] != struct.pack("<2i", MAGIC, VERSION):
+        raise Fault(f"is no token shard, but {recognise(header)}")
+    (count,) = struct.unpack_from("<i", header, 8)
+    if count > 0 and size == HEADER + 4 * count:
+        raise Fault("has 4 bytes for each token, but only 16-bit tokens are read: write uint16")
+    promised = HEADER + 2 * count
+    if count <= 0 or size != promised:
+        raise Fault(f"has {size} bytes where its header promises {promised}: get it again")
+    return count
+
+
+def recognise(beginning: bytes) -> str:
+    """What a file is whose first 1024 bytes are not those of a shard, and what to do about it."""
+    for firsts, what in OTHERS.items():
+        if beginning.startswith(firsts):
+            return what
+    with contextlib.suppress(UnicodeDecodeError):
+        text = " ".join(codecs.getincrementaldecoder("utf-8")().decode(beginning[:200]).split())
+        if text and text.isprintable():
+            return f"text, {text[:40]}: get the file itself, or make shards by ./run.sh tokenize"
+    if len(beginning) < HEADER:
+        return f"{len(beginning)} bytes, which hold no header: get it again"
+    numbers = "{} and {}".format(*struct.unpack_from("<2i", beginning))
+    return (
+        f"begins with {numbers}, not with {MAGIC} and {VERSION}: it has another format, or bare "
+        f"tokens, as nanoGPT and Megatron write them; {BARE}"
+    )
 
 
 def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
     """What inspect() found in a folder's files when it read them last: {} if nothing was saved."""
     try:
-        return json.loads((folder / STAMP).read_bytes())
-    except (OSError, ValueError):
+        with open_file(folder / STAMP) as file:
+            saved = json.load(file)
+        return {name: found for name, found in saved.items() if type(found) is dict}
+    except (OSError, ValueError, AttributeError, RecursionError):  # it may hold anything
         return {}
 
 
@@ -120,9 +253,11 @@ def examine(
                 return known
             return inspect(folder / name, eot)
         except OSError as error:
-            return dict(fault=f"cannot be read: {error.strerror}")
+            if isinstance(error, FileNotFoundError) and not (folder / name).is_symlink():
+                return dict(fault="is missing: get it again")
+            return dict(fault=f"cannot be read: {reason(error, folder / name)}")
         except Fault as fault:
-            return dict(fault=f"{fault}: get it again")
+            return dict(fault=str(fault))
 
     pool = ThreadPoolExecutor()  # without `with`, where Ctrl-C would wait for all threads
     names = list(names)
@@ -138,16 +273,42 @@ def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
     """All tokens of a folder's *_train_*.bin or *_val_*.bin shards in order, (N,) of uint16. One
     shard is mapped; several are copied into memory, 200 MB for each shard of FineWeb. Raises
     Fault."""
-    arrays = []
+    counts = {}
     for path in sorted(folder.glob(f"[!.]*_{split}_*.bin")):
-        header = np.fromfile(path, "<i4", 3).tolist()
-        count = header[2] if len(header) == 3 and header[:2] == [MAGIC, VERSION] else 0
-        if count < 1 or path.stat().st_size != HEADER + 2 * count:
-            raise Fault(f"{path.name} is no whole shard of tokens: python data/check.py {folder}")
-        arrays.append(np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,)))
-    if not arrays:
-        raise Fault(f"has no {split} shard: data/README.md says how to make some")
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        with open_file(path) as file:
+            try:
+                counts[path] = token_count(file)
+            except Fault as fault:
+                raise Fault(f"has {path.name}, which {fault}") from None
+    if not counts:
+        raise Fault(f"has no {split} shard{hint(folder, split)}")
+    if len(counts) == 1:
+        return np.memmap(path, "<u2", "r", offset=HEADER, shape=(counts[path],))
+    joined = np.empty(sum(counts.values()), "<u2")  # maps would need a descriptor each
+    end = 0
+    for path, count in counts.items():
+        start = end
+        end += count
+        joined[start:end] = np.fromfile(path, "<u2", count, offset=HEADER)
+    return joined
+
+
+def hint(folder: pathlib.Path, split: str) -> str:
+    """How a folder gets the shard of a split that it lacks, as the end of a sentence."""
+    for path in sorted(folder.glob("[!.]*")):
+        unnamed = path.suffix == ".bin" and not re.search("train|val", path.name)
+        if path.is_file() and (split in path.name or unnamed):
+            try:
+                with path.open("rb") as file:
+                    token_count(file)
+            except Fault as fault:
+                return f", and {path.name} {fault}"
+            name = path.stem.partition(split)[0].strip("._- ") or folder.resolve().name
+            number = "000001" if split == "train" else "000000"
+            return f": rename {path.name} to {name}_{split}_{number}.bin"
+    for path in folder.glob(f"*/[!.]*_{split}_*.bin"):
+        return f", but {path.parent} has: name that folder, or move its files here"
+    return ": data/README.md says how to make some"
 
 
 # ---- Folders -------------------------------------------------------------------------------------
@@ -155,7 +316,8 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """MANIFEST.json, or {} if there is none. Raises Fault if it is broken, OSError if it cannot be
     read."""
     try:
-        content = (folder / "MANIFEST.json").read_bytes()
+        with open_file(folder / "MANIFEST.json") as file:
+            content = file.read()
     except FileNotFoundError:
         return {}
     try:
@@ -169,7 +331,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     except Exception:  # the file may hold anything
         checks = [False]
     if not all(checks):
-        raise Fault("has a broken MANIFEST.json: delete it and get the data again")
+        raise Fault("has a broken MANIFEST.json: delete it and make or get the data again")
     return about
 
 
@@ -180,7 +342,7 @@ def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
         present = [path.name for path in folder.iterdir()]
         about = read_manifest(folder)
     except OSError as error:
-        raise Fault(f"cannot be read: {error.strerror}") from None
+        raise Fault(f"cannot be read: {reason(error, folder)}") from None
     prefixes = set()
     shards = {"train": [], "val": []}
     for name in sorted({*present, *about.get("files", ())}):
@@ -195,12 +357,12 @@ def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
     prefix = "".join(prefixes)  # the only one
     for split, names in shards.items():
         if not names:
-            raise Fault(f"has no {split} shard: data/README.md says how to make some")
+            raise Fault(f"has no {split} shard{hint(folder, split)}")
         first = 0 if names[0].endswith("_000000.bin") else 1
         for number, name in enumerate(names, first):
             expected = f"{prefix}_{split}_{number:06}.bin"
             if name != expected:
-                raise Fault(f"lacks {expected}, the next file is {name}: get it again")
+                raise Fault(f"lacks {expected}: get it, or rename {name} if that is it")
     return about, shards["train"] + shards["val"]
 
 
@@ -259,6 +421,9 @@ def write(path: pathlib.Path, parts: Iterable[bytes]) -> dict[str, Any]:
             file.flush()
             os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing and syncing do not name it
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     return dict(size=size, sha256=digest.hexdigest())
@@ -280,7 +445,7 @@ def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder inside `out` for unfinished files, deleted at the end. Only one process at a time
     works in `out`; others wait for it. What a killed process left is deleted."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
+    with (out / ".lock").open("a+") as lock:  # "w" would wait if it were a pipe
         has_lock = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,8 @@ import sys
 import warnings
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
 
 PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
@@ -141,28 +143,28 @@ def sha256(data: bytes) -> str:
 
 
 def make(out: pathlib.Path) -> None:
-    """Makes the shards and their manifest in `out`, unless they are there with the right sha256."""
-    try:
-        present = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
-        if present != SHARDS:
-            encoded = {name: encode(documents) for name, documents in build().items()}
-            if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
-                sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
-            with shards.workplace(out) as part:
-                for name, data in encoded.items():
-                    shards.write(part / name, [data])
-                    os.replace(part / name, out / name)
-                    print(f"made {out / name}, sha256 {SHARDS[name]}")
-        files = {}
-        for name, digest in SHARDS.items():
-            files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
-        shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
-    except OSError as error:  # no space, no permission
-        sys.exit(f"source_code.py: {out} cannot be written: {error.strerror}")
+    """Makes the shards and their manifest in `out`, unless they are there with the right sha256.
+    Raises OSError if it cannot write."""
+    present = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
+    if present != SHARDS:
+        encoded = {name: encode(documents) for name, documents in build().items()}
+        if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
+            sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
+        with shards.workplace(out) as part:
+            for name, data in encoded.items():
+                shards.write(part / name, [data])
+                os.replace(part / name, out / name)
+                print(f"made {out / name}, sha256 {SHARDS[name]}")
+    files = {}
+    for name, digest in SHARDS.items():
+        files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
+    shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
 
 
+@shards.one_line("source_code.py")
 def main():
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder for the shards")
     make(cli.parse_args().out)
 

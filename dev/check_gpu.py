@@ -44,6 +44,7 @@ import numpy as np
 from jax import Array, P, lax
 from jax.sharding import Mesh, NamedSharding
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
 from dev import launch, watch
 from dev.cache import set_compilation_cache
@@ -60,7 +61,7 @@ PARTS = {  # in the order in which they run
     "devices": "the record's first losses are the same on one device and on all",
 }
 LIMIT = 600  # seconds; a part that sends no result for longer hangs
-CHILD = [sys.executable, "-m", "dev.check_gpu", "--child"]  # the process that runs the parts
+CHILD = [sys.executable, __file__, "--child"]  # the process that runs the parts
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
 Line = tuple[bool, str, str, Any]  # whether it passes, name, text, facts for JSON

@@ -39,7 +39,7 @@ from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # also keeps the plugin from looking for a driver
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 
 import fits  # noqa: E402
 import jax  # noqa: E402
@@ -378,7 +378,7 @@ def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
 
 def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit status."""
-    cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     cli.add_argument("--preset", choices=PAGES, default="record")
     cli.add_argument("--write", action="store_true", help="write the preset's page")
     cli.add_argument("--memory", action="store_true", help="only measure the rows of FITS")

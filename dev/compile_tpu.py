@@ -309,7 +309,7 @@ def finished_rows(text: str, facts: str) -> dict[Program, str]:
 
 def main(argv: list[str]) -> int:
     """Compiles what has no row yet, and returns the exit status."""
-    cli = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     cli.add_argument(
         "--only", nargs="+", choices=CHIPS, default=list(CHIPS), help="only these chips"
     )

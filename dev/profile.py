@@ -1,6 +1,6 @@
 """Traces five steps of a run, for Perfetto.
 
-    .venv/bin/python -m dev.profile [preset] [--field value ...]   with the flags of the run
+    .venv/bin/python dev/profile.py [preset] [--field value ...]   with the flags of the run
 
 The steps are from the longest stage, on random tokens. Two steps run first and are not in the
 trace. While it traces, XLA starts kernels one by one, which takes longer than the CUDA graphs of a
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
 from dev import check_gpu, launch
 from dev.cache import set_compilation_cache

@@ -4,13 +4,16 @@ model card, and reference.py, the model in NumPy."""
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from huggingface_hub import EvalResult, ModelCardData
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import reference
 import weights
-from huggingface_hub import EvalResult, ModelCardData
 from weights import ROOT, refuse
 
 FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}
@@ -147,7 +150,7 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
         facts="\n".join(facts) or "There was no log.",
         gap=gap,
     )
-    body = (ROOT / "evals/card.md").read_text() + (ROOT / "LICENSE").read_text()
+    body = (ROOT / "evals/card.md").read_text("utf-8") + (ROOT / "LICENSE").read_text("utf-8")
     filled = body.format(**config | w.result | tokens | blanks)
     return f"---\n{header.to_yaml()}\n---\n\n{filled}"
 
@@ -200,4 +203,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("export.py"):
+        main()

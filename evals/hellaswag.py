@@ -5,16 +5,19 @@ ending with the lowest sum of losses, acc_norm the one with the lowest mean. Wit
 validation set is downloaded to data/hellaswag."""
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import weights
 from jax import Array, lax
 from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import weights
 
 # isort: split
 import cached_hellaswag
@@ -129,4 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with shards.one_line("hellaswag.py"):
+        main()

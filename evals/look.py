@@ -5,6 +5,7 @@ weights it draws the losses only."""
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import weights
 from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_shard
 
 # isort: split
@@ -506,4 +510,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("look.py"):
+        main()

@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import weights
 from jax import Array, lax
 from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import weights
 
 # isort: split
 from plot import STYLE, plt, save
@@ -124,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("loss.py"):
+        main()

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 if __name__ == "__main__":  # Ctrl-C while JAX is imported shows no traceback
@@ -21,6 +22,8 @@ if __name__ == "__main__":  # Ctrl-C while JAX is imported shows no traceback
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights  # noqa: E402
 from weights import refuse  # noqa: E402
 

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub import HfApi, errors
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import export
 import weights
-from huggingface_hub import HfApi, errors
 from weights import refuse
 
 
@@ -94,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with weights.shards.one_line("share.py"):
+        main()

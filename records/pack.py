@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 import verify
@@ -47,8 +48,8 @@ def read_notes(folder: Path) -> str:
     """Returns the text of notes.md; exits where a question in it is not answered."""
     file = folder / "notes.md"
     if not file.is_file():
-        file.write_text(NOTES)
-    text = file.read_text()
+        file.write_text(NOTES, "utf-8")
+    text = file.read_text("utf-8")
     if "<!--" in text:
         sys.exit(f"pack.py: answer the questions in {file}, then repeat this command")
     return text.strip()
@@ -67,7 +68,7 @@ def copy_set(e: Evidence, to: Path, patch: str) -> None:
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
     if patch:
-        (to / "change.patch").write_text(patch)
+        (to / "change.patch").write_text(patch, "utf-8")
 
 
 def copy_source(source: Path, to: Path, packed: Path) -> None:
@@ -85,15 +86,15 @@ def copy_source(source: Path, to: Path, packed: Path) -> None:
 
 def difference(old: Path, new: Path) -> str:
     """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    a = (old / "train_gpt.py").read_text().splitlines(keepends=True)
-    b = (new / "train_gpt.py").read_text().splitlines(keepends=True)
+    a = (old / "train_gpt.py").read_text("utf-8").splitlines(keepends=True)
+    b = (new / "train_gpt.py").read_text("utf-8").splitlines(keepends=True)
     return "".join(difflib.unified_diff(a, b, "a/train_gpt.py", "b/train_gpt.py"))
 
 
 def is_rewritten(patch: str, folder: Path) -> bool:
     """Returns whether a patch is longer than half of the train_gpt.py that it makes. It is not
     packed then, because reading both files says more."""
-    source = (folder / "train_gpt.py").read_text()
+    source = (folder / "train_gpt.py").read_text("utf-8")
     return len(patch.splitlines()) > len(source.splitlines()) / 2
 
 
@@ -146,7 +147,7 @@ def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
     is_study = verify.is_plan(folder)
     variants = [""]
     if is_study:
-        variants = list(json.loads((folder / "plan.json").read_text())["arms"])
+        variants = list(json.loads((folder / "plan.json").read_text("utf-8"))["arms"])
     sets = {variant: verify.collect(folder / variant) for variant in variants}
     this = sets[variants[0]]
     base = verify.collect(baseline) if baseline else None
@@ -215,7 +216,7 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
         if plan.is_study:
             shutil.copy(folder / "plan.json", place)
         (place / "result.json").write_text(json.dumps(plan.result, indent=1) + "\n")
-        (place / "README.md").write_text(page(plan, notes))
+        (place / "README.md").write_text(page(plan, notes), "utf-8")
         curves = [(inside or name, evidence) for inside, evidence in plan.sets.items()]
         units = ["steps", "time"] if track.metric == "time" else ["tokens"]
         target = None if plan.is_study else track.target
@@ -246,7 +247,7 @@ def page(plan: Plan, notes: str) -> str:
 def records_of(track: str) -> list[tuple[Path, dict[str, Any]]]:
     """Returns the records of a track, folder and result.json; the last is the one to beat."""
     paths = HERE.glob(f"tracks/{track}/*/result.json")
-    found = [(path.parent, json.loads(path.read_text())) for path in paths]
+    found = [(path.parent, json.loads(path.read_text("utf-8"))) for path in paths]
     records = [entry for entry in found if entry[1]["kind"] == "record"]
     return sorted(records, key=lambda entry: entry[1]["number"])
 
@@ -297,13 +298,13 @@ def renew() -> None:
     """Writes what follows from the records: missing lines of SHA256SUMS, and the histories."""
     listed = HERE / "SHA256SUMS"
     readme = HERE / "README.md"
-    known = listed.read_text() if listed.is_file() else ""
+    known = listed.read_text("utf-8") if listed.is_file() else ""
     for file in sorted(HERE.glob("tracks/*/*/result.json")):
         is_listed = f"  {file.relative_to(HERE).as_posix()}\n" in known
         if not is_listed:
             known += "".join(sums(file.parent))
-    listed.write_text(known)
-    readme.write_text(fill(readme.read_text()))
+    listed.write_text(known, "utf-8")
+    readme.write_text(fill(readme.read_text("utf-8")), "utf-8")
 
 
 def main(argv: list[str]) -> None:
@@ -328,4 +329,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
     main(sys.argv[1:])

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import stats
 import verify
 from runs import Run, Validation
@@ -299,4 +300,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
     main()

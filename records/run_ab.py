@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import verify
 
@@ -407,4 +408,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
     main()

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 from runs import Run, Unreadable
@@ -691,4 +692,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
     sys.exit(main(sys.argv[1:]))

@@ -47,7 +47,7 @@ def test_a_fault_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("missing", "message"), [(500, "train_000001.bin is no whole"), (0, "val shard")]
+    ("missing", "message"), [(500, "train_000001.bin, which has"), (0, "val shard")]
 )
 def test_bad_input_gets_a_line(tmp_path, missing, message):
     """A training shard of which bytes are missing, and a whole one without a validation shard."""

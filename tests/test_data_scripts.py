@@ -1,5 +1,6 @@
 """The scripts of data/: the text is the committed one, files are whole, a failure is one line."""
 
+import errno
 import hashlib
 import os
 import pathlib
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import shards as shards_py
 import source_code
+import tiktoken
+from requests.exceptions import InvalidSchema, SSLError
 
 DATA = pathlib.Path(source_code.__file__).parent
 
@@ -55,7 +58,8 @@ def test_shards_are_the_committed_ones(built):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="file/out cannot be written: Not a directory"):
+    monkeypatch.setattr(source_code, "SHARDS", {})  # so that nothing is built
+    with pytest.raises(SystemExit, match="source_code.py: .*/file is a file, but a folder"):
         run(source_code, monkeypatch, "--out", tmp_path / "file" / "out")
 
 
@@ -111,6 +115,48 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
         (part / "y.bin").touch()
         assert list(tmp_path.glob(".part-*")) == [part]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("number, where, says", [
+    (errno.ENOSPC, None, "No space left on device: make room, or choose another disk"),
+    (errno.EDQUOT, "x/y", "x/y: Disk quota exceeded: make room"),
+    (errno.ESTALE, "x/y", "x/y: Stale file handle: choose another disk, or mount that one again"),
+    (errno.EMFILE, "x/y", "x/y: Too many open files: allow more open files: ulimit -n 4096"),
+    (errno.EACCES, "x/y", "x/y: Permission denied: check the permissions"),
+    (errno.EEXIST, "LINK", "LINK is a link to /no/disk, which is not there"),
+    (errno.ENOENT, "LINK/y/z", "LINK is a link to /no/disk, which is not there"),
+    (errno.ENOTDIR, "FILE/y/z", "FILE is a file, but a folder belongs there"),
+])  # fmt: skip
+def test_errors_of_the_system_have_a_place_and_a_cure(tmp_path, monkeypatch, number, where, says):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("LINK").symlink_to("/no/disk")
+    pathlib.Path("FILE").touch()
+    assert shards_py.reason(OSError(number, os.strerror(number), where)).startswith(says)
+
+
+GET = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
+
+
+@pytest.mark.parametrize("error, variables, says", [
+    (ModuleNotFoundError("No module named 'tiktoken'"), {}, "'tiktoken': run ./run.sh install"),
+    (PermissionError(13, "Permission denied", "x/9b5a"), {}, "TIKTOKEN_CACHE_DIR: x/9b5a: Perm"),
+    (InvalidSchema("Missing dependencies for SOCKS support."), {}, "SOCKS support: type .venv/"),
+    (OSError("invalid path: /no.pem"), {"REQUESTS_CA_BUNDLE": "/no.pem"}, "REQUESTS_CA_BUNDLE nam"),
+    (OSError("invalid path: /no.pem"), {"CURL_CA_BUNDLE": __file__}, "CURL_CA_BUNDLE names "),
+    (ValueError("Hash mismatch for data."), {}, f"Hash mismatch for data: check the net.*{GET}"),
+    (ConnectionError("Max retries"), {}, f"Name or service not known: check the network.*{GET}"),
+    (SSLError("bad"), {"TIKTOKEN_CACHE_DIR": "g"}, "and TIKTOKEN_CACHE_DIR, g, has no right"),
+])  # fmt: skip
+def test_why_there_is_no_vocabulary(monkeypatch, error, variables, says):
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    if isinstance(error, (ConnectionError, SSLError)):
+        error.__context__ = ValueError("Retry")
+        error.__context__.__cause__ = OSError("Name or service not known")
+    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=error))
+    with pytest.raises(shards_py.Fault, match=f"load GPT-2's vocabulary .*{says}"):
+        shards_py.gpt2()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from unittest.mock import Mock
 
 import cached_fineweb10B as script
 import numpy as np
@@ -200,6 +201,29 @@ def test_a_folder_without_stamps_needs_no_network_until_a_file_is_broken(hub, ru
     assert "; 0 of them" in run(3).out and is_complete(out, 3)
 
 
+def test_the_pinned_bytes_are_recognized_without_a_hub(hub, run, out, monkeypatch):
+    """They were copied by hand, without MANIFEST.json or with one that does not list them."""
+    digests = {name: entry(content)["sha256"] for name, content in FILES.items()}
+    monkeypatch.setattr(script, "PINNED", digests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (out / "copy").mkdir(parents=True)
+    for name in (VAL, FIRST):
+        (out / "copy" / name).write_bytes(FILES[name])
+    assert is_one_line(run(2), f"{out}/copy/{VAL} is there", f"pass --out {out}/copy")
+    for name in (VAL, FIRST):
+        (out / "copy" / name).rename(out / name)
+    assert "2 files, 0.0 GB, revision unknown, are there and right; 0 of them" in run(1).out
+    listed = json.loads((out / "MANIFEST.json").read_bytes())["files"]
+    assert listed == {n: dict(size=len(FILES[n]), sha256=digests[n]) for n in (VAL, FIRST)}
+    assert is_one_line(run(3), f"because {SECOND} is missing; {THIRD} is missing", f"--data {out}")
+    (out / SECOND).write_bytes(FLIPPED)
+    (out / THIRD).write_bytes(FILES[THIRD])
+    assert is_one_line(run(3), f"because {SECOND} has other bytes. Without")
+    (out / SECOND).write_bytes(FILES[SECOND])
+    monkeypatch.setattr(shards, "write_manifest", Mock(side_effect=PermissionError(13, "no", "x")))
+    assert "MANIFEST.json is not written: x: no" in run(3).out  # as in a read-only folder
+
+
 def test_a_broken_manifest_and_that_of_another_data_set_are_refused(hub, run, out):
     shards.write_manifest(out, "mine", vocab=257, eot=256, files={})
     before = (out / "MANIFEST.json").read_bytes()
@@ -253,7 +277,9 @@ def test_bytes_that_are_not_those_of_the_stated_hash_are_deleted(hub, run, out):
     (out / FIRST).write_bytes(b"what was there before")
     hub.plans["cdn", FIRST].append(flip)
     digest = entry(FILES[FIRST])["sha256"]
-    assert is_one_line(run(3), f"{FIRST} has sha256 ", digest, "deleted them, so run this again")
+    assert is_one_line(
+        run(3), f"{FIRST} has other bytes: sha256 ", digest, "deleted them, so run this again"
+    )
     assert (out / FIRST).read_bytes() == b"what was there before"
     listed = json.loads((out / "MANIFEST.json").read_bytes())["files"]
     assert listed == {name: entry(FILES[name]) for name in (VAL, SECOND, THIRD)}
@@ -273,6 +299,7 @@ TROUBLES = dict(
     no_hub=(lambda h, m: plan(h, "info", sends(b"<html>")), "cannot reach http://", "HF_ENDPOINT"),
     closed=(lambda h, m: h.close() or close_session(), "cannot reach http://127", "the network"),
     offline=(lambda h, m: m.setattr(constants, "HF_HUB_OFFLINE", True), "cannot reach", "OFFLINE"),
+    certificate=(lambda h, m: m.setenv("SSL_CERT_FILE", "/no.pem"), "SSL_CERT_FILE names /no.pem"),
     no_shard=(lambda h, m: h.commits[OLD].update({VAL: b"it" * 999}), f"{VAL} is no token shard"),
 )  # fmt: skip
 
@@ -313,7 +340,9 @@ def test_a_disk_that_is_full_in_the_middle_and_a_folder_that_cannot_be_written(h
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     (tmp_path / "file").touch()
-    assert is_one_line(run(1, "--out", tmp_path / "file"), f"cannot use {tmp_path}/file: ")
+    assert is_one_line(
+        run(1, "--out", tmp_path / "file"), f"{tmp_path}/file is a file, but a folder"
+    )
     assert not hub.requests
 
 

@@ -86,6 +86,7 @@ def its(trained, tmp_path_factory):
 def load(source=SOURCE):
     """A source as a module; its batches are so small that the examples make several."""
     tool = ModuleType("tool")
+    tool.__file__ = weights.__file__  # its neighbour
     exec(compile(source, "mutant", "exec"), vars(tool))
     tool.TOKENS = 1024
     tool.CHUNK = 128

@@ -29,6 +29,7 @@ def load(old: str = "", new: str = "") -> ModuleType:
     """loss.py as a module, with one text in it replaced."""
     assert not old or SOURCE.count(old) == 1, old
     module = ModuleType("loss")
+    module.__file__ = weights.__file__  # its neighbour
     exec(SOURCE.replace(old, new), module.__dict__)
     return module
 

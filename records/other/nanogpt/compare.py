@@ -127,7 +127,7 @@ def speed(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("what", choices=("train", "speed"))
     cli.add_argument("nanogpt", type=lambda path: Path(path).resolve())
     cli.add_argument("--rate", type=float, default=2e-3)
