@@ -1,27 +1,22 @@
 """Turns your own text into shards that train_gpt.py reads: GPT-2 tokens, or the bytes of UTF-8.
 
-    ./run.sh tokenize PATH... --out DIR [--bytes] [--separator LINE] ...
+    ./run.sh tokenize PATH... --out DIR [--bytes] [--separator LINE] [--column NAME] ...
 
-It reads .txt and .md (each file is a document), .jsonl (each line has a document in its field
-"text"), all three also as .gz and .zst, and .parquet (each row has one in its column "text"). Every
-document begins with an end-of-text token, and so does every shard, also where it continues a
-document, because train_gpt.py refuses a shard without one. "<|endoftext|>" in a text is encoded as
-ordinary text. The first tokens are the validation set, as in llm.c's FineWeb. The last line printed
-is a command that trains on the shards.
+It reads .txt and .md (each file is a document, unless a separator divides it), .jsonl and JSON
+lines in .json (each line has a document in its field "text"), all of these also as .gz and .zst,
+and .parquet (each row has one in its column "text"). Every document begins with an end-of-text
+token, and so does every shard, also where it continues a document, because train_gpt.py refuses a
+shard without one. "<|endoftext|>" in a text is encoded as ordinary text, unless it is the
+separator. The first tokens are the validation set, as in llm.c's FineWeb. The last line printed is
+a command that trains on the shards.
 """
 
 import argparse
-import codecs
 import collections
 import contextlib
 import functools
-import gzip
-import hashlib
-import importlib
 import importlib.metadata
-import io
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -33,17 +28,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import shards
 from tqdm import tqdm
 
-SUFFIXES = tuple(f".{kind}{how}" for kind in ("txt", "md", "jsonl") for how in ("", ".gz", ".zst"))
-SUFFIXES += (".parquet",)
-CHUNK = 2**20  # bytes to read at once
+sys.path.append(str(pathlib.Path(__file__).resolve().parent))  # missing with PYTHONSAFEPATH=1
+import readers  # noqa: E402
+import shards  # noqa: E402
+from readers import FORMATS, MARK, Notes, Parts, Unreadable, is_plain  # noqa: E402
+
 # A document is cut at the first safe boundary that comes PIECE to 2 * PIECE characters after the
 # last one, or at 2 * PIECE. tiktoken needs some tenths of a second for that much at worst, and its
 # regular expressions overflow their stack only at twice as many (a million) spaces in a row.
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
+MOST_DOCUMENTS = 4095  # in a training or validation sequence: dev/guard.py refuses more
 VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
 
 
@@ -75,169 +72,17 @@ MOST_PASSES = 4  # unless --passes says more: `tiny` would memorize the text (da
 BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
 AFTER_WORD = re.compile(r"[^\W\d_](?=[\W\d_])")
 
-Parts = Iterator[str | None]  # strings that together are a document; None ends each document
 Piece = tuple[bool, str]  # whether a document begins here, and text to encode in one call
 
 
 def fail(message: str) -> NoReturn:
     """Exits with status 1 and the message in one line."""
-    sys.exit("tokenize_text.py: " + " ".join(message.split()))
+    sys.exit("tokenize_text.py: " + " ".join(message.splitlines()))
 
 
 def counted(number: int, word: str) -> str:
     """As "1 document" or "2 documents"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-# ---- Files ---------------------------------------------------------------------------------------
-def walk(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a folder, without hidden ones. Their order, by the sha256 of the path in the
-    folder, separates neighbours, so that the validation set is not all of one kind."""
-    found = []
-    for here, folders, names in os.walk(folder, onerror=lambda e: fail(f"{e}: make it readable")):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk visits these
-        for name in folders:
-            if os.path.islink(os.path.join(here, name)):
-                fail(f"{os.path.join(here, name)} is a link: give its target as PATH instead")
-        found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
-    within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
-    return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
-
-
-def find(paths: list[pathlib.Path]) -> list[pathlib.Path]:
-    """The input files in their order. Exits unless they exist, are given only once, and the
-    packages that read them are installed."""
-    files = []
-    ignored = 0
-    for path in paths:
-        found = walk(path) if path.is_dir() else [path]
-        usable = [file for file in found if file.name.lower().endswith(SUFFIXES)]
-        if not path.exists():
-            fail(f"{path} does not exist: check the path")
-        if not usable:
-            fail(f"{path}: found no file that ends in {' '.join(SUFFIXES)}: convert it to one")
-        files += usable
-        ignored += len(found) - len(usable)
-    for path in files:
-        if not path.is_file():
-            fail(f"{path} is not a file: leave it out")
-        module(path)  # exits if its package is missing
-    for path, times in collections.Counter(path.resolve() for path in files).items():
-        if times > 1:
-            fail(f"{path} would be read {times} times: name it once")
-    if ignored:
-        print(f"ignored {counted(ignored, 'file')} with other suffixes")
-    return files
-
-
-def module(path: pathlib.Path) -> Any:
-    """The package that reads a .zst or .parquet file; exits if it is missing. None for others."""
-    name = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower())
-    if name is None:
-        return None
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.split(".")[0]
-        fail(f"{path} needs the package {package}: {sys.executable} -m pip install {package}")
-
-
-# ---- Readers -------------------------------------------------------------------------------------
-def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file, in chunks; raises EOFError if it is cut off."""
-    suffix = path.suffix.lower()
-    if suffix == ".zst":
-        yield from unpack_zstd(path, raw)
-        return
-    file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-    while True:
-        data = file.read(CHUNK)
-        if not data:
-            return
-        yield data
-
-
-def unpack_zstd(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a zstd file, which may have several frames."""
-    zstd = module(path).ZstdDecompressor()
-    frame = None
-    while True:
-        data = raw.read(CHUNK // 128)  # little, because it may expand a thousandfold
-        if not data:
-            break
-        while data:
-            if frame is None:
-                frame = zstd.decompressobj()
-            yield frame.decompress(data)
-            data = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("it ends within a frame")
-
-
-def lines(texts: Iterable[str]) -> Iterator[str]:
-    """The lines of a text, with their ends. Only \\n ends a line."""
-    rest = ""
-    for text in texts:
-        *whole, rest = (rest + text).split("\n")
-        yield from (line + "\n" for line in whole)
-    if rest:
-        yield rest
-
-
-def jsonl(texts: Iterable[str]) -> Parts:
-    """Reads the field "text" of every line that is not blank; raises ValueError if a line has no
-    such field."""
-    for number, line in enumerate(lines(texts), 1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise ValueError(f"line {number} is not JSON") from None
-        text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f'line {number} has no string "text"')
-        if "\\u" in line:  # half of a surrogate pair becomes U+FFFD, as in tiktoken
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield text
-        yield None
-
-
-def parquet(path: pathlib.Path, raw: io.BufferedReader) -> Parts:
-    """Reads the column "text"; raises ValueError if the file has no such column."""
-    file = module(path).ParquetFile(raw, buffer_size=CHUNK)
-    if "text" not in file.schema_arrow.names:
-        raise ValueError('it has no column "text"')
-    batches = file.iter_batches(64, columns=["text"], use_threads=False)
-    texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-    for number, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise ValueError(f'row {number} has no string "text"')
-        yield text
-        yield None
-
-
-def separated(texts: Iterable[str], separator: str) -> Parts:
-    """Reads documents that end at a line equal to `separator`. An empty file is an empty document,
-    but an empty rest after the last separator is not."""
-    ended = False
-    for line in lines(texts):
-        ended = line.removesuffix("\n").removesuffix("\r") == separator
-        yield None if ended else line
-    if not ended:
-        yield None
-
-
-def documents(path: pathlib.Path, raw: io.BufferedReader, separator: str | None) -> Parts:
-    """Reads the documents of a file by the reader for its suffix."""
-    if path.suffix.lower() == ".parquet":
-        return parquet(path, raw)
-    texts = codecs.iterdecode(unpack(path, raw), "utf-8-sig")  # drops a byte order mark
-    if path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-        return jsonl(texts)
-    return itertools.chain(texts, [None]) if separator is None else separated(texts, separator)
 
 
 # ---- Pieces --------------------------------------------------------------------------------------
@@ -280,23 +125,38 @@ def pieces(parts: Parts, counts: collections.Counter) -> Iterator[Piece]:
             begins = True
 
 
-def read(path: pathlib.Path, args: Any, counts: collections.Counter, bar: Any) -> Iterator[Piece]:
+def read(
+    path: pathlib.Path, args: Any, counts: collections.Counter, notes: Notes, bar: Any
+) -> Iterator[Piece]:
     """Yields the pieces of a file; exits with one line if it cannot be read."""
     position = 0
-    cuts = counts["cuts"]
+    marks = 0
+    before = counts.copy()
     try:
         with path.open("rb") as raw:
-            for piece in pieces(documents(path, raw, args.separator), counts):
+            for piece in pieces(readers.documents(path, raw, args, counts), counts):
+                marks += piece[1].count(MARK)
                 yield piece
                 bar.update(raw.tell() - position)
                 position = raw.tell()
+    except Unreadable as fault:
+        fail(f"{path} cannot be read: {fault}")
     except Exception as error:  # from the readers above, the file system, or four libraries
-        why = "it is not UTF-8" if isinstance(error, UnicodeError) else error
-        fail(f"{path} cannot be read: {why}: correct it, or leave it out")
-    if counts["cuts"] > cuts and not args.bytes:
-        times = counted(counts["cuts"] - cuts, "time")
-        bar.write(f"{path}: cut {times} inside runs of more than {PIECE} characters; the "
-                  "tokens there differ from those of the whole run")  # fmt: skip
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        fail(f"{path} cannot be read: {why}: correct that, or leave it out")
+    if counts["documents"] == before["documents"]:
+        notes["without any text"].append(path)
+    elif is_plain(path) and args.separator is not None:
+        if counts["separators"] == before["separators"]:
+            notes[f"without the separator {shlex.quote(args.separator)}"].append(path)
+    if marks and is_plain(path):
+        cure = f"--separator {shlex.quote(MARK)} makes it divide documents"
+        notes[f"with {MARK} as ordinary text; {cure}"].append(path)
+    elif marks:
+        notes[f"with {MARK} as ordinary text in its rows"].append(path)
+    if counts["cuts"] > before["cuts"] and not args.bytes:
+        cut = f"cut inside runs of more than {PIECE} characters, where tokens differ from the run's"
+        notes[cut].append(path)
 
 
 def bundles(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -405,10 +265,12 @@ def choose_passes(tokens: int, args: Any) -> int:
     return args.passes
 
 
-def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tuple[dict, int]:
-    """Writes all shards. Returns their rows of MANIFEST.json, validation first, and how often the
-    training text is in them. Exits if there is too little text."""
+def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tuple[dict, int, bool]:
+    """Writes all shards. Returns their rows of MANIFEST.json, validation first, how often the
+    training text is in them, and whether a sequence of `small` could hold too many documents (those
+    of `tiny` are short). Exits if there is too little text."""
     rows = {}
+    dense = False
     tokens = 0
     passes = 1
     eot = args.about["eot"]
@@ -431,14 +293,25 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tupl
         if not taken:
             break
         name = f"text_{'train' if number else 'val'}_{number:06}.bin"
-        rows[name] = shards.write(folder / name, [shards.header(sum(map(len, taken))), *taken])
-        rows[name]["documents"] = sum(int(np.count_nonzero(a == eot)) for a in taken)
+        row = shards.write(folder / name, [shards.header(sum(map(len, taken))), *taken])
         taken.clear()  # otherwise they would stay in memory while the next shard is collected
-    return rows, passes
+        for other in rows:
+            if rows[other]["sha256"] == row["sha256"]:
+                fail(f"the text repeats itself, so that {other} and {name} would be equal: choose "
+                     "a larger --shard_tokens, or another --val_tokens")  # fmt: skip
+        starts = np.flatnonzero(np.memmap(folder / name, "<u2", "r", offset=shards.HEADER) == eot)
+        lengths = starts[MOST_DOCUMENTS:] - starts[:-MOST_DOCUMENTS]
+        dense = dense or bool(np.any(lengths < PRESETS["small"].val_T))
+        rows[name] = dict(**row, documents=len(starts))
+    return rows, passes, dense
 
 
 def refuse_used(out: pathlib.Path) -> None:
-    """Exits if the folder has shards or a manifest."""
+    """Exits if the folder is none, or has shards or a manifest."""
+    if out.is_symlink() and not out.exists():
+        raise readers.missing(out)
+    if out.exists() and not out.is_dir():
+        fail(f"--out {out} is a file: choose a folder")
     used = sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")])
     if used:
         fail(f"{out} has {used[0].name} already: remove the folder, or choose another --out")
@@ -463,11 +336,11 @@ def steps_in(train: list[int], preset: Preset) -> int:
     return sum((tokens - 1) // preset.step_tokens for tokens in train)
 
 
-def choose_preset(train: list[int], by_bytes: bool) -> str:
+def choose_preset(train: list[int], dense: bool, by_bytes: bool) -> str:
     """`small` for GPT-2 tokens if training shards of so many, without repetitions, are enough for
-    it, else `tiny`."""
+    it and not dense, else `tiny`."""
     enough = steps_in(train, PRESETS["small"]) >= SMALL_STEPS
-    return "small" if enough and not by_bytes else "tiny"
+    return "small" if enough and not dense and not by_bytes else "tiny"
 
 
 def training_flags(name: str, val: int, train: list[int], by_bytes: bool) -> dict[str, int]:
@@ -497,39 +370,39 @@ def training_flags(name: str, val: int, train: list[int], by_bytes: bool) -> dic
     return flags
 
 
-def report(rows: dict[str, dict], passes: int, args: Any) -> None:
+def report(rows: dict[str, dict], passes: int, dense: bool, args: Any) -> None:
     """Prints the shards, what a run reads of them, and as the last line the command that trains."""
     sizes = []
     for name, row in rows.items():
         tokens = (row["size"] - shards.HEADER) // 2
         sizes.append(tokens)
-        print(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
+        say(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
     val, *train = sizes
-    name = choose_preset([tokens // passes for tokens in train], args.bytes)
+    name = choose_preset([tokens // passes for tokens in train], dense, args.bytes)
     flags = training_flags(name, val, train, args.bytes)
     most = steps_in(train, PRESETS[name])
     steps = flags.get("steps", PRESETS[name].steps)
     if passes > 1:
-        print(f"The training shard holds its text {passes} times; --passes N changes that.")
-        print("Where val_loss rises, the model has begun to memorize the text: pass a smaller "
+        say(f"The training shard holds its text {passes} times; --passes N changes that.")
+        say("Where val_loss rises, the model has begun to memorize the text: pass a smaller "
               "--steps.")  # fmt: skip
     if steps < 0.9 * most:
-        print(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
+        say(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
               f"with --steps {most} all of them.")  # fmt: skip
-    print("Train on it:")
+    say("Train on it:")
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    print(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
+    say(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
 
 
 # ---- Run -----------------------------------------------------------------------------------------
 def parse() -> argparse.Namespace:
     """The command line's arguments, and in `about` the vocabulary's size and its EOT."""
-    about = __doc__.splitlines()[0]
+    about = "Turns your own text into shards that train_gpt.py reads."
     cli = argparse.ArgumentParser("./run.sh tokenize", description=about, allow_abbrev=False)
     add = cli.add_argument
-    formats = f"a file, or a folder with files, that ends in {' '.join(SUFFIXES)}"
-    add("paths", nargs="+", type=pathlib.Path, metavar="PATH", help=formats)
-    add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder for the shards")
+    formats = f"a file, or a folder with files, of the kinds {FORMATS}"
+    add("paths", nargs="+", type=named, metavar="PATH", help=formats)
+    add("--out", type=named, required=True, metavar="DIR", help="folder for the shards")
     by_bytes = "make one token per byte of UTF-8, with which a CPU trains tiny faster"
     add("--bytes", action="store_true", help=by_bytes)
     shard_size = "tokens in a training shard; the last one may have fewer (default: %(default)s)"
@@ -540,37 +413,77 @@ def parse() -> argparse.Namespace:
     passes = "how often to write the training text (default: as often as the steps of tiny need, "
     passes += f"at most {MOST_PASSES})"
     add("--passes", type=int, metavar="N", help=passes)
-    add("--separator", metavar="LINE", help="in .txt and .md, a line that ends a document")
+    ends = f"in .txt and .md, a line that ends a document; {MARK} ends one within a line, too"
+    add("--separator", metavar="LINE", help=ends)
+    column = "the field of JSON lines, or the column of .parquet, with the text (default: text)"
+    add("--column", metavar="NAME", default="text", help=column)
     threads = "number of threads, which does not change the shards (default: %(default)s)"
-    add("--workers", type=int, default=os.cpu_count(), metavar="N", help=threads)
-    args = cli.parse_args()
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=threads)
+    argv = sys.argv[1:]
+    if "--separator" in argv[:-1]:  # argparse would take --- for a flag
+        place = argv.index("--separator")
+        argv[place : place + 2] = [f"--separator={argv[place + 1]}"]
+    args = cli.parse_args(argv)
     for name, low in dict(shard_tokens=SMALLEST, val_tokens=SMALLEST, passes=1, workers=1).items():
         value = getattr(args, name)
         if value is not None and not low <= value < 2**31:
             cli.error(f"--{name} {value} is not from {low} to {2**31 - 1}")
-    if "\n" in (args.separator or ""):
-        cli.error("--separator has more than one line")
+    if re.fullmatch(r"(?s).*\n.*|(\\[rn])+", args.separator or ""):  # also if typed as \n
+        cli.error("--separator is not one line: --separator '' is for blank lines")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
+
+
+def named(text: str) -> pathlib.Path:
+    """The path that an argument names, which an unset variable does not."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name")
+    return pathlib.Path(text)
+
+
+def say(*lines: str) -> None:
+    """Prints lines, or loses them where the reader of a pipe is gone: the shards matter more."""
+    try:
+        print(*lines, sep="\n", end="\n" * len(lines[:1]), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to print
+        if not isinstance(error, BrokenPipeError):
+            error.filename = "the screen"
+            raise
+
+
+def say_notes(notes: Notes) -> None:
+    """Prints each note with the first of its files, and forgets it."""
+    for note, paths in notes.items():
+        more = f", as {paths[0]}" if len(paths) > 1 else f": {paths[0]}"
+        say(f"{counted(len(paths), 'file')} {note}{more}")
+    notes.clear()
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the shards, and prints what they are and how to train on them."""
     refuse_used(args.out)
-    paths = find(args.paths)
+    notes = collections.defaultdict(list)
+    try:
+        paths = readers.find(args.paths, notes)
+    finally:
+        say_notes(notes)
     counts = collections.Counter()
     kind = "UTF-8 bytes"
     if not args.bytes:
         gpt2()  # exits if there is no vocabulary
         kind = f"GPT-2 BPE by tiktoken {importlib.metadata.version('tiktoken')}"
     size = sum(path.stat().st_size for path in paths)
-    bar = tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)
-    tasks = bundles(piece for path in paths for piece in read(path, args, counts, bar))
+    hidden = None if sys.stderr else True  # None: unless it is a terminal
+    bar = tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=hidden)
+    tasks = bundles(piece for path in paths for piece in read(path, args, counts, notes, bar))
     work = functools.partial(encode, args.bytes)
     encoded = contextlib.closing(in_order(args.workers, work, tasks))
     with shards.workplace(args.out) as part, bar, encoded as arrays:
         refuse_used(args.out)  # another process, for which this one waited, may have filled it
-        rows, passes = write(part, arrays, args)
+        rows, passes, dense = write(part, arrays, args)
+        if args.separator is not None and not counts["separators"]:
+            raise readers.unmatched(list(filter(is_plain, paths)), args.separator)
         total = counted(counts["documents"], "document")
         source = f"{kind} of {counted(len(paths), 'file')}, {total}, {size} bytes"
         if passes > 1:
@@ -578,24 +491,31 @@ def run(args: argparse.Namespace) -> None:
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
+    say_notes(notes)
     skipped = f", {counted(counts['empty'], 'empty one')} skipped" if counts["empty"] else ""
-    print(f"{total}{skipped}")
-    report(rows, passes, args)
+    say(f"{total}{skipped}, in {args.out.absolute()}")
+    report(rows, passes, dense, args)
 
 
 def main() -> None:
     args = parse()
     try:
         run(args)
+    except Unreadable as fault:
+        fail(str(fault))
     except OSError as error:  # from the outputs, or while find() looks for inputs
         where = error.filename or args.out
         why = error.strerror or error
-        fail(f"{where}: {why}: check the free space and the permissions, or choose another place")
+        fail(f"{where}: {why}: check the path, its permissions and the free space")
 
 
 if __name__ == "__main__":
+    if sys.stdout and sys.stdout.errors == "strict":  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that it cannot show
     try:
         main()
     except KeyboardInterrupt:
         print("tokenize_text.py: stopped by Ctrl-C: run it again for shards", file=sys.stderr)
         sys.exit(130)
+    finally:
+        say()  # what argparse has printed

@@ -1,0 +1,422 @@
+"""Reads documents out of files, and refuses files that are not what they seem.
+
+Text is UTF-8. Bytes that decode are no text yet: UTF-16 of English is valid UTF-8 with zero bytes,
+a hole in a file is zero bytes, and a Git LFS pointer is ASCII.
+"""
+
+import codecs
+import collections
+import gzip
+import hashlib
+import html
+import importlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+KINDS = ("txt", "md", "jsonl", "json")
+SUFFIXES = tuple(f".{kind}{how}" for kind in KINDS for how in ("", ".gz", ".zst"))
+SUFFIXES += (".parquet",)
+FORMATS = ".txt, .md, .jsonl, .json (all also with .gz or .zst) or .parquet"
+MARK = "<|endoftext|>"  # as a separator, it also divides a line
+CHUNK = 2**20  # bytes to read at once
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+Notes = dict[str, list[pathlib.Path]]  # what is odd but no fault, and the files it is true of
+Parts = Iterator[str | None]  # strings that together are a document; None ends each document
+
+
+class Unreadable(Exception):
+    """What is wrong with an input, and what to do about it."""
+
+    def __init__(self, what: str, cure: str = "correct that, or leave it out"):
+        super().__init__(f"{what}: {cure}")
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def refuse(error: OSError) -> None:
+    """Raises Unreadable for a folder that cannot be listed."""
+    raise Unreadable(f"{error.filename}: {error.strerror}", "make it readable")
+
+
+def walk(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a folder, without hidden ones. Their order, by the sha256 of the path in the
+    folder, separates neighbours, so that the validation set is not all of one kind."""
+    found = []
+    for here, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk visits these
+        for name in folders:
+            if os.path.islink(os.path.join(here, name)):
+                link = os.path.join(here, name)
+                raise Unreadable(f"{link} is a link", "give its target as PATH instead")
+        found += [pathlib.Path(here, name) for name in names if not name.startswith(".")]
+    within = {path: os.fsencode(path.relative_to(folder).as_posix()) for path in found}
+    return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
+
+
+def find(paths: list[pathlib.Path], notes: Notes) -> list[pathlib.Path]:
+    """The input files in their order. Raises Unreadable unless they exist and the packages that
+    read them are installed."""
+    files = {}  # by the file that a name leads to: a link and its target are read once
+    for path in paths:
+        usable = 0
+        for file in walk(path) if path.is_dir() else [path]:
+            is_known = file.name.lower().endswith(SUFFIXES)
+            if file != path and not is_known:
+                notes["ignored for the suffix"].append(file)
+                continue
+            if not file.exists():
+                raise missing(file)
+            if not file.is_file():
+                raise Unreadable(f"{file} is a pipe or a device", "copy its text to a file")
+            if file != path and kind(file) == "json" and not has_json_lines(file):
+                notes["ignored, because it is one JSON value and not JSON lines"].append(file)
+            elif is_known:
+                module(file)  # raises Unreadable if its package is missing
+                usable += 1
+                if files.setdefault(file.resolve(), file) is not file:
+                    notes["read only once, because it is the same file as another"].append(file)
+        if not usable:
+            raise Unreadable(f"{path}: found no {FORMATS}", "convert it to one")
+    return list(files.values())
+
+
+def missing(path: pathlib.Path) -> Unreadable:
+    """The error for a path that leads nowhere."""
+    if path.is_symlink():
+        what = f"{path} is a link to {os.readlink(path)}, which does not exist"
+        return Unreadable(what, "mend the link, or choose another path")
+    base = "" if path.is_absolute() else f" in {os.getcwd()}, from where paths are looked for"
+    return Unreadable(f"{path} does not exist{base}", "check the path")
+
+
+def kind(path: pathlib.Path) -> str:
+    """One of KINDS, or "parquet": the suffix of a name without .gz or .zst."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+
+
+def is_plain(path: pathlib.Path) -> bool:
+    """Whether a file is text, and not rows of texts."""
+    return kind(path) in ("txt", "md")
+
+
+def has_json_lines(path: pathlib.Path) -> bool:
+    """Whether the first line of a .json file is, or begins, an object. True if that is unknown,
+    because the reader then says what is wrong."""
+    try:
+        with path.open("rb") as raw:
+            for data in unpack(path, raw):
+                first, *more = data.removeprefix(codecs.BOM_UTF8).strip().split(b"\n", 1)
+                return first.startswith(b"{") and (not more or first.rstrip().endswith(b"}"))
+    except Exception:
+        pass
+    return True
+
+
+def module(path: pathlib.Path) -> Any:
+    """The package that reads a .zst or .parquet file; raises Unreadable if it is missing. None
+    for others."""
+    name = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}.get(path.suffix.lower())
+    if name is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        cure = f"{sys.executable} -m pip install {package}"
+        raise Unreadable(f"{path} needs the package {package}", cure) from None
+
+
+# ---- What is no text -----------------------------------------------------------------------------
+ICONV = "iconv -f {} -t UTF-8 FILE > NEW"
+UNPACK = "unpack it, or let its name end as its content does"
+SIGNATURES = {  # what begins with these bytes, whatever its name is
+    b"version https://git-lfs.github.com/spec/": ("a Git LFS pointer", "type  git lfs pull"),
+    b"\xff\xfe\0\0": ("UTF-32", ICONV.format("UTF-32")),
+    b"\xff\xfe": ("UTF-16", ICONV.format("UTF-16")),
+    b"\xfe\xff": ("UTF-16", ICONV.format("UTF-16")),
+    b"\x1f\x8b": ("gzip data", UNPACK),
+    b"\x28\xb5\x2f\xfd": ("zstd data", UNPACK),
+    b"PAR1\x15": ("parquet", UNPACK),
+    b"PK\x03\x04": ("a zip archive, as .docx and .epub are", "unpack it, or save it as text"),
+    b"%PDF-": ("a PDF", "save it as text"),
+    b"SQLite format 3\0": ("a database", "save its text"),
+}
+PACKED = {".gz": "gzip data", ".zst": "zstd data", ".parquet": "parquet"}  # what a suffix promises
+BLOCK = 4096  # bytes, as a page of memory and a block of a disk have
+
+
+def check_start(start: bytes, promised: str | None, may_be_html: bool) -> None:
+    """Raises Unreadable if a file, or what it unpacks to, begins as another kind than promised."""
+    for signature, (what, cure) in SIGNATURES.items():
+        if start.startswith(signature):
+            if what == promised:
+                return
+            raise Unreadable(f"it is {what}", cure)
+    if start[257:262] == b"ustar":
+        raise Unreadable("it is a tar archive", "unpack it, and give the folder")
+    if start.lstrip()[:1] == b"<" and not may_be_html:
+        raise Unreadable("it is HTML or XML, perhaps a server's error message", "get it again")
+    if promised in ("gzip data", "zstd data") and start[1:4] != b"*M\x18":  # zstd skips such frames
+        raise Unreadable(f"it is no {promised}", UNPACK)
+
+
+def find_odd(data: bytes) -> int | None:
+    """The place of the first odd byte in a block that is no text, or None. Such a block has 16 zero
+    bytes (UTF-16, tar, a hole), or at least two control characters, which are an eighth of it. So
+    stray ones pass, and so do those that some texts are full of: ANSI escapes, backspaces, ^A."""
+    values = np.frombuffer(data, np.uint8)
+    odd = (values < 8) & (values != 1) | (values - 14 < 12)  # unsigned: 14 to 25
+    if np.count_nonzero(odd) < 2:
+        return None
+    for first in range(0, len(data), BLOCK):
+        block = odd[first : first + BLOCK]
+        zeros = data.count(0, first, first + BLOCK)
+        if zeros >= 16 or np.count_nonzero(block) >= max(2, len(block) / 8):
+            return first + int(np.argmax(block))
+    return None
+
+
+def no_text(data: bytes, odd: int, where: str) -> Unreadable:
+    """The error for a text with bytes that are none, the first odd one at `odd` in `data`."""
+    block = data[odd - odd % BLOCK :][:BLOCK]
+    for name, size in ("UTF-32LE", 4), ("UTF-32BE", 4), ("UTF-16LE", 2), ("UTF-16BE", 2):
+        text = re.sub("[\t\r\n]", " ", block.decode(name, "replace").replace("\ufffd", ""))
+        is_whole = sum(map(str.isprintable, text)) > 0.9 * len(block) / size
+        if is_whole and text.count(" ") > len(text) / 256:
+            return Unreadable(f"{where} is {name}", ICONV.format(name))
+    rest = block.replace(b"\0", b"")
+    if find_odd(rest) is None and rest.decode("utf-8", "replace").count("\ufffd") < 3:
+        cure = "get it again, or delete them: tr -d '\\000' < FILE > NEW"
+        return Unreadable(f"{where} has zero bytes in place of text", cure)
+    return Unreadable(f"{where} has binary data in place of text")
+
+
+def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
+    """Decodes UTF-8, without a byte order mark at its begin. Raises Unreadable if it is no text."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    size = 0
+    newlines = 0
+    for data in itertools.chain(filter(None, chunks), [b""]):
+        if size == 0:
+            check_start(data[:512], None, may_be_html)
+        odd = find_odd(data)
+        if odd is not None:
+            raise no_text(data, odd, f"from byte {size + odd} on, it")
+        size += len(data)
+        try:
+            yield decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            bad, first = error.object, error.start
+            place = size - len(bad) + first
+            if 0 in bad[first - first % BLOCK :][:BLOCK]:
+                raise no_text(bad, first, f"from byte {place} on, it") from None
+            line = 1 + newlines + bad.count(b"\n", 0, first)
+            what = f"line {line} is not UTF-8 at byte {place}, 0x{bad[first]:02x} ({error.reason})"
+            cure = f"convert it, for instance from Windows: {ICONV.format('CP1252')}"
+            if not data:  # the end
+                cure = "the end is cut off: get it again"
+            raise Unreadable(what, cure) from None
+        newlines += data.count(b"\n")
+
+
+# ---- Readers -------------------------------------------------------------------------------------
+def unpack(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a file, in chunks; raises EOFError if it is cut off."""
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        yield from unpack_zstd(path, raw)
+        return
+    file = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
+    while True:
+        data = file.read(CHUNK)
+        if not data:
+            return
+        yield data
+
+
+def unpack_zstd(path: pathlib.Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a zstd file, which may have several frames."""
+    zstd = module(path).ZstdDecompressor(max_window_size=2**31)  # that of zstd --long=31
+    frame = None
+    while True:
+        data = raw.read(CHUNK // 128)  # little, because it may expand a thousandfold
+        if not data:
+            break
+        while data:
+            if frame is None:
+                frame = zstd.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("it ends within a frame")
+
+
+def lines(texts: Iterable[str]) -> Iterator[str]:
+    """The lines of a text, with their ends. Only \\n ends a line."""
+    parts = []  # of a line, which may be in many texts
+    for text in texts:
+        *ends, rest = text.split("\n")
+        for end in ends:
+            line = "".join([*parts, end, "\n"])
+            parts = []
+            yield line
+        parts.append(rest)
+    last = "".join(parts)
+    if last:
+        yield last
+
+
+def row_text(row: Any, column: str, where: str) -> str:
+    """The text in a row of a file; raises Unreadable if there is none."""
+    text = row.get(column) if isinstance(row, dict) else row
+    if isinstance(row, dict) and column not in row:
+        raise no_column(f"{where} has", column, row)
+    if not isinstance(text, str) or text is row:
+        raise Unreadable(f'{where} has no string "{column}", but a {type(text).__name__}')
+    if "\0" in text:
+        data = text.encode("utf-8", "surrogatepass")
+        odd = find_odd(data)
+        if odd is not None:
+            raise no_text(data, odd, where)
+    return text
+
+
+def no_column(begin: str, column: str, names: Iterable[str]) -> Unreadable:
+    """The error for a row or a file without a field or column, which has those called `names`."""
+    there = ", ".join(names)[:200] or "nothing"
+    return Unreadable(f'{begin} no "{column}", but {there}', "name the one to read with --column")
+
+
+def jsonl(texts: Iterable[str], column: str) -> Parts:
+    """Reads a field of every line that is not blank; raises Unreadable if a line has no such
+    field."""
+    for number, line in enumerate(lines(texts), 1):
+        # Concatenated files have marks in the middle, and old DOS files end with ^Z.
+        line = line.removeprefix("\ufeff").removesuffix("\x1a")
+        if not line or line.isspace():
+            continue
+        where = f"line {number}"
+        if number == 1 and line.startswith("["):
+            raise Unreadable("it is a JSON array", "jq -c '.[]' FILE > NEW.jsonl")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            cure = "there must be one JSON object a line, as  jq -c . FILE > NEW.jsonl  writes them"
+            raise Unreadable(f"{where} is not JSON", cure) from None
+        text = row_text(row, column, where)
+        if "\\u" in line and HALF_PAIR.search(text):  # it becomes U+FFFD, as in tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield text
+        yield None
+
+
+def parquet(path: pathlib.Path, raw: io.BufferedReader, column: str) -> Parts:
+    """Reads a column; raises Unreadable if the file has no such column."""
+    file = module(path).ParquetFile(raw, buffer_size=CHUNK)
+    names = file.schema_arrow.names
+    if column not in names:
+        raise no_column("it has", column, names)
+    number = 0
+    for batch in file.iter_batches(64, columns=[column], use_threads=False):
+        for text in batch.column(0).to_pylist():
+            number += 1
+            yield row_text({column: text}, column, f"row {number}")
+            yield None
+
+
+def separated(texts: Iterable[str], separator: str, counts: collections.Counter) -> Parts:
+    """Reads documents that end at a line equal to `separator`, or at each MARK if that is the
+    separator. An empty file is an empty document, but an empty rest after the last separator is
+    not. Counts the separators."""
+    ended = False
+    for line in lines(texts):
+        if separator == MARK:
+            *whole, rest = line.split(MARK)
+            if whole and not rest.strip():
+                rest = ""  # the end of the line belongs to the separator
+        else:
+            is_separator = bare(line) == separator
+            whole, rest = ([""], "") if is_separator else ([], line)
+        for text in whole:
+            yield text
+            yield None
+        counts["separators"] += len(whole)
+        if rest:
+            yield rest
+        ended = bool(whole) and not rest
+    if not ended:
+        yield None
+
+
+def bare(line: str) -> str:
+    """A line without its end and without a byte order mark, as concatenated files have them."""
+    return line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff")
+
+
+def documents(
+    path: pathlib.Path, raw: io.BufferedReader, args: Any, counts: collections.Counter
+) -> Parts:
+    """Reads the documents of a file by the reader for its suffix."""
+    promised = PACKED.get(path.suffix.lower())
+    if promised:
+        start = raw.peek(512)[:512]
+        if not start:
+            raise Unreadable("it is empty", "get it again, or leave it out")
+        check_start(start, promised, False)
+    if promised == "parquet":
+        return parquet(path, raw, args.column)
+    texts = decode(unpack(path, raw), is_plain(path))
+    if not is_plain(path):
+        return jsonl(texts, args.column)
+    if args.separator is None:
+        return itertools.chain(texts, [None])
+    return separated(texts, args.separator, counts)
+
+
+def unmatched(paths: list[pathlib.Path], separator: str) -> Unreadable:
+    """The error if no line of the texts equals `separator`: what is there instead. Spaces, capital
+    letters and HTML's escapes make no difference to `core`."""
+    if not paths:
+        return Unreadable("--separator is for .txt and .md, and there are none", "leave it out")
+    core = lambda text: "".join(html.unescape(text.replace("\ufeff", "")).split()).casefold()
+    none = f"no line equals --separator {quote(separator)}"
+    has_marks = False
+    for path in paths:
+        with path.open("rb") as raw:
+            for number, line in enumerate(lines(decode(unpack(path, raw), True)), 1):
+                has_marks = has_marks or MARK in line
+                if core(separator) not in core(line) or (core(line) and not core(separator)):
+                    continue
+                where = f"line {number} of {path}"
+                if core(separator) == core(line):
+                    cure = f"--separator {quote(bare(line))} matches that"
+                    return Unreadable(f"{none}, but {where} almost does", cure)
+                place = max(0, line.casefold().find(separator.casefold()) - 20)
+                there = ascii(line[place : place + len(separator) + 40])
+                cure = "put it on lines of its own"
+                if "\\r" in there.removesuffix("\\r\\n'"):
+                    cure = "end lines as Linux does: tr '\\r' '\\n' < FILE > NEW"
+                return Unreadable(f"{none}; {where} has it as a part, {there}", cure)
+    if has_marks:
+        return Unreadable(f"{none}, but {MARK} is there", f"--separator {quote(MARK)}")
+    return Unreadable(none, "look at what divides the documents, or leave the flag out")
+
+
+def quote(text: str) -> str:
+    """A text as one types it in a shell."""
+    if text.isprintable():
+        return shlex.quote(text)
+    escape = lambda c: f"\\x{ord(c):02x}" if c < "\x80" else f"\\u{ord(c):04x}"
+    return "$'" + "".join(escape(c) if c in "\\'" or not c.isprintable() else c for c in text) + "'"
