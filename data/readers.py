@@ -269,10 +269,11 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         *ends, rest = text.split("\n")
         for end in ends:
-            line = "".join([*parts, end, "\n"])
+            line = "".join([*parts, end, "\n"]) if parts else end + "\n"
             parts = []
             yield line
-        parts.append(rest)
+        if rest:
+            parts.append(rest)
     last = "".join(parts)
     if last:
         yield last
@@ -342,20 +343,22 @@ def separated(texts: Iterable[str], separator: str, counts: collections.Counter)
     not. Counts the separators."""
     ended = False
     for line in lines(texts):
-        if separator == MARK:
+        ended = False
+        if separator == MARK and MARK in line:
             *whole, rest = line.split(MARK)
-            if whole and not rest.strip():
-                rest = ""  # the end of the line belongs to the separator
-        else:
-            is_separator = bare(line) == separator
-            whole, rest = ([""], "") if is_separator else ([], line)
-        for text in whole:
-            yield text
+            for text in whole:
+                yield text
+                yield None
+            counts["separators"] += len(whole)
+            ended = not rest.strip()  # the end of the line belongs to the separator
+            if not ended:
+                yield rest
+        elif separator in line and bare(line) == separator:
             yield None
-        counts["separators"] += len(whole)
-        if rest:
-            yield rest
-        ended = bool(whole) and not rest
+            counts["separators"] += 1
+            ended = True
+        else:
+            yield line
     if not ended:
         yield None
 
