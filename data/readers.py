@@ -63,7 +63,7 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
 
 
-def find(paths: list[pathlib.Path], notes: Notes) -> list[pathlib.Path]:
+def find(paths: list[pathlib.Path], column: str, notes: Notes) -> list[pathlib.Path]:
     """The input files in their order. Raises Unreadable unless they exist and the packages that
     read them are installed."""
     files = {}  # by the file that a name leads to: a link and its target are read once
@@ -78,13 +78,13 @@ def find(paths: list[pathlib.Path], notes: Notes) -> list[pathlib.Path]:
                 raise missing(file)
             if not file.is_file():
                 raise Unreadable(f"{file} is a pipe or a device", "copy its text to a file")
-            if file != path and kind(file) == "json" and not has_json_lines(file):
-                notes["ignored, because it is one JSON value and not JSON lines"].append(file)
+            if file != path and kind(file) == "json" and not has_json_lines(file, column):
+                notes[f'ignored for lack of JSON lines with "{column}"'].append(file)
             elif is_known:
                 module(file)  # raises Unreadable if its package is missing
                 usable += 1
                 if files.setdefault(file.resolve(), file) is not file:
-                    notes["read only once, because it is the same file as another"].append(file)
+                    notes["read only once, as another name of the same file"].append(file)
         if not usable:
             raise Unreadable(f"{path}: found no {FORMATS}", "convert it to one")
     return list(files.values())
@@ -109,14 +109,15 @@ def is_plain(path: pathlib.Path) -> bool:
     return kind(path) in ("txt", "md")
 
 
-def has_json_lines(path: pathlib.Path) -> bool:
-    """Whether the first line of a .json file is, or begins, an object. True if that is unknown,
-    because the reader then says what is wrong."""
+def has_json_lines(path: pathlib.Path, column: str) -> bool:
+    """Whether the first of several lines of a .json file is an object, or the only one an object
+    with this field. True if that is unknown, because the reader then says what is wrong."""
     try:
         with path.open("rb") as raw:
             for data in unpack(path, raw):
                 first, *more = data.removeprefix(codecs.BOM_UTF8).strip().split(b"\n", 1)
-                return first.startswith(b"{") and (not more or first.rstrip().endswith(b"}"))
+                fits = first.rstrip().endswith(b"}") if more else column.encode() in first
+                return first.startswith(b"{") and fits
     except Exception:
         pass
     return True
@@ -285,7 +286,9 @@ def row_text(row: Any, column: str, where: str) -> str:
     if isinstance(row, dict) and column not in row:
         raise no_column(f"{where} has", column, row)
     if not isinstance(text, str) or text is row:
-        raise Unreadable(f'{where} has no string "{column}", but a {type(text).__name__}')
+        raise Unreadable(
+            f'{where} has no string "{column}", but a value of type {type(text).__name__}'
+        )
     if "\0" in text:
         data = text.encode("utf-8", "surrogatepass")
         odd = find_odd(data)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from tqdm import tqdm
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent))  # missing with PYTHONSAFEPATH=1
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # missing with PYTHONSAFEPATH=1
 import readers  # noqa: E402
 import shards  # noqa: E402
 from readers import FORMATS, MARK, Notes, Parts, Unreadable, is_plain  # noqa: E402
@@ -299,7 +299,7 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tupl
             if rows[other]["sha256"] == row["sha256"]:
                 fail(f"the text repeats itself, so that {other} and {name} would be equal: choose "
                      "a larger --shard_tokens, or another --val_tokens")  # fmt: skip
-        starts = np.flatnonzero(np.memmap(folder / name, "<u2", "r", offset=shards.HEADER) == eot)
+        starts = np.flatnonzero(np.fromfile(folder / name, "<u2", offset=shards.HEADER) == eot)
         lengths = starts[MOST_DOCUMENTS:] - starts[:-MOST_DOCUMENTS]
         dense = dense or bool(np.any(lengths < PRESETS["small"].val_T))
         rows[name] = dict(**row, documents=len(starts))
@@ -465,7 +465,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_used(args.out)
     notes = collections.defaultdict(list)
     try:
-        paths = readers.find(args.paths, notes)
+        paths = readers.find(args.paths, args.column, notes)
     finally:
         say_notes(notes)
     counts = collections.Counter()

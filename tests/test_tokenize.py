@@ -487,10 +487,11 @@ def test_what_is_left_out_of_a_folder_is_told(tokenize, tmp_path, capsys):
     (folder / "b.txt").symlink_to("a.txt")
     (folder / "c.txt").touch()
     (folder / "d.json").write_text('{\n "version": 1\n}')
+    (folder / "e.json").write_text('{"version": 1}')
     assert tokenize(folder, "--bytes").tolist() == expected(["text"]).tolist()
     printed = capsys.readouterr().out
-    assert "1 file read only once, because it is the same file as another: " in printed
-    assert f"1 file ignored, because it is one JSON value and not JSON lines: {folder}" in printed
+    assert "1 file read only once, as another name of the same file: " in printed
+    assert '2 files ignored for lack of JSON lines with "text", as ' in printed
     assert f"1 file without any text: {folder / 'c.txt'}" in printed
 
 
