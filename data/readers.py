@@ -172,7 +172,7 @@ def check_start(start: bytes, promised: str | None, may_be_html: bool) -> None:
 
 
 def find_odd(data: bytes) -> int | None:
-    """The place of the first odd byte in a block that is no text, or None. Such a block has 16 zero
+    """The place of the first odd byte in a block that is no text, or None. Such a block has 8 zero
     bytes (UTF-16, tar, a hole), or at least two control characters, which are an eighth of it. So
     stray ones pass, and so do those that some texts are full of: ANSI escapes, backspaces, ^A."""
     values = np.frombuffer(data, np.uint8)
@@ -182,7 +182,7 @@ def find_odd(data: bytes) -> int | None:
     for first in range(0, len(data), BLOCK):
         block = odd[first : first + BLOCK]
         zeros = data.count(0, first, first + BLOCK)
-        if zeros >= 16 or np.count_nonzero(block) >= max(2, len(block) / 8):
+        if zeros >= 8 or np.count_nonzero(block) >= max(2, len(block) / 8):
             return first + int(np.argmax(block))
     return None
 
