@@ -203,7 +203,7 @@ def no_text(data: bytes, odd: int, where: str) -> Unreadable:
 
 
 def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
-    """Decodes UTF-8, without a byte order mark at its begin. Raises Unreadable if it is no text."""
+    """Decodes UTF-8, without a byte order mark in front. Raises Unreadable if it is no text."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     size = 0
     newlines = 0
@@ -217,7 +217,8 @@ def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
         try:
             yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            bad, first = error.object, error.start
+            bad = error.object
+            first = error.start
             place = size - len(bad) + first
             if 0 in bad[first - first % BLOCK :][:BLOCK]:
                 raise no_text(bad, first, f"from byte {place} on, it") from None
@@ -392,21 +393,21 @@ def documents(
 
 
 def unmatched(paths: list[pathlib.Path], separator: str) -> Unreadable:
-    """The error if no line of the texts equals `separator`: what is there instead. Spaces, capital
-    letters and HTML's escapes make no difference to `core`."""
+    """The error if no line of the texts equals `separator`, with what comes closest to it."""
     if not paths:
         return Unreadable("--separator is for .txt and .md, and there are none", "leave it out")
-    core = lambda text: "".join(html.unescape(text.replace("\ufeff", "")).split()).casefold()
     none = f"no line equals --separator {quote(separator)}"
     has_marks = False
     for path in paths:
         with path.open("rb") as raw:
             for number, line in enumerate(lines(decode(unpack(path, raw), True)), 1):
                 has_marks = has_marks or MARK in line
-                if core(separator) not in core(line) or (core(line) and not core(separator)):
+                is_equal = core(separator) == core(line)
+                is_part = core(separator) != "" and core(separator) in core(line)
+                if not is_equal and not is_part:
                     continue
                 where = f"line {number} of {path}"
-                if core(separator) == core(line):
+                if is_equal:
                     cure = f"--separator {quote(bare(line))} matches that"
                     return Unreadable(f"{none}, but {where} almost does", cure)
                 place = max(0, line.casefold().find(separator.casefold()) - 20)
@@ -420,9 +421,19 @@ def unmatched(paths: list[pathlib.Path], separator: str) -> Unreadable:
     return Unreadable(none, "look at what divides the documents, or leave the flag out")
 
 
+def core(line: str) -> str:
+    """What remains of a line without spaces, capital letters and HTML's escapes."""
+    return "".join(html.unescape(line.replace("\ufeff", "")).split()).casefold()
+
+
 def quote(text: str) -> str:
     """A text as one types it in a shell."""
     if text.isprintable():
         return shlex.quote(text)
-    escape = lambda c: f"\\x{ord(c):02x}" if c < "\x80" else f"\\u{ord(c):04x}"
-    return "$'" + "".join(escape(c) if c in "\\'" or not c.isprintable() else c for c in text) + "'"
+    quoted = ""
+    for c in text:
+        if c.isprintable() and c not in "\\'":
+            quoted += c
+        else:
+            quoted += f"\\x{ord(c):02x}" if c < "\x80" else f"\\u{ord(c):04x}"
+    return f"$'{quoted}'"

@@ -376,22 +376,22 @@ def report(rows: dict[str, dict], passes: int, dense: bool, args: Any) -> None:
     for name, row in rows.items():
         tokens = (row["size"] - shards.HEADER) // 2
         sizes.append(tokens)
-        say(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
+        show(f"{name} tokens:{tokens} documents:{row['documents']} sha256:{row['sha256'][:16]}...")
     val, *train = sizes
     name = choose_preset([tokens // passes for tokens in train], dense, args.bytes)
     flags = training_flags(name, val, train, args.bytes)
     most = steps_in(train, PRESETS[name])
     steps = flags.get("steps", PRESETS[name].steps)
     if passes > 1:
-        say(f"The training shard holds its text {passes} times; --passes N changes that.")
-        say("Where val_loss rises, the model has begun to memorize the text: pass a smaller "
+        show(f"The training shard holds its text {passes} times; --passes N changes that.")
+        show("Where val_loss rises, the model has begun to memorize the text: pass a smaller "
               "--steps.")  # fmt: skip
     if steps < 0.9 * most:
-        say(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
+        show(f"A run of {steps} steps reads {steps / most:.0%} of the training shards, and one "
               f"with --steps {most} all of them.")  # fmt: skip
-    say("Train on it:")
+    show("Train on it:")
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    say(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
+    show(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -441,10 +441,10 @@ def named(text: str) -> pathlib.Path:
     return pathlib.Path(text)
 
 
-def say(*lines: str) -> None:
+def show(*lines: str) -> None:
     """Prints lines, or loses them where the reader of a pipe is gone: the shards matter more."""
     try:
-        print(*lines, sep="\n", end="\n" * len(lines[:1]), flush=True)
+        print(*lines, end="\n" * len(lines), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to print
         if not isinstance(error, BrokenPipeError):
@@ -452,11 +452,11 @@ def say(*lines: str) -> None:
             raise
 
 
-def say_notes(notes: Notes) -> None:
+def show_notes(notes: Notes) -> None:
     """Prints each note with the first of its files, and forgets it."""
     for note, paths in notes.items():
         more = f", as {paths[0]}" if len(paths) > 1 else f": {paths[0]}"
-        say(f"{counted(len(paths), 'file')} {note}{more}")
+        show(f"{counted(len(paths), 'file')} {note}{more}")
     notes.clear()
 
 
@@ -467,7 +467,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         paths = readers.find(args.paths, args.column, notes)
     finally:
-        say_notes(notes)
+        show_notes(notes)
     counts = collections.Counter()
     kind = "UTF-8 bytes"
     if not args.bytes:
@@ -491,9 +491,9 @@ def run(args: argparse.Namespace) -> None:
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
-    say_notes(notes)
+    show_notes(notes)
     skipped = f", {counted(counts['empty'], 'empty one')} skipped" if counts["empty"] else ""
-    say(f"{total}{skipped}, in {args.out.absolute()}")
+    show(f"{total}{skipped}, in {args.out.absolute()}")
     report(rows, passes, dense, args)
 
 
@@ -518,4 +518,4 @@ if __name__ == "__main__":
         print("tokenize_text.py: stopped by Ctrl-C: run it again for shards", file=sys.stderr)
         sys.exit(130)
     finally:
-        say()  # what argparse has printed
+        show()  # what argparse has printed
