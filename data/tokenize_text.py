@@ -142,8 +142,10 @@ def read(
     except Unreadable as fault:
         fail(f"{path} cannot be read: {fault}")
     except Exception as error:  # from the readers above, the file system, or four libraries
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        fail(f"{path} cannot be read: {why}: correct that, or leave it out")
+        why = f"{str(error) or type(error).__name__}: correct that, or leave it out"
+        if getattr(error, "errno", None):
+            why = shards.reason(error, path)
+        fail(f"{path} cannot be read: {why}")
     if counts["documents"] == before["documents"]:
         notes["without any text"].append(path)
     elif is_plain(path) and args.separator is not None:
@@ -307,11 +309,7 @@ def write(folder: pathlib.Path, arrays: Iterator[np.ndarray], args: Any) -> tupl
 
 
 def refuse_used(out: pathlib.Path) -> None:
-    """Exits if the folder is none, or has shards or a manifest."""
-    if out.is_symlink() and not out.exists():
-        raise readers.missing(out)
-    if out.exists() and not out.is_dir():
-        fail(f"--out {out} is a file: choose a folder")
+    """Exits if the folder has shards or a manifest."""
     used = sorted([*out.glob("*.bin"), *out.glob("MANIFEST.json")])
     if used:
         fail(f"{out} has {used[0].name} already: remove the folder, or choose another --out")
@@ -504,9 +502,8 @@ def main() -> None:
     except Unreadable as fault:
         fail(str(fault))
     except OSError as error:  # from the outputs, or while find() looks for inputs
-        where = error.filename or args.out
-        why = error.strerror or error
-        fail(f"{where}: {why}: check the path, its permissions and the free space")
+        error.filename = error.filename or str(args.out)
+        fail(shards.reason(error))
 
 
 if __name__ == "__main__":

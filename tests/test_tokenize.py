@@ -314,8 +314,8 @@ def test_order_of_a_folder(tokenize, tmp_path, capsys):
     (["empty"], "empty: found no .txt"),
     (["dangling"], "x.txt is a link to no, which does not exist"),
     (["pipe"], "pipe/in.txt is a pipe"),
-    (["in.txt", "--out", "in.txt"], "in.txt is a file: choose a folder"),
-    (["in.txt", "--out", "dangling/x.txt"], "x.txt is a link to no, which does not exist"),
+    (["in.txt", "--out", "in.txt"], "in.txt is a file, but a folder belongs there: choose another"),
+    (["in.txt", "--out", "dangling/x.txt"], "x.txt is a link to no, which is not there"),
     (["linked"], "linked/more is a link: give its target as PATH instead"),
 ])  # fmt: skip
 def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
@@ -738,7 +738,8 @@ def test_disk_full(tmp_path):
     full = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *argv]
     done = subprocess.run(full, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}: File too large: check")
+    assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}")
+    assert "text_train_000001.bin: File too large: make room, or choose" in done.stderr
     assert left_in(tmp_path / "out") == []
 
 
