@@ -57,7 +57,6 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be edited during the run
-jax.config.update("jax_enable_x64", False)  # whatever the environment asks for
 
 
 # ---- Hyperparameters -----------------------------------------------------------------------------
@@ -2173,6 +2172,7 @@ def run(
     weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
     dev/guard.py."""
     mesh = make_mesh(devices)
+    jax.config.update("jax_enable_x64", False)  # whatever the environment asks for
     if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
         jax.config.update("jax_default_matmul_precision", "highest")
     log = Log(guard.log_path if guard else "")
