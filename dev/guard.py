@@ -125,10 +125,8 @@ def rules(script: ModuleType, c: Any) -> Iterator[tuple[bool, str]]:
     what = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, but "
     yield divisor == c.head_chunk, f"{what}{divisor} does"
     longest = fields.get("copy", 0)
-    yield (
-        longest <= min(trained),
-        f"--copy {longest} is more than a sequence, {min(trained)} tokens",
-    )
+    what = f"--copy {longest} is more than a sequence, {min(trained)} tokens"
+    yield longest <= min(trained), what
 
     tables = c.value_tables()
     yield tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps"
@@ -322,7 +320,7 @@ class Forgiving:
         self.name = name
         self.warned = False
         if hasattr(file, "reconfigure"):
-            file.reconfigure(errors="backslashreplace")  # what has no letters for é prints \\xe9
+            file.reconfigure(errors="backslashreplace")  # what has no letters for é prints \xe9
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
