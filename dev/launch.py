@@ -495,11 +495,11 @@ INTERRUPTED = threading.Lock()
 
 
 def end_interrupted(number: int) -> NoReturn:
-    """Ends the process at a signal before the first step. If both threads notice Ctrl-C, the second
+    """Ends the process at a signal that no run has asked for. If both threads notice Ctrl-C, the second
     one waits for its end here."""
     INTERRUPTED.acquire()
     name = signal.Signals(number).name
-    print(f"\nlaunch.py: {name}, and no step is under way", file=sys.stderr, flush=True)
+    print(f"\nlaunch.py: {name}: stopped without a new checkpoint", file=sys.stderr, flush=True)
     leave(128 + number)
 
 

@@ -168,7 +168,7 @@ def test_a_signal_ends_compiling_at_once(name, start, tmp_path):
     process.send_signal(signal.Signals[name])
     code, _, err = end(process, 5)
     assert code == 128 + signal.Signals[name]
-    assert err == f"\nlaunch.py: {name}, and no step is under way\n"
+    assert err == f"\nlaunch.py: {name}: stopped without a new checkpoint\n"
     assert not [*tmp_path.glob("logs/*/*")]
 
 
