@@ -495,7 +495,7 @@ INTERRUPTED = threading.Lock()
 
 
 def end_interrupted(number: int) -> NoReturn:
-    """Ends the process at a signal that no run has asked for. If both threads notice Ctrl-C, the second
+    """Ends the process at a signal that no run handles. If both threads notice Ctrl-C, the second
     one waits for its end here."""
     INTERRUPTED.acquire()
     name = signal.Signals(number).name
