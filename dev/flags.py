@@ -10,5 +10,5 @@ GUARD_FLAGS = {
     "save_every": (int, 0, "steps between checkpoints; 0: only when a signal stops the run"),
     "resume": (str, "", "checkpoint to resume, or a folder, for its newest intact one"),
     "force": (int, 0, "1: resume although source, flags or tokens have changed"),
-    "stall": (int, 300, "the run ends after this many seconds without a step; 0: never"),
+    "stall": (int, 300, "the run ends if no step has ended for so many seconds; 0: never"),
 }

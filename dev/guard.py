@@ -19,17 +19,23 @@ import fcntl
 import json
 import math
 import os
+import re
+import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 from zlib import crc32
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import NamedSharding
 
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
 
@@ -46,50 +52,117 @@ def warn(message: str) -> None:
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
+MOST = 2**31 - 1  # indices are int32
+LARGE = 1e30  # of float32
+# Names of fields, and the least and the largest value that they may have. Where these are floats,
+# so may the field be. Below 0.1, scores would not tell documents apart: positions().
+RANGES = (
+    ("seed", -1, 2**32 - 1),
+    ("steps", 0, 10**6),
+    ("batch microbatch head_chunk dc_window F vocab bigrams val_every val_T val_tokens", 1, MOST),
+    ("R eot copy", 0, MOST),
+    ("deal save", 0, 1),
+    ("muon_lr adam_lr lr_floor untie cooldown_start cooldown_end", 0.0, LARGE),
+    ("momentum_warmup momentum_cooldown", 0.0, LARGE),
+    ("momentum_low momentum_high", 0.0, 0.99999),
+    ("x_scale w_scale g_scale", 1e-30, LARGE),
+    ("score_scale", 0.1, LARGE),
+    ("target", -LARGE, LARGE),
+)
+STAGE_RANGES = (
+    ("steps", 0, 10**6),
+    ("tokens", 1, MOST),
+    ("short long max_doc", 0, MOST),
+    ("lr", 0.0, LARGE),
+)
+WIDE = "bfloat16", "float16", "float32"
+NARROW = "float8_e4m3fn", "float8_e5m2"
+CHOICES = {
+    "attention": ("cudnn", "band"),
+    "compute": WIDE,
+    "head_forward": WIDE + NARROW,
+    "head_backward": WIDE + NARROW,
+}
+
+
 def check_run(script: ModuleType, c: Any) -> None:
     """Exits with status 2 for layers, stages or flags with which a run would fail while it is
-    compiled. Those with which it would be wrong in silence, Config refuses itself."""
-    streams = ["x0", "bigram", "input", *(f"value{n}" for n in c.value_tables())]
-    tables = c.value_tables()
-    lengths = [c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))]
-    divisor = math.gcd(c.head_chunk, *lengths)
-    rules = [
-        (c.attention in ("cudnn", "band"), f"--attention {c.attention} is not cudnn or band"),
-        (
-            divisor == c.head_chunk,
-            f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, "
-            f"but {divisor} does",
-        ),
-        (tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps"),
-        (c.val_every > 0, "--val_every must be at least 1"),
-        (c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}"),
-        (
-            0 < c.ngram_capacity <= 1,
-            f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]",
-        ),
-    ]
-    for i, layer in enumerate(c.layers):
-        windows = (script.SHORT, script.LONG, None)
-        rules.append((layer.window in windows, f"layer {i}: no window {layer.window!r}"))
-        for name in ("attend_to", "skip_from"):
-            source = getattr(layer, name)
-            earlier = source is None or 0 <= source < i
-            rules.append((earlier, f"layer {i}: {name}={source} is not an earlier layer"))
-        for name in layer.mudd:
-            message = f"layer {i}: mudd reads {name!r}, there are only {streams}"
-            rules.append((name in streams, message))
-        streams.append(f"layer{i}")
-    for name, _ in c.mudd_head:
-        rules.append((name in streams, f"mudd_head reads {name!r}, there are only {streams}"))
-    for i, stage in enumerate(c.stages):
-        weights = script.target_weights(stage)
-        rules.append((bool(weights), f"stage {i}: all weights in targets and prefix are 0"))
-        has_table = script.PREFIX not in weights or bool(c.prefixes)
-        message = f"stage {i}: prefix has a weight, but --prefixes names no table"
-        rules.append((has_table, message))
-    for holds, message in rules:
+    compiled, or later. Those with which it would be wrong in silence, Config refuses itself."""
+    for holds, message in rules(script, c):
         if not holds:
             refuse(message)
+
+
+def rules(script: ModuleType, c: Any) -> Iterator[tuple[bool, str]]:
+    """Rules, and what to print if one does not hold. A rule may need those before it."""
+    fields = vars(c)  # a copy may have left out some
+    for name in ("layers", "stages", "mudd_head", "ngrams"):
+        yield isinstance(fields[name], tuple), f"{name} must be a tuple: (a, b), or (a,) for one"
+    for name, values in CHOICES.items():
+        value = fields.get(name, values[0])
+        yield value in values, f"--{name} {value} is not one of: {', '.join(values)}"
+    yield from in_ranges(RANGES, fields, "--")
+    yield c.eot < c.vocab, f"--eot {c.eot} is no token of --vocab {c.vocab}"
+    lengths = sorted(script.NGRAM_FACTORS)
+    known = c.ngrams and set(c.ngrams) <= set(lengths)
+    yield known, f"ngrams are {c.ngrams}, which must be some of {lengths}"
+    yield c.bigrams >= 2 * len(c.ngrams), f"--bigrams {c.bigrams}: too few for {c.ngrams}"
+    yield 0 < c.ngram_capacity <= 1, f"--ngram_capacity {c.ngram_capacity} is not in (0, 1]"
+
+    for i, stage in enumerate(c.stages):
+        yield from in_ranges(STAGE_RANGES, vars(stage), f"stage {i}: ")
+        what = f"stage {i}: targets must be a tuple of numbers and of pairs (a, b)"
+        yield isinstance(stage.targets, tuple), what
+        weights = script.target_weights(stage)
+        yield all(is_number(x) for pair in weights.values() for x in pair), what
+        yield bool(weights), f"stage {i}: all weights in targets and prefix are 0"
+        has_table = script.PREFIX not in weights or bool(c.prefixes)
+        yield has_table, f"stage {i}: prefix has a weight, but --prefixes names no table"
+    trained = [c.sequence_length(i) for i, stage in enumerate(c.stages) if stage.steps]
+    yield bool(trained), "no stage has a step"
+    lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
+    divisor = math.gcd(c.head_chunk, *lengths)
+    what = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, but "
+    yield divisor == c.head_chunk, f"{what}{divisor} does"
+    longest = fields.get("copy", 0)
+    what = f"--copy {longest} is more than a sequence, {min(trained)} tokens"
+    yield longest <= min(trained), what
+
+    tables = c.value_tables()
+    yield tables == list(range(len(tables))), f"value tables are {tables}: leave no gaps"
+    streams = ["x0", "bigram", "input", *(f"value{n}" for n in tables)]
+    for i, layer in enumerate(c.layers):
+        windows = (script.SHORT, script.LONG, None)
+        yield layer.window in windows, f"layer {i}: no window {layer.window!r}"
+        for name in ("attend_to", "skip_from"):
+            source = getattr(layer, name)
+            earlier = source is None or source in range(i)
+            yield earlier, f"layer {i}: {name}={source} is not an earlier layer"
+        yield isinstance(layer.mudd, tuple), f"layer {i}: mudd must be a tuple: (a, b), or (a,)"
+        for name in layer.mudd:
+            message = f"layer {i}: mudd reads {name!r}, there are only {streams}"
+            yield name in streams, message
+        streams.append(f"layer{i}")
+    yield bool(c.layers), "there are no layers"
+    for entry in c.mudd_head:
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and is_number(entry[1])
+        yield is_pair, f"mudd_head has {entry!r}, which is no pair (stream, weight)"
+        yield entry[0] in streams, f"mudd_head reads {entry[0]!r}, there are only {streams}"
+
+
+def in_ranges(ranges: tuple, fields: dict, place: str) -> Iterator[tuple[bool, str]]:
+    """A rule for each field that has a range."""
+    for names, least, most in ranges:
+        for name in names.split():
+            value = fields.get(name, least)
+            is_kind = is_number(value) if isinstance(least, float) else isinstance(value, int)
+            what = f"{place}{name} {value} is no number from {least} to {most}"
+            yield is_kind and least <= value <= most, what
+
+
+def is_number(x: Any) -> bool:
+    """Whether this is a finite number."""
+    return isinstance(x, (int, float)) and math.isfinite(x)
 
 
 def check_devices(preset: str, c: Any, devices: list[jax.Device]) -> None:
@@ -134,23 +207,28 @@ def saved_arrays(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def step_of(path: Path) -> tuple[str, int]:
-    """Sort key of checkpoints: the run, whose name begins with its date, and the step. Times of
-    files are no key, because copies change them."""
-    step = int(path.stem) if path.stem.isdigit() else -1
-    return path.parent.name, step
+def step_of(path: Path) -> tuple[bool, str, int]:
+    """Sort key of checkpoints: the run, whose name begins with its date, and the step; -1: the name
+    is no step. Other folders come first. Times of files are no key, because copies change them."""
+    run = path.parent.name
+    is_run = bool(re.match(r"\d{4}-\d\d-\d\dT", run))
+    step = int(path.stem) if path.stem.isdecimal() else -1
+    return is_run, run, step
 
 
 def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
     """Writes a checkpoint under another name, renames it, and deletes all others but the two of the
     latest steps. Returns False, and writes nothing, if a number is not finite."""
-    leaves = saved_arrays(state)
-    arrays = {key: process_allgather(x, tiled=True) for key, x in leaves.items()}
+    arrays = {}
+    for key, x in saved_arrays(state).items():
+        whole = process_allgather(x, tiled=True)
+        # Process 0 writes. The others need not hold 10 GB each.
+        arrays[key] = whole if jax.process_index() == 0 else whole[~np.isfinite(whole)]
     if not all(np.isfinite(x).all() for x in arrays.values()):
         return False
     if jax.process_index() > 0:
         return True
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name("next.part")
     try:
         with part.open("wb") as file:
@@ -160,25 +238,41 @@ def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    for old in sorted(path.parent.glob("*.state"), key=step_of)[:-2]:
+    mine = [old for old in path.parent.glob("*.state") if old.stem.isdecimal() and old.is_file()]
+    for old in sorted(mine, key=step_of)[:-2]:
         if old != path:  # a run that was resumed from an earlier step may write beside later ones
-            old.unlink()
+            try:
+                old.unlink()
+            except OSError as error:
+                warn(f"an older checkpoint stays: {error}")
     return True
+
+
+FACTS = "step", "seconds", "log", "identity", "command", "machine"  # of a checkpoint
+
+
+def states_below(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest last; also in a run's folder that is a link."""
+    found = {*folder.rglob("*.state"), *folder.glob("*/*.state")}
+    return sorted((path for path in found if path.is_file()), key=step_of)
 
 
 def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Facts and arrays of a checkpoint, or of the newest intact one below a folder. The facts are
     step, seconds, log, identity, command and machine."""
-    if source.suffix == ".npz" or not source.exists():
+    if source.suffix == ".npz" or not os.path.exists(source):
         refuse(f"--resume {source} is not a .state file, and not a folder with some")
-    paths = [source] if source.is_file() else sorted(source.rglob("*.state"), key=step_of)
+    paths = [source] if source.is_file() else states_below(source)
     for path in reversed(paths):
         try:
             with np.load(path) as file:
                 if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
-            return json.loads(arrays.pop("facts").item()), arrays
+            facts = json.loads(arrays.pop("facts").item())
+            if not {*FACTS} <= {*facts}:
+                raise ValueError(f"its facts are not {', '.join(FACTS)}")
+            return facts, arrays
         except Exception as error:
             warn(f"{path} is not an intact checkpoint: {error!r}")
     refuse(f"--resume {source}: there is no intact checkpoint")
@@ -207,14 +301,26 @@ def identity(script: ModuleType, c: Any, data: list[dict]) -> dict[str, Any]:
     return json.loads(json.dumps(same))  # as it is read back from a file
 
 
+def lock_owner(path: Path) -> str:
+    """(PID) of the process that has locked a file; "" where Linux does not say."""
+    with contextlib.suppress(OSError):
+        locks = Path("/proc/locks").read_text()
+        found = re.search(rf"FLOCK .* ([1-9]\d*) \S+:{path.stat().st_ino} ", locks)
+        return f" ({found[1]})" if found else ""
+    return ""
+
+
 # ---- A screen or a log that breaks ---------------------------------------------------------------
 class Forgiving:
-    """A file whose faults cost lines, but not the run: a full disk, or a terminal that is gone."""
+    """A file whose faults cost lines, but not the run: a full disk, a terminal that is gone, or one
+    that nobody reads, as when the computer that shows it sleeps."""
 
     def __init__(self, file: Any, name: str):
         self.file = file
         self.name = name
         self.warned = False
+        if hasattr(file, "reconfigure"):
+            file.reconfigure(errors="backslashreplace")  # what has no letters for é prints \xe9
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
@@ -230,36 +336,56 @@ class Forgiving:
     def attempt(self, write: Any, *arguments: Any) -> Any:
         """Calls a method of the file; warns at its first fault."""
         try:
+            self.wait_for_reader()
             return write(*arguments)
         except (OSError, ValueError) as error:  # ValueError: the file is closed
             if not self.warned:
                 self.warned = True
-                with contextlib.suppress(OSError, ValueError):
-                    print(f"warning: {self.name} has gaps: {error}", file=sys.__stderr__)
+                warn(f"{self.name} has gaps: {error}")
         return None
+
+    def wait_for_reader(self) -> None:
+        """Raises TimeoutError if the screen takes no more text: the first time after 5 s."""
+        try:
+            number = self.file.fileno()
+        except (AttributeError, OSError, ValueError):
+            return
+        patience = 0 if self.warned else 5
+        if number in (1, 2) and not select.select([], [number], [], patience)[1]:
+            raise TimeoutError("nobody reads it")
 
 
 def protect_screen() -> None:
-    """Lets a run go on where its screen is closed or gone."""
+    """Lets a run go on where its screen is closed or gone. No file of the run may get the number of
+    a screen that is closed, because libraries in C would print into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # has the first free number
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         setattr(sys, name, Forgiving(stream, f"<{name}>"))
 
 
 # ---- Stalls --------------------------------------------------------------------------------------
-DEBUGGERS = ("bdb", "pdb", "pydevd")
+DEBUGGERS = ("bdb", "code", "pdb", "pydevd", "IPython.terminal.embed")
+PATIENCE = 1800  # seconds for what is no step
 
 
 class Watchdog:
     """A thread that ends the process, with exit status 1 and the stacks of all threads, if a step
-    is under way and none ends for so many seconds (0: never). It counts seconds one by one, so that
-    time in which the process was stopped does not count, nor does time in a debugger."""
+    is under way and none ends for so many seconds (0: never). What else a run does must end, or JAX
+    report something, in six times as long, at least in PATIENCE: compiling, the first run of every
+    program, validation, checkpoints. It counts seconds one by one, so that time in which the
+    process was stopped does not count, nor does time in a debugger."""
 
     def __init__(self, seconds: int):
         self.seconds = seconds
         self.begun = 0  # steps
         self.ended = 0
-        self.idle = 0  # seconds since a step ended
+        self.idle = 0  # seconds since something ended
+        self.log = None
         self.closed = threading.Event()
         if seconds:
             threading.Thread(target=self.watch, daemon=True).start()
@@ -267,26 +393,52 @@ class Watchdog:
     def watch(self) -> None:
         """Counts, until it is closed."""
         while not self.closed.wait(1.0):
-            if self.ended >= self.begun or in_debugger():
-                self.idle = 0
-                continue
-            self.idle += 1
-            if self.idle >= self.seconds:
-                try:
-                    print(f"No step has ended for {self.seconds} s (--stall).", file=sys.__stderr__)
-                    faulthandler.dump_traceback(sys.__stderr__)
-                finally:
-                    os._exit(1)  # also where the screen is gone
+            limit = self.seconds
+            what = "No step has"
+            if self.ended >= self.begun:
+                limit = max(PATIENCE, 6 * self.seconds)
+                what = "No compilation, validation or checkpoint has"
+            self.idle = 0 if in_debugger() else self.idle + 1
+            if self.idle >= limit:
+                line = f"{what} ended for {limit} s (--stall)."
+                report = threading.Thread(target=self.report, args=[line], daemon=True)
+                report.start()
+                report.join(10)  # the screen and the disk may hang as well
+                os._exit(1)
+
+    def report(self, line: str) -> None:
+        """Prints the line and the stacks of all threads, and writes the line into the log."""
+        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # there may be no screen
+            faulthandler.dump_traceback(sys.__stderr__)
+        if self.log:
+            self.log.line(f"warning: {line}", show=False)
+
+    def note(self, *_: Any, **__: Any) -> None:
+        """Notes that something has ended. JAX calls it with an event."""
+        self.idle = 0
 
 
 def in_debugger() -> bool:
-    """Whether the main thread waits in a debugger."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame:
-        if frame.f_globals.get("__name__") in DEBUGGERS:
-            return True
-        frame = frame.f_back
+    """Whether a thread waits in a debugger."""
+    for frame in sys._current_frames().values():
+        while frame:
+            if frame.f_globals.get("__name__") in DEBUGGERS:
+                return True
+            frame = frame.f_back
     return False
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # SIGHUP: the terminal is closed
+SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]  # of Slurm and other queues
+
+
+def taken_signals() -> list[int]:
+    """The signals that end a run with a checkpoint. An ignored one stays so, as SIGHUP after nohup,
+    but for Ctrl-C, which a shell lets its background jobs ignore."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) in (signal.SIG_IGN, None)]
+    return [number for number in SIGNALS if number == signal.SIGINT or number not in ignored]
 
 
 # ---- The guard -----------------------------------------------------------------------------------
@@ -312,6 +464,7 @@ class Guard:
             self.start = self.checkpoint["step"]
             self.seconds = self.checkpoint["seconds"]
         self.exits = []  # exit statuses that signals have asked for
+        self.asked = None  # what the processes are agreeing on
         self.status = 0  # that on which all processes have agreed
         self.old_handlers = {}
         self.watchdog = None
@@ -320,11 +473,13 @@ class Guard:
         self.saved = None  # the checkpoint that this process has written last
 
     def __enter__(self) -> "Guard":
+        self.watchdog = Watchdog(self.options.stall)
+        jax.monitoring.register_event_duration_secs_listener(self.watchdog.note)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.watchdog:
-            self.watchdog.closed.set()
+        self.watchdog.closed.set()
+        jax.monitoring.unregister_event_duration_listener(self.watchdog.note)
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         if isinstance(error, SystemExit) and error.code == self.script.NON_FINITE and self.log:
@@ -377,14 +532,20 @@ class Guard:
         status 2 if another one does. Some network disks know no locks."""
         if jax.process_index() > 0:
             return
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self.lock = path.open("ab")  # NFS locks only what is open for writing
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                refuse(f"another process trains the run of {path}: wait for its end, or stop it")
-            except OSError:
-                pass
+        except FileNotFoundError:  # no folder yet: begin() locks the log
+            return
+        except OSError as error:
+            refuse(f"this run goes on in its log, which cannot be written: {error}")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = f"another process{lock_owner(path)}"
+            refuse(f"{owner} trains the run of {path}: wait for its end, or stop it")
+        except OSError as error:
+            if self.checkpoint:
+                warn(f"this disk locks no files ({error}): no other process may resume this run")
 
     # -- during the run: the four places
     def begin(self, state: Any, c: Any, mesh: Any, log: Any) -> Any:
@@ -401,12 +562,16 @@ class Guard:
             self.arrays = {}
         jax.block_until_ready(state)
         if threading.current_thread() is threading.main_thread():  # others cannot handle signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.signal(number, self.note_signal)
-                self.old_handlers[number] = handler
-        self.watchdog = Watchdog(self.options.stall)
+            for number in taken_signals():
+                self.old_handlers[number] = signal.signal(number, self.note_signal)
+        self.watchdog.log = log
         self.watchdog.ended = self.start
+        self.watchdog.note()
         self.watched = c.validates_before
+        self.places = NamedSharding(mesh, P(mesh.axis_names))
+        self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+        if jax.process_count() > 1:
+            int(self.ask())  # compiles it
         return state
 
     def wants(self, step: int) -> bool:
@@ -417,6 +582,7 @@ class Guard:
         saves = bool(self.status or is_due)
         waits = saves or self.watched(step)  # until all steps before have ended
         self.watchdog.begun = step if waits else step + 1
+        self.watchdog.note()
         return saves
 
     def save(self, state: Any, step: int, seconds: float) -> None:
@@ -449,7 +615,7 @@ class Guard:
         if jax.process_count() > 1 and not np.isfinite(float(loss)):
             self.exits.append(self.script.NON_FINITE)
         self.watchdog.ended += 1
-        self.watchdog.idle = 0
+        self.watchdog.note()
 
     # -- their parts
     def note_signal(self, number: int, frame: Any) -> None:
@@ -457,11 +623,22 @@ class Guard:
         self.exits.append(128 + number)
 
     def agreed_exit(self, step: int) -> int:
-        """The first exit status, or 0. Several processes agree on one every ten steps."""
-        first = self.exits[0] if self.exits else 0
+        """The first exit status, or 0. Several processes agree on one every ten steps. The devices
+        compute it after the steps that they have, so it is read five steps later, when it is there:
+        that is more than STEPS_AHEAD in train_gpt.py."""
         if jax.process_count() == 1:
-            return first
-        return 0 if step % 10 else int(process_allgather(np.int32(first)).max())
+            return self.exits[0] if self.exits else 0
+        if step % 10 == 0:
+            self.asked = self.ask()
+        answer = self.asked if step % 10 == 5 else None
+        return 0 if answer is None else int(answer)
+
+    def ask(self) -> jax.Array:
+        """The largest first exit status of all processes: an array that the devices compute."""
+        first = np.int32(self.exits[0] if self.exits else 0)
+        mine = np.full(jax.local_device_count(), first)
+        numbers = jax.make_array_from_process_local_data(self.places, mine)
+        return self.largest(numbers)
 
     def folder(self) -> Path:
         """The folder of the run's checkpoints."""
@@ -469,5 +646,5 @@ class Guard:
 
     def how_to_resume(self) -> str:
         """The command that resumes the run from its last checkpoint."""
-        last = self.saved or max(self.folder().glob("*.state"), key=step_of, default=None)
+        last = self.saved or max(states_below(self.folder()), key=step_of, default=None)
         return f"to resume: {self.command} --resume {last}" if last else "there is no checkpoint"

@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,10 +21,12 @@ import json
 import math
 import os
 import re
+import resource
 import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -49,13 +52,15 @@ import machine  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
 from flags import GUARD_FLAGS  # noqa: E402
 from guard import (  # noqa: E402
+    SIGNALS,
     Guard,
     check_devices,
     check_documents,
     check_run,
     protect_screen,
     refuse,
-    step_of,
+    states_below,
+    taken_signals,
 )
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
@@ -77,6 +82,7 @@ def main(argv: list[str]) -> None:
     would wait for threads and for the other processes."""
     protect_screen()
     watch_signals()
+    allow_many_files()
     try:
         if not argv or not Path(argv[0]).is_file():
             usage = "usage: launch.py SCRIPT [preset] [--field value ...]"
@@ -106,7 +112,7 @@ def main(argv: list[str]) -> None:
             leave(1)
         leave(stop.code or 0)
     except KeyboardInterrupt:
-        end_interrupted()
+        end_interrupted(signal.SIGINT)
     except jax.errors.JaxRuntimeError as error:
         if NO_MEMORY.search(str(error)):
             why = str(error).splitlines()[0]
@@ -119,6 +125,9 @@ def main(argv: list[str]) -> None:
             time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
         leave(1)
     except Exception as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            print(f"launch.py: {error}: type  ulimit -n 4096  and start again", file=sys.stderr)
+            leave(2)
         traceback.print_exc()
         if JOINED.is_set() and NO_HOST.search(str(error)):
             time.sleep(HEARTBEAT + 5)  # JAX prints which process was lost, and ends this one
@@ -130,9 +139,17 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
     if {"-h", "--help"} & {*argv}:
         print_help(script)
         sys.exit()
-    typed = argv
-    options, argv = split_flags(argv)
-    guard = Guard(script, options)
+    options, rest = split_flags(argv)
+    with Guard(script, options) as guard:
+        return train_guarded(script, argv, rest, command, guard)
+
+
+def train_guarded(
+    script: ModuleType, typed: list[str], argv: list[str], command: str, guard: Guard
+) -> Path | None:
+    """train(), from where the guard's watchdog runs. typed are the words of the command line, and
+    argv those of them that are the script's."""
+    options = guard.options
     preset, c = script.parse_config(argv)
     set_compilation_cache()  # JAX looks only once, at the first program
     several = jax.process_count() > 1
@@ -165,12 +182,11 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
         sys.stdout = open(os.devnull, "w")
     words = fits.command_line(added).split()
     command = f"{command} {shlex.join([*argv, *words, *as_flags(options)])}".strip()
-    with guard:
-        c = guard.compare(c, fitted, data, devices, command)
-        if preset in UNFINISHED:
-            print(f"warning: {UNFINISHED[preset]}")
-        print(layer_table(c))
-        return script.run(preset, c, devices, shards, data, [*typed, *words], guard)
+    c = guard.compare(c, fitted, data, devices, command)
+    if preset in UNFINISHED:
+        print(f"warning: {UNFINISHED[preset]}")
+    print(layer_table(c))
+    return script.run(preset, c, devices, shards, data, [*typed, *words], guard)
 
 
 def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | None:
@@ -227,7 +243,11 @@ def split_flags(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     parser.error = refuse
     for name, (kind, default, _) in GUARD_FLAGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.set_defaults(resume=None)
     options, rest = parser.parse_known_args(argv, SimpleNamespace())
+    if options.resume == "":  # as of --resume "$unset", which must not begin another run
+        refuse("--resume needs the path of a checkpoint or of a folder")
+    options.resume = options.resume or ""
     if options.stall < 0 or options.save_every < 0:
         refuse("--stall and --save_every cannot be negative")
     return options, rest
@@ -255,6 +275,20 @@ def set_xla_flags() -> None:
             os.environ["XLA_FLAGS"] = f"{flags} {flag}=600".strip()
 
 
+def allow_many_files() -> None:
+    """Raises the limit of open files, of which every shard is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (10240, 65536):  # macOS may allow no more than the first
+        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        if 0 <= soft < most:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+UNFIT = (  # options of JAX with which a run would fail, some of them after minutes of compiling
+    *(("jax_disable_jit", True), ("jax_transfer_guard", "disallow")),
+    *(("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict")),
+)
 CURES = {  # what JAX's message may contain, and what helps
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
@@ -268,6 +302,9 @@ CURES = {  # what JAX's message may contain, and what helps
 
 def start_jax() -> None:
     """Starts JAX on its devices. Exits with status 2, the cause and what helps, if it cannot."""
+    for name, value in UNFIT:
+        if getattr(jax.config, name, None) == value:
+            refuse(f"{name.upper()} is {value}, so no run can go: type  unset {name.upper()}")
     try:
         jax.devices()
     except RuntimeError as error:
@@ -322,7 +359,10 @@ def check_candidates(script: ModuleType, c: Any) -> None:
 
 def check_disk(script: ModuleType, c: Any, options: Any) -> None:
     """Exits with status 2 if the disk has no room for the weights and, with --save_every, for up to
-    three checkpoints: the newest two and the one that is being written."""
+    three checkpoints: the newest two and the one that is being written; or if it cannot be
+    written."""
+    if jax.process_index() == 0:
+        try_to_write(Path("logs"), script.SOURCE.encode())
     weights = 0
     for param in script.param_table(c).values():
         dtype = getattr(param, "dtype", "float32")  # copies of older files have no field for it
@@ -352,15 +392,33 @@ def check_disk(script: ModuleType, c: Any, options: Any) -> None:
         print(f"This run will write {need / 1e9:.0f} GB to {folder}/ (--save 0: no weights).")
 
 
+def try_to_write(folder: Path, content: bytes) -> None:
+    """Exits with status 2 if no file can be written in a folder, which is made for that if need be.
+    Leaves nothing there."""
+    is_new = not folder.exists()
+    probe = folder / f"probe-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(exist_ok=True)
+        try:
+            probe.write_bytes(content)
+        finally:
+            probe.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
+    except OSError as error:
+        why = "this is no folder" if isinstance(error, FileExistsError) else error.strerror
+        link = f", a link to {os.readlink(folder)}," if folder.is_symlink() else ""
+        refuse(f"{folder.absolute()}{link} must be a folder for the log, but {why}")
+
+
 def old_checkpoints(options: Any) -> int:
     """How many checkpoints the folder of the resumed run has. After a change (--force 1), a run has
     a new folder."""
     if not options.resume or options.force:
         return 0
     source = Path(options.resume)
-    states = [source] if source.is_file() else source.rglob("*.state")
-    newest = max(states, key=step_of, default=None)
-    return len([*newest.parent.glob("*.state")]) if newest else 0
+    states = [source] if source.is_file() else states_below(source)
+    return len([*states[-1].parent.glob("*.state")]) if states else 0
 
 
 # ---- Before and after a run ----------------------------------------------------------------------
@@ -418,65 +476,62 @@ def show_sample(weights: Path, script: Path) -> NoReturn:
 # ---- Signals -------------------------------------------------------------------------------------
 def watch_signals() -> None:
     """Starts a thread that reads signals, because Python runs no handler while the main thread
-    waits for XLA."""
+    waits for XLA. From here on, the first process of a container heeds them as well: Linux ignores
+    signals for which that one has no handler."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
+    for number in taken_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, leave_it_to_the_thread)
     threading.Thread(target=end_at_signals, args=[reader], daemon=True).start()
+
+
+def leave_it_to_the_thread(number: int, frame: Any) -> None:
+    """Handles a signal in end_at_signals(), until the script installs its handlers."""
 
 
 INTERRUPTED = threading.Lock()
 
 
-def end_interrupted() -> NoReturn:
-    """Ends the process at Ctrl-C before the first step. If both threads notice it, the second one
-    waits for its end here."""
+def end_interrupted(number: int) -> NoReturn:
+    """Ends the process at a signal that no run handles. If both threads notice Ctrl-C, the second
+    one waits for its end here."""
     INTERRUPTED.acquire()
-    print("\nlaunch.py: interrupted before the first step", file=sys.stderr, flush=True)
-    leave(130)
+    name = signal.Signals(number).name
+    print(f"\nlaunch.py: {name}: stopped without a new checkpoint", file=sys.stderr, flush=True)
+    leave(128 + number)
 
 
 def end_at_signals(reader: int) -> None:
-    """Ends the process at Ctrl-C or, once the script has installed its handlers, at the second
-    signal. mpirun and timeout send a signal twice, so one within 0.3 s of the first is ignored."""
+    """Ends the process at a signal or, once the script has installed its handlers, at the second
+    one, if that is Ctrl-C or SIGTERM: a limit of CPU time sends SIGXCPU every second. mpirun and
+    timeout send a signal twice, so one within 0.3 s of the first is ignored."""
     first_time = None
     while True:
         number = os.read(reader, 1)[0]
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if number not in SIGNALS:
             continue
-        if signal.getsignal(number) is signal.default_int_handler:
-            end_interrupted()
+        if signal.getsignal(number) in (signal.default_int_handler, leave_it_to_the_thread):
+            end_interrupted(number)
         if first_time is None:
             first_time = time.monotonic()
             answer = "the run will finish the steps that are under way, and save a checkpoint"
             how = "a second signal stops it at once"
             print(f"\nlaunch.py: {answer}; {how}", file=sys.stderr, flush=True)
-        elif time.monotonic() > first_time + 0.3:
+        elif number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() > first_time + 0.3:
             print("\nlaunch.py: stopped without a new checkpoint", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
 
 # ---- Hosts ---------------------------------------------------------------------------------------
-# The environment variables in which a launcher gives a process the number of processes and its rank
-# among them, in the whole run and on its host.
-TORCHRUN = {
-    "count": "WORLD_SIZE",
-    "rank": "RANK",
-    "local_count": "LOCAL_WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-}
-OPEN_MPI = {
-    "count": "OMPI_COMM_WORLD_SIZE",
-    "rank": "OMPI_COMM_WORLD_RANK",
-    "local_count": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-}
-SLURM = {
-    "count": "SLURM_STEP_NUM_TASKS",
-    "rank": "SLURM_PROCID",
-    "local_count": "SLURM_STEP_TASKS_PER_NODE",
-    "local_rank": "SLURM_LOCALID",
-}
+# The variables in which torchrun, Open MPI and Slurm give a process the number of processes and its
+# rank among them, in the whole run and on its host.
+LAUNCHERS = (
+    ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
+)
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 TPU_WORKERS = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
@@ -485,71 +540,96 @@ def join() -> None:
     """Connects this process to the others of the run, which a launcher or JNANO_COORDINATOR,
     JNANO_PROCESSES and JNANO_PROCESS have described. A process without others connects to none."""
     env = os.environ
-    launched = {}
-    for variables in (TORCHRUN, OPEN_MPI, SLURM):
-        if env.get(variables["count"]) and env.get(variables["rank"]):
-            launched = {meaning: env.get(name) for meaning, name in variables.items()}
-            break
-    count = env.get("JNANO_PROCESSES") or launched.get("count")
-    rank = env.get("JNANO_PROCESS") or launched.get("rank")
-    if env.get("JNANO_COORDINATOR") and not (count and rank):
+    launched = [names for names in LAUNCHERS if env.get(names[0]) and env.get(names[1])]
+    count_name, rank_name, local_count_name, local_rank_name = [*launched, 4 * ("",)][0]
+    count_name = "JNANO_PROCESSES" if env.get("JNANO_PROCESSES") else count_name
+    rank_name = "JNANO_PROCESS" if env.get("JNANO_PROCESS") else rank_name
+    count = number_in(count_name, 1)
+    rank = number_in(rank_name, 0)
+    coordinator = env.get("JNANO_COORDINATOR")
+    described = bool(count_name and rank_name)
+    if coordinator and not described:
         refuse("JNANO_COORDINATOR needs JNANO_PROCESSES and JNANO_PROCESS, too: see dev/hosts.md")
-    if int(count or 1) < 2 and not is_tpu_pod():
+    if count < 2 and not is_tpu_pod():
         return
+    names = [name for name in (count_name, rank_name) if name]
+    settings = " ".join(f"{name}={env[name]}" for name in names)
+    settings = f"{settings} (if this is the only process, type  unset {' '.join(names)})"
+    if described and rank not in range(count):
+        refuse(f"there is no such process: {settings}")
 
     # Several processes on a host take one GPU each, unless the launcher shows only one to each.
     devices = []  # for JAX, all that it sees
-    local_rank = launched.get("local_rank")
-    alone = re.match(r"1\b", launched.get("local_count") or "1")  # Slurm: "1(x2)" on two nodes
+    alone = re.match(r"1\b", env.get(local_count_name) or "1")  # Slurm: "1(x2)" on two nodes
     visible = env.get("CUDA_VISIBLE_DEVICES")
     sees_several = visible is None or "," in visible
-    if local_rank and not alone and sees_several:
-        devices = [int(local_rank)]
-    coordinator = env.get("JNANO_COORDINATOR")
+    if env.get(local_rank_name) and not alone and sees_several:
+        devices = [number_in(local_rank_name, 0)]
     if not coordinator and env.get("MASTER_ADDR"):  # torchrun itself listens at MASTER_PORT
-        coordinator = f"{env['MASTER_ADDR']}:{int(env.get('MASTER_PORT') or 29500) + 1}"
-    described = {}  # if it stays empty, JAX asks the launcher or the TPU itself
-    if coordinator and count and rank:
-        described = {
+        coordinator = f"{env['MASTER_ADDR']}:{number_in('MASTER_PORT', 29500) + 1}"
+    place = {}  # if it stays empty, JAX asks the launcher or the TPU itself
+    if coordinator and described:
+        if rank == 0:
+            try_to_listen(coordinator)
+        place = {
             "coordinator_address": coordinator,
-            "num_processes": int(count),
-            "process_id": int(rank),
+            "num_processes": count,
+            "process_id": rank,
             "cluster_detection_method": "deactivate",
         }
-    wait = int(env.get("JNANO_WAIT") or 300)
+    wait = number_in("JNANO_WAIT", 300)
 
     def give_up():
         text = (
             f"{count} processes were expected, but they did not all come in {wait} s (JNANO_WAIT): "
-            "see what the missing ones printed, and whether they can reach process 0"
+            "see what the missing ones printed, and whether they can reach process 0; this one has "
+            f"{settings}"
         )
         print(f"launch.py: {text}", file=sys.stderr, flush=True)
         os._exit(2)
 
     timer = threading.Timer(wait, give_up)
     timer.daemon = True
-    if rank == "0":  # when it ends, JAX ends the others
+    if names:  # JAX knows how many hosts a TPU has
         timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
     try:
         jax.distributed.initialize(
-            **described,
+            **place,
             local_device_ids=devices,
             initialization_timeout=wait + 5,
             heartbeat_timeout_seconds=HEARTBEAT,
         )
-    except ValueError as error:
-        advice = "Set JNANO_COORDINATOR, as dev/hosts.md explains"
-        refuse(f"{count} processes cannot connect: {error} {advice}")
+    except Exception as error:
+        cause = " ".join(str(error).split())[:300]
+        cure = "set JNANO_COORDINATOR to HOST:PORT, as dev/hosts.md explains"
+        refuse(f"this process cannot connect to others: {cause}; {cure}; it has {settings}")
     timer.cancel()
     JOINED.set()
+
+
+def number_in(name: str, default: int) -> int:
+    """The number in an environment variable. Exits with status 2 if there is something else."""
+    text = os.environ.get(name) or default
+    try:
+        return int(text)
+    except ValueError:
+        refuse(f"{name}={text} is no number: type  unset {name}  or set it right")
+
+
+def try_to_listen(address: str) -> None:
+    """Exits with status 2 if this host cannot listen at the port: JAX would end without a word."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except (OSError, OverflowError, ValueError) as error:
+        refuse(f"process 0 cannot listen at {address}, which must be HOST:PORT: {error}")
 
 
 def is_tpu_pod() -> bool:
     """Whether this is one of several TPU hosts. A single one, as on Colab and Kaggle, may be named
     local or localhost, and must not wait for others."""
     workers = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    slices = number_in("MEGASCALE_NUM_SLICES", 1)
     has_device = any(os.path.exists(path) for path in TPU_DEVICES)
     has_tpu = has_device and bool(importlib.util.find_spec("libtpu"))
     if not has_tpu or workers in ("local", "localhost"):

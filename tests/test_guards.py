@@ -94,14 +94,58 @@ def refusal(capsys):
     ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
     ("tiny --head_chunk 512", "--head_chunk 512 does not divide .* tokens, but 128"),
     ("tiny --adam_every 3", "--adam_every 3 is not 1 or 2"),
-    ("tiny --attention flash", "--attention flash is not cudnn or band"),
-    ("tiny --val_every 0", "--val_every must be at least 1"),
+    ("tiny --attention flash", "--attention flash is not one of: cudnn, band"),
+    ("tiny --compute float8_e4m3fn", "--compute .* is not one of: bfloat16, float16, float32"),
+    ("tiny --copy 129", "--copy 129 is more than a sequence, 128 tokens"),
+    ("tiny --vocab 256", "--eot 256 is no token of --vocab 256"),
+    ("tiny --resume=", "--resume needs the path"),  # of an unset variable
     ("tiny --bigrams 7", r"--bigrams 7: too few for \(2, 3, 4, 5\)"),
     ("tiny --ngram_capacity 0", r"--ngram_capacity 0.0 is not in \(0, 1\]"),
     ("tiny --ngram_capacity 1.1", r"--ngram_capacity 1.1 is not in \(0, 1\]"),
 ])  # fmt: skip
 def test_wrong_flags_are_refused(refusal, argv, message):
     assert re.search(message, refusal(argv))
+
+
+WRONG = {  # values that a field cannot have, separated by spaces
+    "seed": "-7 -2 4294967296 99999999999999999999",
+    "steps": "99999999999",
+    "compute head_forward head_backward": "fp32 fp8 int8 float64 complex64 a,b",
+    "F bigrams": "0 -1 99999999999",
+    "D H batch val_T": "0 -2",
+    "vocab microbatch head_chunk val_every dc_window": "0 -1",
+    "R eot copy deal save": "-1",
+    "deal save": "2",
+    "eot": "257",
+    "copy": "100000",
+    "muon_lr adam_lr lr_floor untie cooldown_end momentum_warmup momentum_cooldown": "nan inf",
+    "muon_lr adam_lr lr_floor untie cooldown_start momentum_warmup momentum_cooldown": "-0.1",
+    "momentum_low momentum_high": "nan inf -0.1 1 1.5",
+    "x_scale w_scale g_scale score_scale": "nan inf 0 -1",
+    "score_scale": "0.01",
+    "ngram_capacity": "nan inf -1",
+    "target": "nan inf",
+}
+
+
+@pytest.mark.parametrize("names", WRONG)
+def test_values_that_only_the_program_would_refuse_are_refused_before_it(refusal, names):
+    for name in names.split():
+        for value in WRONG[names].split():
+            assert f"--{name}" in refusal(f"tiny --{name}={value}"), value
+
+
+def test_values_at_the_end_of_their_ranges_are_right():
+    lines = "--seed 0 --copy 0 --lr_floor 0 --untie 0", "--seed 4294967295 --copy 256 --untie 9"
+    lines += "--momentum_low 0 --momentum_warmup 0 --target -1 --R 0", "--compute float16"
+    for line in lines:
+        guard.check_run(train_gpt, dataclasses.replace(CONFIGS["tiny"], **parsed(line)))
+
+
+def parsed(line: str) -> dict:
+    """The fields that these flags set."""
+    c = train_gpt.parse_config(["tiny", *line.split()])[1]
+    return {name: getattr(c, name) for name in re.findall(r"--(\w+)", line)}
 
 
 FIELDS = """
@@ -181,6 +225,13 @@ SILENT = dict(  # what would be wrong in silence: the second layer, changes of C
     ),
     steps=(FIRST, dict(stages=(STAGE, STAGE), steps=1), "--steps 1 is less than 2 stages"),
 )
+
+
+def changed_stage(**changes) -> dict:
+    """The field `stages`, with one that is changed."""
+    return dict(stages=(dataclasses.replace(STAGE, **changes),))
+
+
 STREAMS = "there are only ['x0', 'bigram', 'input', 'value0', 'layer0']"
 LATER = dict(  # what would fail while it is compiled, which only the launcher refuses
     window=(Layer("middle"), {}, "layer 1: no window 'middle'"),
@@ -202,9 +253,27 @@ LATER = dict(  # what would fail while it is compiled, which only the launcher r
     mudd_word=(
         Layer(LONG, mudd="input", x0=False, bigram=True),
         {},
-        "layer 1: mudd reads 'i', " + STREAMS,
+        "layer 1: mudd must be a tuple",
     ),
     mudd_head=(FIRST, dict(mudd_head=(("layer3", 0.0),)), "mudd_head reads 'layer3', there are"),
+    mudd_list=(Layer(LONG, mudd=["x0"], x0=False, bigram=True), {}, "layer 1: mudd must be a"),
+    mudd_head_list=(FIRST, dict(mudd_head=[("x0", 0.0)]), "mudd_head must be a tuple"),
+    mudd_head_pair=(FIRST, dict(mudd_head=("x0", 0.0)), "mudd_head has 'x0', which is no pair"),
+    mudd_head_nan=(FIRST, dict(mudd_head=(("x0", np.nan),)), "which is no pair (stream, weight)"),
+    stages_list=(FIRST, dict(stages=[STAGE]), "stages must be a tuple"),
+    ngrams_list=(FIRST, dict(ngrams=[2]), "ngrams must be a tuple"),
+    ngrams_length=(FIRST, dict(ngrams=(2, 6)), "ngrams are (2, 6), which must be some of [2, 3, 4"),
+    ngrams_none=(FIRST, dict(ngrams=()), "ngrams are (), which must"),
+    no_steps=(FIRST, changed_stage(steps=0), "no stage has a step"),
+    no_tokens=(FIRST, changed_stage(tokens=0), "stage 0: tokens 0 is no number from 1"),
+    window_below_0=(FIRST, changed_stage(short=-1), "stage 0: short -1 is no number from 0"),
+    window_float=(FIRST, changed_stage(long=8.0), "stage 0: long 8.0 is no number from 0"),
+    max_doc=(FIRST, changed_stage(max_doc=-1), "stage 0: max_doc -1 is no number from 0"),
+    rate=(FIRST, changed_stage(lr=np.nan), "stage 0: lr nan is no number from 0.0"),
+    targets_list=(FIRST, changed_stage(targets=[1.0]), "stage 0: targets must be a tuple"),
+    targets_number=(FIRST, changed_stage(targets=1.0), "stage 0: targets must be a tuple"),
+    targets_pair=(FIRST, changed_stage(targets=([1.0, 0.5],)), "stage 0: targets must be a tuple"),
+    targets_nan=(FIRST, changed_stage(targets=(1.0, np.inf)), "stage 0: targets must be a tuple"),
     gap=(Layer(LONG, value_table=2), {}, "value tables are [0, 2]: leave no gaps"),
     prefix=(
         FIRST,
@@ -230,6 +299,12 @@ def test_a_tweak_that_would_be_wrong_in_silence_fails_with_its_reason(name):
 def test_a_tweak_that_would_fail_later_is_refused(name, refusal, monkeypatch):
     layer, changes, message = LATER[name]
     set_preset(monkeypatch, "tiny", layers=(FIRST, layer, FIRST), **changes)
+    assert message in refusal("tiny")
+
+
+@pytest.mark.parametrize("layers, message", [([FIRST], "must be a tuple"), ((), "no layers")])
+def test_layers_are_a_tuple_of_some(refusal, monkeypatch, layers, message):
+    set_preset(monkeypatch, "tiny", layers=layers)
     assert message in refusal("tiny")
 
 

@@ -267,7 +267,7 @@ COMPILING = dict(JAX_ENABLE_COMPILATION_CACHE="0", scripts=2 * ["long.py"])
 ENDS = {
     "refused": (2, dict(each=[[], ["--data", "/no"]]), "/no", 0, None, {1: 2}, {1: "/no"}),
     "interrupted while compiling": (2, COMPILING, "compiling", 1, "INT", {1: 130}, {}),
-    "first ended while compiling": (2, COMPILING, "compiling", 0, "TERM", {0: -15}, {1: LOST[0]}),
+    "first ended while compiling": (2, COMPILING, "compiling", 0, "TERM", {0: 143}, {1: LOST[0]}),
     "missing": (
         3, dict(of=[0, 1], JNANO_WAIT="5"), "3 processes were", 0, None, {0: 2},
         {0: r"3 processes were expected, but they did not all come in 5 s \(JNANO_WAIT\)"}),

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,12 +160,23 @@ def test_a_second_signal_ends_a_run_that_hangs(start):
     assert code == 130 and err.endswith("stopped without a new checkpoint\n")
 
 
-def test_ctrl_c_ends_compiling_at_once(start, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_compiling_at_once(name, start, tmp_path):
+    """By a handler, without which Linux would ignore SIGTERM in the first process of a container:
+    hence the status, which is not -15."""
     process = start(SLEEPS, until="in the compiler")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[name])
     code, _, err = end(process, 5)
-    assert (code, err) == (130, "\nlaunch.py: interrupted before the first step\n")
+    assert code == 128 + signal.Signals[name]
+    assert err == f"\nlaunch.py: {name}: stopped without a new checkpoint\n"
     assert not [*tmp_path.glob("logs/*/*")]
+
+
+def test_signals_that_are_ignored_stay_so_but_for_ctrl_c(monkeypatch):
+    """As SIGHUP after nohup. A shell lets its background jobs ignore Ctrl-C."""
+    assert guard.taken_signals() == guard.SIGNALS
+    monkeypatch.setattr(guard.signal, "getsignal", lambda number: signal.SIG_IGN)
+    assert guard.taken_signals() == [signal.SIGINT]
 
 
 def test_a_copy_beside_train_gpt_runs_until_sigterm(start, tmp_path):
@@ -248,6 +260,42 @@ def test_a_process_without_a_screen_can_print(monkeypatch):
     assert not sys.stdout.isatty()
 
 
+def test_no_file_gets_the_number_of_a_screen_that_is_closed(monkeypatch):
+    """Libraries in C would print into it."""
+    for name in "stdout", "stderr":  # to be as before at the end
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    before = os.dup(0)
+    os.close(0)
+    guard.protect_screen()
+    try:
+        assert os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+def test_too_many_files_is_one_line(script, capsys):
+    script.find_data = Mock(side_effect=OSError(24, "Too many open files", "x.bin"))
+    assert status("tiny") == 2
+    line = (
+        "launch.py: [Errno 24] Too many open files: 'x.bin': type  ulimit -n 4096  and start again"
+    )
+    assert capsys.readouterr().err.strip() == line
+
+
+@pytest.mark.parametrize("before, after", [
+    ((256, 1048576), 65536), ((256, 4096), 4096), ((256, -1), 65536), ((-1, -1), -1),
+    ((100_000, 1048576), 100_000),
+])  # fmt: skip
+def test_as_many_files_as_the_system_allows_may_be_open(before, after, monkeypatch):
+    """macOS allows 10,240 at most, whatever it says, and 256 without this."""
+    limits = [*before]
+    monkeypatch.setattr(launch.resource, "getrlimit", lambda _: before)
+    monkeypatch.setattr(launch.resource, "setrlimit", lambda _, new: limits.__setitem__(0, new[0]))
+    launch.allow_many_files()
+    assert limits == [after, before[1]]
+
+
 def test_a_copy_of_an_older_train_gpt_is_refused(monkeypatch, capsys):
     stand_in(monkeypatch, SimpleNamespace(main=None))
     assert status("tiny") == 2
@@ -323,6 +371,50 @@ def test_a_coordinator_alone_is_refused(initialize, monkeypatch):
     assert not initialize.called
 
 
+ADVICE = r"\(if this is the only process, type  unset WORLD_SIZE RANK\)\n"
+
+
+@pytest.mark.parametrize("env, message", [
+    (TORCH | dict(RANK="2"), "there is no such process: WORLD_SIZE=2 RANK=2 " + ADVICE),
+    (TORCH | dict(RANK="-1"), "there is no such process: WORLD_SIZE=2 RANK=-1 " + ADVICE),
+    (TORCH | dict(RANK="first"), "RANK=first is no number: type  unset RANK  or set it right"),
+    (TORCH | dict(WORLD_SIZE="2.0"), "WORLD_SIZE=2.0 is no number"),
+    (TORCH | dict(MASTER_PORT="http"), "MASTER_PORT=http is no number"),
+    (TORCH | dict(LOCAL_WORLD_SIZE="2", LOCAL_RANK="x"), "LOCAL_RANK=x is no number"),
+    (TORCH | dict(JNANO_WAIT="5 min"), "JNANO_WAIT=5 min is no number"),
+    (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a"), "process 0 cannot listen at a, which"),
+    (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a:99999"), "process 0 cannot listen at a:9"),
+])  # fmt: skip
+def test_variables_that_describe_no_process_are_named(
+    env, message, initialize, monkeypatch, capsys
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped:
+        launch.join()
+    assert stopped.value.code == 2 and not initialize.called
+    assert re.match(f"launch.py: {message}", capsys.readouterr().err)
+
+
+def test_a_port_that_is_taken_is_named(initialize, monkeypatch, capsys):
+    with socket.create_server(("", 0)) as taken, pytest.raises(SystemExit):
+        launch.try_to_listen(f"localhost:{taken.getsockname()[1]}")
+    assert "Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("no address"), IndexError("list index")])
+def test_left_over_variables_are_named_if_jax_cannot_connect(
+    error, initialize, monkeypatch, capsys
+):
+    initialize.side_effect = error
+    for name, value in dict(WORLD_SIZE="2", RANK="0").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        launch.join()
+    wanted = f"launch.py: this process cannot connect to others: {error}; .*; it has WORLD_SIZE=2 "
+    assert re.match(wanted + "RANK=0 " + ADVICE, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("endpoints, env, pod", [
     ("one:0:10.0.0.1", {}, False),
     ("one", {}, False),
@@ -375,6 +467,17 @@ def test_a_backend_that_does_not_start_is_one_line_with_a_cure(error, cure, monk
     line = capsys.readouterr().err
     assert stopped.value.code == 2 and line.count("\n") == 1
     assert " ".join(error.split()) in line and cure in line
+
+
+def test_options_of_jax_with_which_no_run_can_go_are_named(monkeypatch, capsys):
+    for name, value in launch.UNFIT:
+        monkeypatch.setattr(jax, "config", SimpleNamespace(**{name: value}))
+        with pytest.raises(SystemExit):
+            launch.start_jax()
+        shown = capsys.readouterr().err
+        assert shown.startswith(
+            f"launch.py: {name.upper()} is {value}, so no run can go: type  unset"
+        )
 
 
 @pytest.mark.parametrize("plugin, flags, version, expected", [
@@ -646,6 +749,29 @@ def test_hosts_that_write_one_table_share_a_disk(shared, monkeypatch, tmp_path, 
     assert ("a disk that they share" in capsys.readouterr().err) == (not shared)
     assert not list((tmp_path / "logs").iterdir())
     launch.check_shared_disk(frozen, dataclasses.replace(RECORD92, save=0))
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "parent", "new", "there"])
+def test_a_log_that_cannot_be_written_is_refused_before_the_run(kind, tmp_path, capsys):
+    """It is tried, because rights say little, and leaves nothing."""
+    folder = tmp_path / "logs"
+    if kind == "link":
+        folder.symlink_to(tmp_path / "gone")
+    elif kind == "file":
+        folder.touch()
+    elif kind == "parent":
+        folder = tmp_path / "gone/logs"
+    elif kind == "there":
+        folder.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.nullcontext() if kind in ("new", "there") else pytest.raises(SystemExit):
+        launch.try_to_write(folder, b"log")
+    assert sorted(tmp_path.rglob("*")) == before
+    shown = capsys.readouterr().err
+    link = f", a link to {tmp_path / 'gone'}," if kind == "link" else ""
+    why = "No such file or directory" if kind == "parent" else "this is no folder"
+    line = f"launch.py: {folder}{link} must be a folder for the log, but {why}\n"
+    assert shown == ("" if kind in ("new", "there") else line)
 
 
 # ---- Room on the disk ----------------------------------------------------------------------------

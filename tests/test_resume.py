@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -392,6 +393,47 @@ def test_times_of_files_decide_nothing(stopped, half, capsys):
     assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 20
 
 
+def test_foreign_files_are_neither_deleted_nor_a_reason_to_fail(stopped, half, capsys):
+    """Beside the checkpoints, or as folders of other names, which are not later than runs."""
+    (run,) = [path for path in stopped.glob("logs/*") if path.is_dir()]
+    first, last = half.states
+    (stopped / "logs/zz backup").mkdir()
+    shutil.copy(first, stopped / "logs/zz backup/0000029.state")
+    foreign = [run / name for name in ("best.state", "0000008 (1).state", "².state", "next.part")]
+    for path in foreign:
+        shutil.copy(first, path)
+    (run / "0000099.state").mkdir()
+    (run / "0000098.state").symlink_to("gone")
+    elsewhere = run.rename(stopped / "scratch")  # a link to another disk
+    run.symlink_to(elsewhere)
+    log = go(stopped, "--resume", "logs", "--save_every", 8, stop=20)
+    assert f"resuming logs/{half.path.name} after step 15\n" in capsys.readouterr().out
+    assert log.code == 143 and "warning" not in log.rest
+    names = {path.name for path in run.iterdir()}
+    left = {"0000016.state", "0000020.state", "0000098.state", "0000099.state"}
+    assert names == left | {path.name for path in foreign} - {"next.part"}
+
+
+def test_a_checkpoint_without_its_facts_is_passed_over(tmp_path, capsys):
+    """As those of records/upstream92/train_gpt.py or of another program."""
+    path = tmp_path / "0000001.state"
+    with path.open("wb") as file:
+        np.savez(file, facts=json.dumps({"step": 1}), x=np.zeros(3))
+    with pytest.raises(SystemExit):
+        guard.load_checkpoint(tmp_path)
+    warning, line = capsys.readouterr().err.splitlines()
+    assert "its facts are not step, seconds, log" in warning and "no intact checkpoint" in line
+
+
+@pytest.mark.parametrize("number", [1.0, np.nan])
+def test_only_the_first_process_writes_a_checkpoint(tmp_path, monkeypatch, number):
+    """The others say whether all numbers are finite."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    state = train_gpt.State({"a": jax.numpy.full(3, number)}, {}, {}, {}, np.int32(0))
+    assert guard.save_checkpoint(state, {}, tmp_path / "run/1.state") == (number == 1.0)
+    assert not [*tmp_path.iterdir()]
+
+
 # ---- Faults --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("begin, what, bad_step, every, reason, last", [
     ("folder", "weights", 20, 5, "a weight, by step 20", LAST),  # noticed when it saves
@@ -502,8 +544,54 @@ def test_a_log_has_one_writer(tmp_path, capsys):
         with pytest.raises(SystemExit):
             guard.Guard(train_gpt, options).lock_log(path)
     line = f"launch.py: another process trains the run of {path}: wait for its end, or stop it\n"
-    assert capsys.readouterr().err == line
-    guard.Guard(train_gpt, options).lock_log(path)
+    shown = capsys.readouterr().err
+    assert shown.replace(f" ({os.getpid()})", "") == line
+    again = guard.Guard(train_gpt, options)
+    again.lock_log(path)
+    again.lock.close()
+    with pytest.raises(SystemExit):
+        again.lock_log(tmp_path)  # or a log that is read-only
+    assert "goes on in its log, which cannot be written: [Errno 21]" in capsys.readouterr().err
+
+
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):
+    """As some network disks. A new run has its log for itself."""
+    monkeypatch.setattr(guard.fcntl, "flock", Mock(side_effect=OSError(37, "No locks available")))
+    options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+    path = tmp_path / "log.txt"
+    path.touch()
+    fresh, resumed = guard.Guard(train_gpt, options), guard.Guard(train_gpt, options)
+    resumed.checkpoint = {"step": 1}
+    fresh.lock_log(path)
+    assert capsys.readouterr().err == ""
+    resumed.lock_log(path)
+    assert "no other process may resume this run" in capsys.readouterr().err
+
+
+def test_a_screen_that_nobody_reads_costs_lines(monkeypatch, capsys):
+    """As when the computer that shows it sleeps. What it misses is in the log."""
+    screen = io.StringIO()
+    screen.fileno = lambda: 1
+    waits = []
+
+    def select(reads, writes, errors, seconds):
+        waits.append(seconds)
+        return [], [], []
+
+    monkeypatch.setattr(guard.select, "select", select)
+    forgiving = guard.Forgiving(screen, "<stdout>")
+    print("one", "two", file=forgiving, flush=True)
+    assert screen.getvalue() == "" and waits[0] == 5 and not any(waits[1:])
+    assert capsys.readouterr().err == "warning: <stdout> has gaps: nobody reads it\n"
+    monkeypatch.setattr(guard.select, "select", lambda *_: ([], [1], []))
+    print("three", file=forgiving)
+    assert screen.getvalue() == "three\n"
+
+
+def test_letters_that_a_screen_has_not_cost_nothing():
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print("caf\xe9 \udce9", file=guard.Forgiving(screen, "<stdout>"), flush=True)
+    assert screen.buffer.getvalue() == b"caf\\xe9 \\udce9\n"
 
 
 def test_a_run_in_a_thread_trains(folder, whole):
@@ -554,22 +642,66 @@ def stalls(monkeypatch):
 
 def test_only_a_step_that_is_under_way_can_stall(stalls, monkeypatch):
     assert stalls(3, begun=1) and not stalls(2, begun=1)
-    assert not stalls(9, begun=0)  # it validates, or saves
+    assert stalls(1800, begun=0) and not stalls(1799, begun=0)  # it compiles, validates, or saves
     assert not stalls(9, begun=1, tick=lambda dog: setattr(dog, "idle", 0))  # steps end
     monkeypatch.setattr(guard, "in_debugger", lambda: True)
     assert not stalls(9, begun=1)
 
 
-def test_a_debugger_in_the_main_thread_is_noticed():
+def test_a_debugger_in_any_thread_is_noticed():
     """breakpoint() in a copy waits in code of the module pdb."""
+    assert not guard.in_debugger()
     look = lambda: ThreadPoolExecutor(1).submit(guard.in_debugger).result()
-    assert not look()
     assert eval("look()", {"__name__": "pdb", "look": look})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(eval, "look()", {"__name__": "code", "look": guard.in_debugger}).result()
+
+
+def test_what_jax_reports_is_a_sign_of_life():
+    """So minutes of compiling are no stall, if a program is compiled now and then."""
+    options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+    with guard.Guard(train_gpt, options) as its_guard:
+        its_guard.watchdog.idle = 99
+        jax.jit(lambda x: x + len(options.resume))(1)
+        assert its_guard.watchdog.idle == 0
+    its_guard.watchdog.idle = 99
+    jax.jit(lambda x: x - 1)(1)
+    assert its_guard.watchdog.idle == 99
 
 
 def test_a_stall_ends_the_process_also_without_a_screen(stalls, monkeypatch):
-    monkeypatch.setattr(sys, "__stderr__", Mock(write=Mock(side_effect=BrokenPipeError)))
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
+    monkeypatch.setattr(sys, "__stderr__", None)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     assert stalls(3, begun=1)
+
+
+def test_processes_agree_on_a_signal_without_a_wait(monkeypatch):
+    """They ask every ten steps, and read the answer when the step after it has ended."""
+    options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+    its_guard = guard.Guard(train_gpt, options)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    asked = []
+
+    def ask():
+        asked.append(Mock(__int__=Mock(return_value=143)))
+        return asked[-1]
+
+    its_guard.ask = ask
+    statuses = [its_guard.agreed_exit(step) for step in range(7, 26)]
+    assert [step for step, status in enumerate(statuses, 7) if status] == [15, 25]
+    assert 5 > train_gpt.STEPS_AHEAD and len(asked) == 2
+    assert [answer.__int__.call_count for answer in asked] == [1, 1]
+
+
+def test_the_largest_exit_status_of_all_devices_counts(monkeypatch):
+    options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+    its_guard = guard.Guard(train_gpt, options)
+    its_guard.places = jax.sharding.NamedSharding(make_mesh(8), jax.P("fsdp"))
+    its_guard.largest = jax.jit(jax.numpy.max)
+    assert int(its_guard.ask()) == 0
+    its_guard.exits = [130, 143]
+    assert int(its_guard.ask()) == 130
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -604,7 +736,8 @@ def test_what_is_killed_goes_on_once_it_is_dead(start, folder, whole, capsys):
     source = (folder / "train_gpt.py").read_text()
     log = go(folder, "--resume", "logs", "--save_every", 7, source=source)
     shown = capsys.readouterr()
-    line = rf"launch\.py: another process trains the run of logs/{log.path.name}: .*\n"
+    owner = rf"another process( \({process.pid}\))?"  # Linux says its number
+    line = rf"launch\.py: {owner} trains the run of logs/{log.path.name}: .*\n"
     assert log.code == 2 and re.fullmatch(line, shown.err) and shown.out == ""
     process.kill()
     process.wait()
@@ -670,7 +803,8 @@ for _ in range(20):
             x = np.full(10**6, step, "f4")
             params, opt_state = dict(a=x, b=x), dict(a=(x, x))
             state = train_gpt.State(params, opt_state, dict(a=x), dict(), x)
-            guard.save_checkpoint(state, dict(step=step), folder / f"{step:07}.state")
+            facts = dict.fromkeys(guard.FACTS, step)
+            guard.save_checkpoint(state, facts, folder / f"{step:07}.state")
     while not list(folder.glob(f"*{step + 1}.state")):
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.15))
