@@ -16,13 +16,27 @@
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
+
+# -p ignores what others may have set for bash: BASH_ENV, CDPATH, functions with commands' names.
+case ${BASH_VERSION:+$-} in *p*) ;; *) exec "${BASH:-bash}" -p -- "$0" "$@" ;; esac
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
-cd "$(dirname "$0")"
+set +o posix      # as in sh
+cd -- "$(dirname -- "$0")"
 
 fail() {
   echo "run.sh: $*" >&2
   exit 1
 }
+
+# Python and git must not find other packages or another repository by what others have set.
+unset __PYVENV_LAUNCHER__ POSIXLY_CORRECT GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR \
+  GIT_OBJECT_DIRECTORY GIT_NAMESPACE
+for variable in ${!PYTHON*}; do
+  case ${variable#PYTHON} in
+    "" | IOENCODING | UTF8 | UNBUFFERED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE) ;;
+    *) unset "$variable" ;;
+  esac
+done
 
 # The comment at the top.
 print_help() {
@@ -68,11 +82,7 @@ unlock() {
 
 # Whether PYTHON is at least 3.MINOR and has MODULES. A pyenv shim may exist and refuse.
 runs() { # runs PYTHON MINOR [MODULES]
-  "$1" -c "import sys, ${3:-sys}; sys.exit(sys.version_info < (3, $2))" >/dev/null 2>&1
-}
-
-version() {
-  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+  said=$("$1" -c "import sys, ${3:-sys}; sys.exit(sys.version_info < (3, $2))" 2>&1)
 }
 
 pythons="python3.14 python3.13 python3.12 python3.11 python3"
@@ -83,39 +93,57 @@ any_python() {
   for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" 8; then return; fi
   done
-  fail "found no Python: install 3.12 or newer (CPUs: 3.11)"
+  case $said in *"not found"*) said="" ;; esac
+  fail "found no Python: install 3.12 or newer (CPUs: 3.11)${said:+; $python: ${said%%$'\n'*}}"
 }
 
-# For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip.
+# For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip: taken last.
 pick_python() {
-  for modules in venv,ensurepip "venv, $outside_pip"; do
-    for python in ${PYTHON:+"$PYTHON"} $pythons; do
-      if runs "$python" "$minor" "$modules"; then return; fi
-      [ -z "${PYTHON:-}" ] || break
-    done
+  local said status second="" unfit=""
+  if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- $pythons; fi
+  for python; do
+    said=$("$python" dev/install.py unfit "$minor" 2>/dev/null) && return
+    status=$?
+    if [ $status = 3 ]; then second=${second:-$python}; fi
+    unfit="$unfit${said:+, $python $said}"
   done
-  [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
+  python=$second
+  if [ -n "$python" ]; then return; fi
+  unfit=${unfit#, }
+  [ -z "${PYTHON:-}" ] ||
+    fail "PYTHON=$PYTHON does not work as $needs: ${unfit:-there is none, as seen from $PWD}"
   hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
-  fail "found no $needs. Install one ($hint), or set PYTHON to it"
+  fail "found no $needs${unfit:+ ($unfit)}. Install one ($hint), or set PYTHON to it"
 }
 
-# The wheels of two accelerators in one environment would both register with jax.
+# Sets kind: the Python that the packages of .venv are for. Else sets why .venv cannot be used. The
+# wheels of two accelerators in one environment would both register with jax.
 venv_fits() {
-  runs .venv/bin/python "$minor" || return
-  for other in $other_wheels; do
-    [ ! -e ".venv/installed-$other" ] || return
-  done
-  [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]
+  kind=$(.venv/bin/python dev/install.py state "$minor" $other_wheels 2>/dev/null) ||
+    why=${kind:-has no Python that runs}
+  [ -n "$why" ] || [ -z "${PYTHON:-}" ] || [ "$kind" = "$("$PYTHON" dev/install.py kind 2>&1)" ] ||
+    why="is for $kind, and PYTHON=$PYTHON is not"
+  [ -z "$why" ]
 }
 
-# Deletes only a .venv that run.sh has made. What uv or an editor has made is used, or left alone.
-make_venv() {
+# Uses what uv or an editor has made, or leaves it alone.
+find_venv() {
+  local why=""
   if venv_fits; then return; fi
-  pick_python
-  if [ -e .venv ] && [ ! -e .venv/made-by-run.sh ]; then
-    fail ".venv, which run.sh has not made, is not for $needs: type  mv .venv .venv-old"
+  if [ -e .venv ] || [ -L .venv ]; then
+    [ -e .venv/made-by-run.sh ] ||
+      fail ".venv, which run.sh has not made, $why: type  mv .venv .venv-old"
+    echo "Making .venv anew: it $why"
   fi
-  rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv --without-pip .venv
+  make_venv
+}
+
+make_venv() {
+  local why
+  pick_python
+  why=$("$python" dev/install.py make) || fail "$why"
+  kind=$(.venv/bin/python dev/install.py kind)
+  fresh=yes
 }
 
 # Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.
@@ -134,19 +162,34 @@ venv_pip() {
   fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
 }
 
-# install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, a copy of the files, comes last: an
-# interrupted install is repeated, changed files are installed anew.
+# install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, the kind of Python and a copy of the files,
+# comes last: an interrupted install is repeated, changed files are installed anew. Where packages
+# cannot be imported, .venv is made anew once: what is wrong then is not of .venv.
 install() {
-  local stamp=.venv/installed-$1 pins
-  pins=$(cat "$2" ${4:+"$4"})
+  local stamp=.venv/installed-$1 pins why
+  pins="$kind"$'\n'$(cat "$2" ${4:+"$4"})
   if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
   echo "Installing $2${3:+ with $3} into .venv (first run: a minute or two, more with GPUs) ..."
+  eval "$(.venv/bin/python dev/install.py pip)"
   venv_pip install --quiet --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
     fail "pip could not install $2; its message is above"
+  if ! why=$(.venv/bin/python dev/install.py check 2>/dev/null); then
+    why=${why:-"ends when it imports jax: try  .venv/bin/python -c 'import jax'"}
+    if [ "$1" = "$wheels" ] && [ -z "$fresh" ] && [ -e .venv/made-by-run.sh ] &&
+      [ ! -e .venv/fails ]; then
+      echo "Making .venv anew: it $why"
+      make_venv
+      install "$@"
+      return
+    fi
+    : >.venv/fails
+    fail "$2 is installed, but .venv $why"
+  fi
   echo "$pins" >"$stamp"
 }
 
-[ -f requirements.txt ] || fail "call it in its own folder, not by a link"
+[ -f requirements.txt ] && [ ! -L "${0##*/}" ] ||
+  fail "call it in its own folder, not by the link $0"
 case ${1:-} in -h | --help) print_help && exit ;; esac
 case "$(uname -s) $(uname -m)" in
   MINGW* | MSYS* | CYGWIN*) fail "jax needs Linux or macOS: on Windows, run this inside WSL2" ;;
@@ -158,7 +201,7 @@ case ${1:-} in
   plan) exec "$python" dev/machine.py "$@" ;;
   watch) shift && exec "$python" dev/watch.py "$@" ;;
 esac
-decisions=$("$python" dev/machine.py "$@") || exit
+decisions=$(JNANO_CALLED_FROM=${OLDPWD:-} "$python" dev/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
@@ -168,8 +211,9 @@ needs="Python 3.$minor or newer with venv, and with ensurepip or pip 22.3"
 this_process="$(uname -n) $$" # HOSTNAME may come from where srun was typed
 trap unlock EXIT              # also at Ctrl-C
 trap 'exit 143' TERM # after the install that runs now, which would go on without a lock
+fresh="" # whether .venv was made in this start
 lock
-make_venv
+find_venv
 install "$wheels" requirements.txt ${requirement:+"$requirement" "$constraints"}
 
 case ${1:-} in

@@ -17,15 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "dev" / "machines.md"
 BASH = shutil.which("bash")
 
-# A fake Python. It executes `-c`, with the version and without the modules that a test wants, and
-# dev/machine.py. `-m venv` makes a .venv that has this fake, and `-m ensurepip` gives it a pip. All
-# other commands are only written into the log.
+# A fake Python. It executes `-c`, dev/machine.py and dev/install.py, with the version and without
+# the modules that a test wants. `-m venv` makes a .venv that has this fake, and `-m ensurepip`
+# gives it a pip. All other commands are only written into the log. Where there is a file
+# `no_import`, what pip has installed cannot be imported, and the file says why.
 FAKE_PYTHON = """#!{real} -S
 import os, sys
 argv = sys.argv[1:]
 here = os.path.dirname(__file__)
-if argv[0] == "-c":
+if argv[0] in ("-c", "dev/install.py"):
     sys.version_info = {version}
+    sys.executable = __file__
     sys.modules["pip"] = pip = type(sys)("pip")
     pip.__version__ = "25.0"
     if not os.path.exists(here + "/pip"):
@@ -34,8 +36,18 @@ if argv[0] == "-c":
             sys.modules["pip"] = None
     for missing in {missing}:
         sys.modules[missing] = None
+if argv[0] == "-c":
     exec(argv[1])
     sys.exit()
+if argv == ["dev/install.py", "check"]:
+    if os.path.exists("no_import"):
+        print(open("no_import").read().strip())
+        sys.exit(1)
+    sys.exit()
+if argv[0] == "dev/install.py":
+    sys.argv = argv
+    sys.path.insert(0, "dev")
+    exec(open(argv[0]).read(), dict(__name__="__main__"))
 if argv[0] == "dev/machine.py":
     sys.argv = argv
     sys.path[0] = os.path.dirname(argv[0])
@@ -116,7 +128,7 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/machine.py dev/fits.py dev/flags.py"
+        copied += "dev/install.py dev/machine.py dev/fits.py dev/flags.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)

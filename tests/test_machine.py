@@ -146,9 +146,9 @@ def test_gpus_that_differ_are_counted_as_by_nvidia_smi(fake, monkeypatch, gpus, 
     ("echo 470.1", "the NVIDIA driver 470 is too old: jax needs 525"),
     ("echo 524.99", "the NVIDIA driver 524 is too old: jax needs 525"),
     ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo 0, GPU-0, K, [N/A], 8192",
-     "nvidia-smi describes no GPU: 0, GPU-0, K, [N/A], 8192"),
+     "nvidia-smi shows no NVIDIA GPU: 0, GPU-0, K, [N/A], 8192"),
     ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo Unable to determine the device handle",
-     "nvidia-smi describes no GPU: Unable to determine the device handle"),
+     "nvidia-smi shows no NVIDIA GPU: Unable to determine the device handle"),
 ])  # fmt: skip
 def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
     fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
@@ -163,8 +163,7 @@ def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
 
 
 def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
-    run = machine.subprocess.run
-    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.1}))
+    monkeypatch.setattr(machine, "PATIENCE", 0.1)
     fake.script("nvidia-smi", f"#!{BASH}\nwhile :; do :; done\n")
     assert machine.decide(machine.find_machine()).why == "nvidia-smi has not answered in a minute"
 

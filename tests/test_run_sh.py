@@ -462,10 +462,10 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 
 
 @pytest.mark.parametrize("argv, locked, unlocked", [
-    ([], "-m -m data/source_code.py", "data/check.py dev/launch.py"),
-    (["check"], "-m -m", "-m"),
-    (["loss", "x"], "-m -m -m", "evals/loss.py"),
-    (["test"], "-m -m -m -m", "-m -m -m"),
+    ([], "-m data/source_code.py", "data/check.py dev/launch.py"),
+    (["check"], "-m", "-m"),
+    (["loss", "x"], "-m -m", "evals/loss.py"),
+    (["test"], "-m -m -m", "-m -m"),
 ])  # fmt: skip
 def test_only_what_writes_holds_the_lock(machine, argv, locked, unlocked):
     python = machine.python(12)
