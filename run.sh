@@ -28,9 +28,10 @@ fail() {
   exit 1
 }
 
-# Python and git must not find other packages or another repository by what others have set.
-unset __PYVENV_LAUNCHER__ POSIXLY_CORRECT GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR \
-  GIT_OBJECT_DIRECTORY GIT_NAMESPACE
+# Nor must Python find other packages, or git another repository, by what others have set.
+unset BASH_ENV ENV CDPATH POSIXLY_CORRECT __PYVENV_LAUNCHER__ GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE \
+  GIT_COMMON_DIR GIT_OBJECT_DIRECTORY GIT_NAMESPACE
+export -n SHELLOPTS
 for variable in ${!PYTHON*}; do
   case ${variable#PYTHON} in
     "" | IOENCODING | UTF8 | UNBUFFERED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE) ;;
