@@ -17,6 +17,7 @@
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
 
+[ "${BASH_SOURCE:-$0}" = "$0" ] || { echo "run.sh: type  ./run.sh,  not source run.sh" && return 1; }
 # -p ignores what others may have set for bash: BASH_ENV, CDPATH, functions with commands' names.
 case ${BASH_VERSION:+$-} in *p*) ;; *) exec "${BASH:-bash}" -p -- "$0" "$@" ;; esac
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
@@ -106,15 +107,14 @@ pick_python() {
     said=$("$python" dev/install.py unfit "$minor" 2>/dev/null) && return
     status=$?
     if [ $status = 3 ]; then second=${second:-$python}; fi
-    unfit="$unfit${said:+, $python $said}"
+    if [ -n "${PYTHON:-}" ]; then unfit=$said; else unfit="$unfit${said:+, $python $said}"; fi
   done
   python=$second
   if [ -n "$python" ]; then return; fi
-  unfit=${unfit#, }
   [ -z "${PYTHON:-}" ] ||
-    fail "PYTHON=$PYTHON does not work as $needs: ${unfit:-there is none, as seen from $PWD}"
+    fail "PYTHON=$PYTHON does not work as $needs: it ${unfit:-is not there, as seen from $PWD}"
   hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
-  fail "found no $needs${unfit:+ ($unfit)}. Install one ($hint), or set PYTHON to it"
+  fail "found no $needs${unfit:+ (${unfit#, })}. Install one ($hint), or set PYTHON to it"
 }
 
 # Sets kind: the Python that the packages of .venv are for. Else sets why .venv cannot be used. The
@@ -186,6 +186,7 @@ install() {
     : >.venv/fails
     fail "$2 is installed, but .venv $why"
   fi
+  rm -f .venv/fails
   echo "$pins" >"$stamp"
 }
 

@@ -35,6 +35,8 @@ SOURCES = (
 ).split()
 # Words of other settings that are about certificates.
 FEATURES = {"use-feature": "truststore", "use-deprecated": "legacy-certs"}
+# Folders of pip's settings for all users: of macOS, of Linux.
+SHARED = ["/Library/Application Support/pip", "/etc"]
 # These change what importing a package does, and a wrong value is no damage.
 VARIABLES = ("JAX_", "XLA_", "HF_", "HUGGINGFACE_", "NPY_", "NUMPY_")
 NOEXEC = "this disk is mounted noexec, so that Python cannot load numpy: move the folder to another"
@@ -177,12 +179,14 @@ def config_files() -> list:
     if named == os.devnull:
         return []
     home = os.path.expanduser("~")
-    mac = "/Library/Application Support/pip"
-    folders = (os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
-    shared = [mac, *(folder + "/pip" for folder in folders), "/etc"]
-    users = (os.environ.get("XDG_CONFIG_HOME") or home + "/.config") + "/pip"
-    own = [home + "/.pip", users, home + mac] if not os.path.exists(named) else []
-    return [folder + "/pip.conf" for folder in [*shared, *own, sys.prefix]] + [named]
+    xdg = (os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
+    folders = [folder + "/pip" for folder in xdg] + SHARED
+    if not os.path.exists(named):
+        folders.append(home + "/.pip")
+        folders.append((os.environ.get("XDG_CONFIG_HOME") or home + "/.config") + "/pip")
+        folders.append(home + SHARED[0])
+    folders.append(sys.prefix)
+    return [folder + "/pip.conf" for folder in folders] + [named]
 
 
 def sources() -> dict:

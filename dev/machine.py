@@ -12,6 +12,7 @@ those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/p
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import math
 import os
@@ -150,14 +151,15 @@ class NoRow(NoGpu):
 def output(command: list[str]) -> str:
     """What a program prints, whatever its status. Raises OSError; subprocess.TimeoutExpired after a
     minute, without waiting for the process, because a driver that hangs keeps even a killed one."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
     process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
-        printed, _ = process.communicate(timeout=PATIENCE)
+        printed, complaints = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it may be gone, and its children may not
+            os.killpg(process.pid, signal.SIGKILL)
         raise
-    return printed.decode("utf-8", "replace")
+    return (printed + b"\n" + complaints).decode("utf-8", "replace")
 
 
 def nvidia_smi(fields: str, pattern: str) -> list[str]:

@@ -63,8 +63,12 @@ elif argv[:2] == ["-m", "ensurepip"]:
     if {ensurepip}:
         sys.exit("No module named ensurepip")
     open(here + "/pip", "w").close()
-elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
-    sys.exit("no network")
+elif argv[:2] == ["-m", "pip"]:
+    with open({log!r} + ".pip", "w") as file:
+        for name, value in os.environ.items():
+            print(name + "=" + value, file=file)
+    if os.path.exists("no_network"):
+        sys.exit("no network")
 elif argv[0] == "dev/launch.py":
     for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION":
         print(name, os.environ.get(name))
@@ -182,11 +186,11 @@ class Machine:
         self.python(minor, "foreign", missing).rename(precious.with_name("python"))
         return precious
 
-    def start(self, *argv, before=None, **env) -> subprocess.Popen:
+    def start(self, *argv, before=None, shell=(BASH,), **env) -> subprocess.Popen:
         # Where SIGINT is ignored, as in a background job, children would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         env = {"PATH": str(self.bin), "JNANO_PCI": str(self.pci), **env}
-        command = [BASH, self.root / "run.sh", *argv]
+        command = [*shell, self.root / "run.sh", *argv]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process = subprocess.Popen(command, env=env, cwd="/", start_new_session=True,
                                    preexec_fn=before, **pipes)  # fmt: skip

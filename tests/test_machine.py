@@ -156,6 +156,40 @@ def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, sc
     assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
 
 
+@pytest.mark.parametrize("noise", [
+    "echo WARNING: infoROM is corrupted; exit 14",
+    "echo 2, GPU-2, [GPU is lost], [GPU is lost], [GPU is lost]",
+    "echo 2, GPU-2, K, 9.0, [Unknown Error]",
+    "echo Unable to determine the device handle >&2; exit 255",
+])  # fmt: skip
+def test_gpus_that_are_listed_count_and_the_rest_is_a_warning(fake, monkeypatch, capsys, noise):
+    monkeypatch.setattr(machine, "WARNED", [])
+    fake.become(Kind(2 * (Gpu(),)))
+    smi = fake.bin / "nvidia-smi"
+    smi.write_text(f"{smi.read_text()}{noise}\n")
+    decision = machine.decide(machine.find_machine())
+    assert decision.why == "this machine has 2 x NVIDIA H100 80GB HBM3"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("run.sh: warning: nvidia-smi says: ")
+
+
+def test_where_a_gpu_is_lost_the_others_are_named_by_uuid(fake, monkeypatch):
+    rows = "\n".join(f"{i}, GPU-{i}f, K, 9.0, 81559" for i in (0, 2, 3))
+    fake.script("nvidia-smi", f"#!{BASH}\n[[ $1 = *driver* ]] && echo 580.1 || echo '{rows}'\n")
+    found = machine.find_machine()
+    line = machine.odd_number(found, machine.decide(found), "record")
+    assert line.endswith("type  export CUDA_VISIBLE_DEVICES=GPU-0f,GPU-2f")
+
+
+def test_a_gpu_without_a_driver_version_is_no_laptop(fake):
+    fake.script(
+        "nvidia-smi",
+        f"#!{BASH}\n[[ $1 = *driver* ]] && echo '[N/A]' || echo 0, GPU-0, K, 9.0, 81559\n",
+    )
+    with pytest.raises(SystemExit, match="lists a GPU, but not the version of its driver"):
+        machine.find_machine()
+
+
 def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
     fake.script("nvidia-smi", "").chmod(0o644)
     decision = machine.decide(machine.find_machine())
@@ -232,6 +266,22 @@ def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     found = machine.misspelt(argv.split())
     assert message in found and bool(message) == bool(found)
+
+
+def test_a_path_from_where_run_sh_was_called_is_named(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "called").mkdir()
+    (tmp_path / "here/both.txt").touch()
+    for name in "book.txt", "both.txt", "tiny", "tokens":
+        (tmp_path / "called" / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    called = str(tmp_path / "called")
+    line = machine.elsewhere(["tokenize", "book.txt", "--out", "new"], called)
+    assert line.startswith(f"there is no book.txt in {tmp_path}/here, from which paths count")
+    assert line.endswith(f"type {called}/book.txt")
+    assert machine.elsewhere(["tiny", "--data=tokens"], called)
+    for argv in ["tiny", "--data", "x"], ["tokenize", "both.txt", f"{called}/book.txt"], []:
+        assert machine.elsewhere(argv, called) == "" and machine.elsewhere(argv, "") == ""
 
 
 def test_a_script_that_cannot_be_parsed_is_left_to_python(tmp_path, monkeypatch):
