@@ -17,7 +17,7 @@
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
 
-[ "${BASH_SOURCE:-$0}" = "$0" ] || { echo "run.sh: type  ./run.sh,  not source run.sh" && return 1; }
+[ "${BASH_SOURCE:-$0}" = "$0" ] || { echo "run.sh: type  ./run.sh,  not source" >&2 && return 1; }
 # -p ignores what others may have set for bash: BASH_ENV, CDPATH, functions with commands' names.
 case ${BASH_VERSION:+$-} in *p*) ;; *) exec "${BASH:-bash}" -p -- "$0" "$@" ;; esac
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here

@@ -105,8 +105,14 @@ BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 2}
 # Flags with which train_gpt.py may do without what it needs otherwise.
 ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
 HELP = ("--help", "-h")
-# The variables in which launchers give the number of processes, as in dev/launch.py.
-PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+# The variables in which launchers give the number of processes and the rank of this one, as in
+# dev/launch.py. A number without a rank is left over from something else.
+PROCESSES = {
+    "JNANO_PROCESSES": "JNANO_PROCESS",
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
 VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
 PATIENCE = 60  # seconds that a program may take
 # A row of nvidia-smi: index, UUID, name, compute capability, MiB or why there are none. A GPU that
@@ -496,8 +502,11 @@ def is_copy(argv: list[str]) -> bool:
 
 def several_processes() -> bool:
     """Whether this is one of several processes of a run, by what launchers set."""
-    counts = [os.environ.get(name, "") for name in PROCESSES]
-    return any(count.isdigit() and int(count) > 1 for count in counts)
+    for count, rank in PROCESSES.items():
+        number = os.environ.get(count, "")
+        if number.isdigit() and int(number) > 1 and os.environ.get(rank):
+            return True
+    return False
 
 
 def odd_number(machine: Machine, decision: Decision, preset: str) -> str:

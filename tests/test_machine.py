@@ -15,7 +15,7 @@ from tests.record92 import PATH, frozen
 SET_BY_USERS = (
     "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER JAX_PLATFORMS "
     "XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION"
-).split() + machine.PROCESSES
+).split() + [*machine.PROCESSES, *machine.PROCESSES.values()]
 
 
 @pytest.fixture
@@ -350,11 +350,12 @@ def test_larger_presets_need_more_memory_than_the_record(fake, preset):
     ("record", {"JAX_PLATFORMS": "cpu"}, False),
     ("record92", {"JAX_PLATFORMS": "cpu"}, False),
     ("record", {"JAX_PLATFORMS": "rocm"}, False),  # AMD's GPUs
-    ("record", {"JNANO_PROCESSES": "8"}, False),
-    ("record", {"WORLD_SIZE": "8"}, False),
-    ("record", {"OMPI_COMM_WORLD_SIZE": "2"}, False),
-    ("record", {"SLURM_STEP_NUM_TASKS": "8"}, False),
-    ("record", {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": ""}, True),
+    ("record", {"JNANO_PROCESSES": "8", "JNANO_PROCESS": "0"}, False),
+    ("record", {"WORLD_SIZE": "8", "RANK": "0"}, False),
+    ("record", {"WORLD_SIZE": "8"}, True),  # left over in a shell
+    ("record", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "7"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "WORLD_SIZE": ""}, True),
 ])  # fmt: skip
 def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refused):
     for name, value in env.items():
@@ -404,6 +405,7 @@ def test_of_more_than_eight_gpus_one_process_uses_eight(fake, monkeypatch):
     kind = Kind(12 * (Gpu(),))
     assert decide(fake, kind).why == f"{why}, of which the record uses 8"
     monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("RANK", "0")
     assert decide(fake, kind).why == why
 
 

@@ -134,10 +134,8 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shell", [("sh",), (BASH, "--posix"), ("dash",)])
+@pytest.mark.parametrize("shell", [("sh",), ("bash", "--posix")])
 def test_what_others_have_set_for_shell_python_git_and_pip_is_not_used(machine, shell):
-    if not shutil.which(shell[0]):
-        pytest.skip(f"there is no {shell[0]}")
     shell = (shutil.which(shell[0]), *shell[1:])
     (machine.bin / "bash").symlink_to(BASH)
     script = machine.script("functions", "readlink() { return 1; }\n")
@@ -146,7 +144,8 @@ def test_what_others_have_set_for_shell_python_git_and_pip_is_not_used(machine, 
     kept = {"PIP_CERT": "/my certificate.pem", "PYTHONIOENCODING": "ascii"}
     assert machine.run("install", shell=shell, **env, **kept) == calls(*FIRST)
     assert (machine.done.returncode, machine.done.stderr) == (0, "")
-    found = dict(line.split("=", 1) for line in Path(f"{machine.log}.pip").read_text().splitlines())
+    lines = Path(f"{machine.log}.pip").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
     assert not found.keys() & {name for name in env if "%" not in name}
     assert kept.items() <= found.items() and found["PIP_CONFIG_FILE"] == "/dev/null"
 
@@ -154,12 +153,11 @@ def test_what_others_have_set_for_shell_python_git_and_pip_is_not_used(machine, 
 def test_run_sh_is_not_for_source_nor_for_links(machine):
     link = machine.root / "linked"
     link.symlink_to(machine.root / "run.sh")
-    for command in f"{link} tiny", f"source {machine.root}/run.sh tiny; echo shell $?":
-        done = subprocess.run([BASH, "-c", f"export PATH={machine.bin}; {BASH} {command}" if
-                               "source" not in command else command],
-                              capture_output=True, text=True)  # fmt: skip
+    for command in f"{BASH} {link} tiny", f"source {machine.root}/run.sh tiny":
+        line = f"{command}; echo status $?"
+        done = subprocess.run([BASH, "-c", line], capture_output=True, text=True)
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("run.sh: ")
-    assert done.stdout == "shell 1\n"
+        assert done.stdout == "status 1\n"
 
 
 # ---- Pythons -------------------------------------------------------------------------------------
@@ -234,7 +232,6 @@ def test_a_venv_that_is_damaged_or_of_another_python_is_made_anew(machine, fault
     fault(machine)
     assert machine.run("install") == calls(*FIRST) and machine.done.returncode == 0
     assert f"Making .venv anew: it {why}" in machine.done.stdout
-    assert machine.run("install") == []
     (machine.root / ".venv/made-by-run.sh").unlink()
     fault(machine)
     assert machine.run("install") == [] and machine.done.returncode == 1
@@ -564,7 +561,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
     ([], "-m data/source_code.py", "data/check.py dev/launch.py"),
     (["check"], "-m", "-m"),
     (["loss", "x"], "-m -m", "evals/loss.py"),
-    (["test"], "-m -m -m", "-m -m"),
+    (["test"], "-m -m -m", "-m -m -m"),
 ])  # fmt: skip
 def test_only_what_writes_holds_the_lock(machine, argv, locked, unlocked):
     python = machine.python(12)
