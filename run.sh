@@ -22,6 +22,7 @@
 case ${BASH_VERSION:+$-} in *p*) ;; *) exec "${BASH:-bash}" -p -- "$0" "$@" ;; esac
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
 set +o posix      # as in sh
+{ true >&1; } 2>/dev/null || exec >/dev/null # a service may have no stdout
 cd -- "$(dirname -- "$0")"
 
 fail() {
@@ -134,14 +135,16 @@ find_venv() {
   if [ -e .venv ] || [ -L .venv ]; then
     [ -e .venv/made-by-run.sh ] ||
       fail ".venv, which run.sh has not made, $why: type  mv .venv .venv-old"
-    echo "Making .venv anew: it $why"
+    make_venv "$why"
+  else
+    make_venv ""
   fi
-  make_venv
 }
 
-make_venv() {
+make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
   local why
   pick_python
+  [ -z "$1" ] || echo "Making .venv anew: it $1"
   why=$("$python" dev/install.py make) || fail "$why"
   kind=$(.venv/bin/python dev/install.py kind)
   fresh=yes
@@ -178,8 +181,7 @@ install() {
     why=${why:-"ends when it imports jax: try  .venv/bin/python -c 'import jax'"}
     if [ "$1" = "$wheels" ] && [ -z "$fresh" ] && [ -e .venv/made-by-run.sh ] &&
       [ ! -e .venv/fails ]; then
-      echo "Making .venv anew: it $why"
-      make_venv
+      make_venv "$why"
       install "$@"
       return
     fi

@@ -90,11 +90,14 @@ def make() -> str:
     try:
         if os.path.islink(".venv"):
             os.unlink(".venv")
-        elif os.path.lexists(".venv"):
-            shutil.rmtree(".venv")
-        os.mkdir(".venv")
-        with open(".venv/made-by-run.sh", "w"):
+        os.makedirs(".venv", exist_ok=True)
+        with open(".venv/made-by-run.sh", "w"):  # stays, also where this is interrupted
             pass
+        for path in glob.glob(".venv/*"):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif path != ".venv/made-by-run.sh":
+                os.unlink(path)
     except OSError as error:
         where = f"cannot make .venv in {os.getcwd()}: {error.strerror}"
         return f"{where}: use a folder and a disk that you can write to"
@@ -137,20 +140,24 @@ def damage(folder: str) -> str:
     another size. Somebody may have edited a .py file, so that one counts if the import fails. This
     reads only the lists: 5,000 files take 20 ms."""
     edited = False
-    for record in glob.glob(folder + "/*.dist-info/RECORD"):
-        with open(record, encoding="utf-8", errors="replace") as lines:
-            rows = [line.strip().rsplit(",", 2) for line in lines]
-        for path, _, size in (row for row in rows if len(row) == 3):
-            if not size or path.endswith(".pyc"):
-                continue
-            try:
+    path = ""
+    try:
+        for record in glob.glob(folder + "/*.dist-info/RECORD"):
+            path = record
+            with open(record, encoding="utf-8", errors="replace") as lines:
+                rows = [line.strip().rsplit(",", 2) for line in lines]
+            for path, _, size in rows:
+                if not size or path.endswith(".pyc"):
+                    continue
                 found = os.stat(os.path.join(folder, path.strip('"'))).st_size
-            except OSError as error:
-                return f"has a damaged package ({path}: {error.strerror})"
-            if found != int(size):
-                edited = True
-                if not found or not path.endswith(".py"):
-                    return f"has a damaged package ({path} has {found} bytes instead of {size})"
+                if found != int(size):
+                    edited = True
+                    if not found or not path.endswith(".py"):
+                        return f"has a damaged package ({path} has {found} bytes instead of {size})"
+    except OSError as error:
+        return f"has a damaged package ({path}: {error.strerror})"
+    except ValueError:  # a list of packages in another format
+        return failure()
     return failure() if edited else ""
 
 

@@ -636,5 +636,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./run.sh plan | head` ends quietly
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a name is not ASCII and stdout is
+    if sys.stdout:  # a service may have none
+        sys.stdout.reconfigure(errors="backslashreplace")  # where a name is not ASCII, as stdout is
     main(sys.argv[1:])

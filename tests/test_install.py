@@ -37,7 +37,7 @@ def test_a_python_that_jax_has_no_wheels_for_is_unfit(monkeypatch, name, value, 
     ("rights", "cannot make .venv in "), ("venv", " failed: the last line"),
 ])  # fmt: skip
 def test_a_venv_that_cannot_be_made_is_one_line(folder, monkeypatch, fault, message):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 
     python = folder / "python"
@@ -49,7 +49,7 @@ def test_a_venv_that_cannot_be_made_is_one_line(folder, monkeypatch, fault, mess
     if fault == "links":
         monkeypatch.setattr(os, "symlink", refuse)
     if fault == "rights":
-        monkeypatch.setattr(os, "mkdir", refuse)
+        monkeypatch.setattr(os, "makedirs", refuse)
     line = install.make()
     assert message in line and "\n" not in line
 
@@ -63,7 +63,7 @@ def test_a_venv_that_cannot_be_made_is_one_line(folder, monkeypatch, fault, mess
     ("x/a.py", 3, "edited", "imported"),
     ("x/__pycache__/a.pyc", 3, None, ""),
     ('"x/a, b.so"', 3, None, "has a damaged package ("),
-    ("x/a.py", "", None, ""),
+    ("x/a.py", "", None, ""), ("a list in another format", "x", "abc", "imported"),
 ])  # fmt: skip
 def test_damage_is_found_by_the_list_of_a_package(folder, monkeypatch, path, size, text, found):
     monkeypatch.setattr(install, "failure", lambda: "imported")
