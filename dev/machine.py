@@ -155,16 +155,19 @@ class NoRow(NoGpu):
 
 
 def output(command: list[str]) -> str:
-    """What a program prints, whatever its status. Raises OSError; subprocess.TimeoutExpired after a
-    minute, without waiting for the process, because a driver that hangs keeps even a killed one."""
+    """What a program prints in a minute, whatever its status. It is not waited for any longer, as a
+    driver that hangs keeps even a killed process. Raises OSError; subprocess.TimeoutExpired if it
+    has printed nothing."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
     process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
         printed, complaints = process.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as hung:
         with contextlib.suppress(OSError):  # it may be gone, and its children may not
             os.killpg(process.pid, signal.SIGKILL)
-        raise
+        if not hung.stdout:
+            raise
+        printed, complaints = hung.stdout, b"it has not ended in a minute"
     return (printed + b"\n" + complaints).decode("utf-8", "replace")
 
 

@@ -200,6 +200,11 @@ def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
     monkeypatch.setattr(machine, "PATIENCE", 0.1)
     fake.script("nvidia-smi", f"#!{BASH}\nwhile :; do :; done\n")
     assert machine.decide(machine.find_machine()).why == "nvidia-smi has not answered in a minute"
+    fake.become(KINDS["1×H100"])  # it answers, and hangs then
+    smi = fake.bin / "nvidia-smi"
+    smi.write_text(f"{smi.read_text()}while :; do :; done\n")
+    monkeypatch.setattr(machine, "PATIENCE", 0.5)
+    assert machine.decide(machine.find_machine()).preset == "record"
 
 
 def test_tpus_are_known_by_vendor_and_device(fake):
