@@ -100,24 +100,6 @@ any_python() {
   fail "found no Python: install 3.12 or newer (CPUs: 3.11)${said:+; $python: ${said%%$'\n'*}}"
 }
 
-# For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip: taken last.
-pick_python() {
-  local said status second="" unfit=""
-  if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- $pythons; fi
-  for python; do
-    said=$("$python" dev/install.py unfit "$minor" 2>/dev/null) && return
-    status=$?
-    if [ $status = 3 ]; then second=${second:-$python}; fi
-    if [ -n "${PYTHON:-}" ]; then unfit=$said; else unfit="$unfit${said:+, $python $said}"; fi
-  done
-  python=$second
-  if [ -n "$python" ]; then return; fi
-  [ -z "${PYTHON:-}" ] ||
-    fail "PYTHON=$PYTHON does not work as $needs: it ${unfit:-is not there, as seen from $PWD}"
-  hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
-  fail "found no $needs${unfit:+ (${unfit#, })}. Install one ($hint), or set PYTHON to it"
-}
-
 # Sets kind: the Python that the packages of .venv are for. Else sets why .venv cannot be used. The
 # wheels of two accelerators in one environment would both register with jax.
 venv_fits() {
@@ -141,13 +123,30 @@ find_venv() {
   fi
 }
 
+# Takes the newest Python that can. One without ensurepip, as on Colab, is taken last.
 make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
-  local why
-  pick_python
-  [ -z "$1" ] || echo "Making .venv anew: it $1"
-  why=$("$python" dev/install.py make) || fail "$why"
-  kind=$(.venv/bin/python dev/install.py kind)
-  fresh=yes
+  local old=$1 outside status unfit
+  if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- $pythons; fi
+  for outside in "" outside; do
+    unfit=""
+    for python; do
+      status=0
+      kind=$("$python" dev/install.py make "$minor" $outside 2>/dev/null) || status=$?
+      case $status in
+        0) [ -z "$old" ] || echo "Made .venv anew: the old one $old" ;;
+        2) fail "$kind" ;;
+        *) unfit="$unfit${kind:+, $python $kind}" && continue ;;
+      esac
+      fresh=yes
+      return
+    done
+  done
+  if [ -n "${PYTHON:-}" ]; then
+    unfit=${unfit:-", it is not there as seen from $PWD"}
+    fail "PYTHON=$PYTHON does not work as $needs: ${unfit#, }"
+  fi
+  hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
+  fail "found no $needs${unfit:+ (${unfit#, })}. Install one ($hint), or set PYTHON to it"
 }
 
 # Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.

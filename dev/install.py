@@ -1,31 +1,31 @@
 """What run.sh asks a Python before and after it installs into .venv.
 
-    python dev/install.py unfit MINOR      prints why this Python cannot make .venv, if it cannot
-    python dev/install.py make             makes .venv, or prints why it could not
     python dev/install.py kind             prints for which Python and processor its packages are
+    python dev/install.py make MINOR       makes .venv, and prints its kind; or prints why this
+                                           Python cannot (status 1), or why none can (status 2)
+    python dev/install.py make MINOR outside
+                                           the same, also where only a pip outside .venv can install
     python dev/install.py state MINOR [WHEELS ...]
-                                           the same, or what is wrong with .venv: an older Python,
-                                           one of these wheels, a damaged package
-    python dev/install.py check            imports the packages, and prints why they cannot be
+                                           prints the kind of .venv; or what is wrong with it: an
+                                           older Python, one of these wheels, a damaged package
+    python dev/install.py check            imports the packages, and prints why it could not
     python dev/install.py pip              prints lines for a shell, with which pip keeps the user's
                                            mirrors, proxies and certificates, and no other setting
 
-Where something is wrong, the status is 1; a Python that can make .venv only with its own pip says
-so with status 3. Python 3.6 is enough. Every start of run.sh asks for the state, so that modules
-which only the others need are imported there.
+Where something is wrong, the status is not 0. Python 3.6 is enough. Every start of run.sh asks for
+the state, so that modules which only the others need are imported there.
 """
 
 import glob
 import importlib
 import os
 import sys
+from importlib.util import find_spec
 
 PACKAGES = "numpy jax.numpy optax tiktoken huggingface_hub.hf_api".split()
 # Parts of Python that these import. Some are missing where a library was not there when Python was
-# built, or where a distribution has split Python. bz2, lzma and sqlite3 are not needed.
-MODULES = (
-    "venv ctypes zlib ssl csv datetime hashlib mmap random select socket subprocess unicodedata"
-).split()
+# built, or where a distribution has split Python. _bz2, _lzma and _sqlite3 are not needed.
+MODULES = "_ctypes zlib _ssl _csv _datetime _random _socket mmap select unicodedata".split()
 OUTSIDE_PIP = (22, 3)  # the first that has --python
 # Settings of pip that say where packages come from. What is installed, and where to, is for run.sh
 # to say: a target, a constraint or --user would break .venv.
@@ -44,17 +44,19 @@ NO_LINKS = "this disk has no symbolic links, which .venv needs: move the folder 
 
 
 # ---- Before --------------------------------------------------------------------------------------
-def unfit(minor: int) -> str:
-    """Why this Python cannot make .venv; "" if it can."""
+def unfit(minor: int, outside: bool) -> str:
+    """Why this Python cannot make .venv; "" if it can. Colab's Python, and Debian's without
+    python3-venv, have no ensurepip, and a pip outside .venv installs into it then."""
     if sys.version_info < (3, minor):
         return f"is 3.{sys.version_info[1]}"
     if sys.implementation.name != "cpython":
         return "is " + sys.implementation.name
     if sys.maxsize < 2**32:
         return "has 32 bits"
-    missing = [name for name in MODULES if not can_import(name)]
-    if not missing and not can_import("ensurepip") and not has_outside_pip():
-        missing = ["ensurepip and pip 22.3"]
+    missing = [name.lstrip("_") for name in MODULES if not can_import(name)]
+    missing += [name for name in ("venv", "ensurepip") if not find_spec(name)]
+    if outside and missing == ["ensurepip"] and has_outside_pip():
+        return ""
     return "lacks " + ", ".join(missing) if missing else ""
 
 
@@ -81,7 +83,7 @@ def is_noexec(folder: str) -> bool:
 
 
 def make() -> str:
-    """Makes .venv anew, without pip. Returns why it could not."""
+    """Makes .venv anew, without pip. Returns why it could not, which is not Python's fault."""
     import shutil
     import subprocess
 
@@ -243,24 +245,19 @@ def for_shell() -> str:
 def main(question: str, *words: str) -> int:
     """Prints the answer, and returns the status of the process."""
     reason = ""
-    answer = ""
-    if question == "pip":
-        answer = for_shell()
-    elif question == "kind":
-        answer = kind()
-    elif question == "unfit":
-        reason = unfit(int(words[0]))
-    elif question == "make":
-        reason = make()
+    status = 1
+    if question == "make":
+        reason = unfit(int(words[0]), "outside" in words)
+        if not reason:
+            reason = make()
+            status = 2
     elif question == "state":
         reason = wrong(int(words[0]), words[1:])
-        answer = kind()
     elif question == "check":
         reason = failure()
+    answer = for_shell() if question == "pip" else kind()
     sys.stdout.buffer.write(os.fsencode(f"{reason or answer}\n"))
-    if reason:
-        return 1
-    return 3 if question == "unfit" and not can_import("ensurepip") else 0
+    return status if reason else 0
 
 
 if __name__ == "__main__":

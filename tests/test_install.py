@@ -27,9 +27,9 @@ def folder(tmp_path, monkeypatch):
     ("version_info", (3, 10, 0), "is 3.10"), ("maxsize", 2**31 - 1, "has 32 bits"),
 ])  # fmt: skip
 def test_a_python_that_jax_has_no_wheels_for_is_unfit(monkeypatch, name, value, reason):
-    assert install.unfit(11) == ""
+    assert install.unfit(11, False) == ""
     monkeypatch.setattr(sys, name, value)
-    assert install.unfit(11) == reason
+    assert install.unfit(11, True) == reason
 
 
 @pytest.mark.parametrize("fault, message", [
