@@ -16,13 +16,30 @@
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
+
+[ "${BASH_SOURCE:-$0}" = "$0" ] || { echo "run.sh: type  ./run.sh,  not source" >&2 && return 1; }
+# -p ignores what others may have set for bash: BASH_ENV, CDPATH, functions with commands' names.
+case ${BASH_VERSION:+$-} in *p*) ;; *) exec "${BASH:-bash}" -p -- "$0" "$@" ;; esac
 set -euo pipefail # macOS has bash 3.2, where an empty array counts as unset: none are used here
-cd "$(dirname "$0")"
+set +o posix      # as in sh
+{ true >&1; } 2>/dev/null || exec >/dev/null # a service may have no stdout
+cd -- "$(dirname -- "$0")"
 
 fail() {
   echo "run.sh: $*" >&2
   exit 1
 }
+
+# Nor must Python find other packages, or git another repository, by what others have set.
+unset BASH_ENV ENV CDPATH POSIXLY_CORRECT __PYVENV_LAUNCHER__ GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE \
+  GIT_COMMON_DIR GIT_OBJECT_DIRECTORY GIT_NAMESPACE
+export -n SHELLOPTS
+for variable in ${!PYTHON*}; do
+  case ${variable#PYTHON} in
+    "" | IOENCODING | UTF8 | UNBUFFERED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE) ;;
+    *) unset "$variable" ;;
+  esac
+done
 
 # The comment at the top.
 print_help() {
@@ -68,11 +85,7 @@ unlock() {
 
 # Whether PYTHON is at least 3.MINOR and has MODULES. A pyenv shim may exist and refuse.
 runs() { # runs PYTHON MINOR [MODULES]
-  "$1" -c "import sys, ${3:-sys}; sys.exit(sys.version_info < (3, $2))" >/dev/null 2>&1
-}
-
-version() {
-  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+  said=$("$1" -c "import sys, ${3:-sys}; sys.exit(sys.version_info < (3, $2))" 2>&1)
 }
 
 pythons="python3.14 python3.13 python3.12 python3.11 python3"
@@ -83,39 +96,57 @@ any_python() {
   for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" 8; then return; fi
   done
-  fail "found no Python: install 3.12 or newer (CPUs: 3.11)"
+  case $said in *"not found"*) said="" ;; esac
+  fail "found no Python: install 3.12 or newer (CPUs: 3.11)${said:+; $python: ${said%%$'\n'*}}"
 }
 
-# For .venv. Colab's Python, and Debian's without python3-venv, have no ensurepip.
-pick_python() {
-  for modules in venv,ensurepip "venv, $outside_pip"; do
-    for python in ${PYTHON:+"$PYTHON"} $pythons; do
-      if runs "$python" "$minor" "$modules"; then return; fi
-      [ -z "${PYTHON:-}" ] || break
+# Sets kind: the Python that the packages of .venv are for. Else sets why .venv cannot be used. The
+# wheels of two accelerators in one environment would both register with jax.
+venv_fits() {
+  kind=$(.venv/bin/python dev/install.py state "$minor" $other_wheels 2>/dev/null) ||
+    why=${kind:-has no Python that runs}
+  [ -n "$why" ] || [ -z "${PYTHON:-}" ] || [ "$kind" = "$("$PYTHON" dev/install.py kind 2>&1)" ] ||
+    why="is for $kind, and PYTHON=$PYTHON is not"
+  [ -z "$why" ]
+}
+
+# Uses what uv or an editor has made, or leaves it alone.
+find_venv() {
+  local why=""
+  if venv_fits; then return; fi
+  if [ -e .venv ] || [ -L .venv ]; then
+    [ -e .venv/made-by-run.sh ] ||
+      fail ".venv, which run.sh has not made, $why: type  mv .venv .venv-old"
+    make_venv "$why"
+  else
+    make_venv ""
+  fi
+}
+
+# Takes the newest Python that can. One without ensurepip, as on Colab, is taken last.
+make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
+  local old=$1 outside status unfit
+  if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- $pythons; fi
+  for outside in "" outside; do
+    unfit=""
+    for python; do
+      status=0
+      kind=$("$python" dev/install.py make "$minor" $outside 2>/dev/null) || status=$?
+      case $status in
+        0) [ -z "$old" ] || echo "Made .venv anew: the old one $old" ;;
+        2) fail "$kind" ;;
+        *) unfit="$unfit${kind:+, $python $kind}" && continue ;;
+      esac
+      fresh=yes
+      return
     done
   done
-  [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not work as $needs"
-  hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
-  fail "found no $needs. Install one ($hint), or set PYTHON to it"
-}
-
-# The wheels of two accelerators in one environment would both register with jax.
-venv_fits() {
-  runs .venv/bin/python "$minor" || return
-  for other in $other_wheels; do
-    [ ! -e ".venv/installed-$other" ] || return
-  done
-  [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$PYTHON")" ]
-}
-
-# Deletes only a .venv that run.sh has made. What uv or an editor has made is used, or left alone.
-make_venv() {
-  if venv_fits; then return; fi
-  pick_python
-  if [ -e .venv ] && [ ! -e .venv/made-by-run.sh ]; then
-    fail ".venv, which run.sh has not made, is not for $needs: type  mv .venv .venv-old"
+  if [ -n "${PYTHON:-}" ]; then
+    unfit=${unfit:-", it is not there as seen from $PWD"}
+    fail "PYTHON=$PYTHON does not work as $needs: ${unfit#, }"
   fi
-  rm -rf .venv && mkdir .venv && : >.venv/made-by-run.sh && "$python" -m venv --without-pip .venv
+  hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
+  fail "found no $needs${unfit:+ (${unfit#, })}. Install one ($hint), or set PYTHON to it"
 }
 
 # Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.
@@ -134,19 +165,34 @@ venv_pip() {
   fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
 }
 
-# install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, a copy of the files, comes last: an
-# interrupted install is repeated, changed files are installed anew.
+# install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, the kind of Python and a copy of the files,
+# comes last: an interrupted install is repeated, changed files are installed anew. Where packages
+# cannot be imported, .venv is made anew once: what is wrong then is not of .venv.
 install() {
-  local stamp=.venv/installed-$1 pins
-  pins=$(cat "$2" ${4:+"$4"})
+  local stamp=.venv/installed-$1 pins why
+  pins="$kind"$'\n'$(cat "$2" ${4:+"$4"})
   if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
   echo "Installing $2${3:+ with $3} into .venv (first run: a minute or two, more with GPUs) ..."
+  eval "$(.venv/bin/python dev/install.py pip)"
   venv_pip install --quiet --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
     fail "pip could not install $2; its message is above"
+  if ! why=$(.venv/bin/python dev/install.py check 2>/dev/null); then
+    why=${why:-"ends when it imports jax: try  .venv/bin/python -c 'import jax'"}
+    if [ "$1" = "$wheels" ] && [ -z "$fresh" ] && [ -e .venv/made-by-run.sh ] &&
+      [ ! -e .venv/fails ]; then
+      make_venv "$why"
+      install "$@"
+      return
+    fi
+    : >.venv/fails
+    fail "$2 is installed, but .venv $why"
+  fi
+  rm -f .venv/fails
   echo "$pins" >"$stamp"
 }
 
-[ -f requirements.txt ] || fail "call it in its own folder, not by a link"
+[ -f requirements.txt ] && [ ! -L "${0##*/}" ] ||
+  fail "call it in its own folder, not by the link $0"
 case ${1:-} in -h | --help) print_help && exit ;; esac
 case "$(uname -s) $(uname -m)" in
   MINGW* | MSYS* | CYGWIN*) fail "jax needs Linux or macOS: on Windows, run this inside WSL2" ;;
@@ -158,7 +204,7 @@ case ${1:-} in
   plan) exec "$python" dev/machine.py "$@" ;;
   watch) shift && exec "$python" dev/watch.py "$@" ;;
 esac
-decisions=$("$python" dev/machine.py "$@") || exit
+decisions=$(JNANO_CALLED_FROM=${OLDPWD:-} "$python" dev/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
@@ -168,8 +214,9 @@ needs="Python 3.$minor or newer with venv, and with ensurepip or pip 22.3"
 this_process="$(uname -n) $$" # HOSTNAME may come from where srun was typed
 trap unlock EXIT              # also at Ctrl-C
 trap 'exit 143' TERM # after the install that runs now, which would go on without a lock
+fresh="" # whether .venv was made in this start
 lock
-make_venv
+find_venv
 install "$wheels" requirements.txt ${requirement:+"$requirement" "$constraints"}
 
 case ${1:-} in

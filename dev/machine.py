@@ -12,11 +12,13 @@ those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/p
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,9 +105,20 @@ BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 2}
 # Flags with which train_gpt.py may do without what it needs otherwise.
 ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
 HELP = ("--help", "-h")
-# The variables in which launchers give the number of processes, as in dev/launch.py.
-PROCESSES = "JNANO_PROCESSES WORLD_SIZE OMPI_COMM_WORLD_SIZE SLURM_STEP_NUM_TASKS".split()
+# The variables in which launchers give the number of processes and the rank of this one, as in
+# dev/launch.py. A number without a rank is left over from something else.
+PROCESSES = {
+    "JNANO_PROCESSES": "JNANO_PROCESS",
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
 VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
+PATIENCE = 60  # seconds that a program may take
+# A row of nvidia-smi: index, UUID, name, compute capability, MiB or why there are none. A GPU that
+# is lost has cells like "[GPU is lost]" or "[Unknown Error]".
+GPU = r"(?i)(?!.*\b(lost|error)\b)\d+,[^,]+,[^,]+,\s*\d+\.\d+\s*,[^,]+"
+WARNED = []  # lines of nvidia-smi
 OTHERS = "set CUDA_VISIBLE_DEVICES to the numbers of the other GPUs to do without this one"
 
 
@@ -128,6 +141,7 @@ class Machine(NamedTuple):
 
     devices: list[Device]
     driver: int = 0  # NVIDIA's, 0 without GPUs
+    names: tuple[str, ...] = ("0", "1", "2", "3", "4", "5", "6", "7")  # in CUDA_VISIBLE_DEVICES
     differ: bool = False  # whether its GPUs, the hidden ones included, are of several kinds
     why_none: str = ""
 
@@ -136,43 +150,82 @@ class NoGpu(Exception):
     """There is none; the message says why."""
 
 
-def nvidia_smi(fields: str) -> list[list[str]]:
-    """A row for each GPU. Raises NoGpu."""
+class NoRow(NoGpu):
+    """nvidia-smi lists none."""
+
+
+def output(command: list[str]) -> str:
+    """What a program prints in a minute, whatever its status. It is not waited for any longer, as a
+    driver that hangs keeps even a killed process. Raises OSError; subprocess.TimeoutExpired if it
+    has printed nothing."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    try:
+        printed, complaints = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired as hung:
+        with contextlib.suppress(OSError):  # it may be gone, and its children may not
+            os.killpg(process.pid, signal.SIGKILL)
+        if not hung.stdout:
+            raise
+        printed, complaints = hung.stdout, b"it has not ended in a minute"
+    return (printed + b"\n" + complaints).decode("utf-8", "replace")
+
+
+def nvidia_smi(fields: str, pattern: str) -> list[str]:
+    """The lines that match a pattern, one for each GPU. Where there are some, all other lines are
+    warnings: they, or the status, do not make a GPU worse that is listed. Raises NoGpu."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        lines = [line.strip() for line in output(command).splitlines() if line.strip()]
     except OSError:  # it is not there, or may not be executed
         raise NoGpu("this machine has no NVIDIA GPU and no TPU") from None
     except subprocess.TimeoutExpired:
         raise NoGpu("nvidia-smi has not answered in a minute") from None
-    lines = (done.stdout + done.stderr).strip().splitlines() or ["it prints nothing"]
-    if done.returncode or not done.stdout.strip():
-        raise NoGpu(f"nvidia-smi shows no NVIDIA GPU: {lines[0]}")
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [line for line in lines if re.fullmatch(pattern, line)]
+    if not rows:
+        raise NoRow(f"nvidia-smi shows no NVIDIA GPU: {(lines or ['it prints nothing'])[0]}")
+    for line in lines:
+        if line not in rows and line not in WARNED:
+            WARNED.append(line)
+            print(f"run.sh: warning: nvidia-smi says: {line}", file=sys.stderr)
+    return rows
 
 
 def nvidia_driver() -> int:
-    """The first number of its version. Raises NoGpu, also if jax has no wheels for it."""
-    version = nvidia_smi("driver_version")[0][0]
-    driver = version.partition(".")[0]
-    if not driver.isdigit():
-        raise NoGpu(f"nvidia-smi shows no NVIDIA GPU: {version}")
+    """The first number of its version. Raises NoGpu, also if jax has no wheels for it, and
+    SystemExit if there are GPUs all the same."""
+    try:
+        version = nvidia_smi("driver_version", r"\d[\d.]*")[0]
+    except NoRow as reason:
+        all_gpus()
+        raise SystemExit(
+            "run.sh: nvidia-smi lists a GPU, but not the version of its driver: restart the "
+            f"machine, or set JAX_PLATFORMS=cpu ({reason})"
+        ) from None
+    driver = int(version.partition(".")[0])
     oldest = CUDA[-1].driver
-    if int(driver) < oldest:
+    if driver < oldest:
         raise NoGpu(f"the NVIDIA driver {driver} is too old: jax needs {oldest}")
-    return int(driver)
+    return driver
 
 
 def all_gpus() -> dict[tuple[str, str], Device]:
-    """GPUs by index and UUID. Raises NoGpu, also if one is lost, of which a line says so."""
+    """GPUs by index and UUID, without those that are lost. Raises NoGpu."""
     gpus = {}
-    for row in nvidia_smi("index,uuid,name,compute_cap,memory.total"):
-        if len(row) != 5 or not re.fullmatch(r"\d+\.\d+", row[3]):
-            raise NoGpu(f"nvidia-smi describes no GPU: {', '.join(row)}")
-        index, uuid, name, capability, mib = row
+    for row in nvidia_smi("index,uuid,name,compute_cap,memory.total", GPU):
+        index, uuid, name, capability, mib = (cell.strip() for cell in row.split(","))
         memory = float(mib) if mib.isdigit() else None  # "[N/A]" where it is the host's, as of GB10
         gpus[index, uuid] = Device(name, memory, float(capability))
     return gpus
+
+
+def names_for_cuda(gpus: dict[tuple[str, str], Device]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs: their indices. If one is lost, CUDA may count
+    without it, so their UUIDs."""
+    indices = [index for index, _ in gpus]
+    if indices == [str(i) for i in range(len(gpus))]:
+        return indices
+    return [uuid for _, uuid in gpus]
 
 
 def visible(gpus: dict[tuple[str, str], Device]) -> list[Device]:
@@ -211,10 +264,11 @@ def find_machine() -> Machine:
     try:
         driver = nvidia_driver()
         gpus = all_gpus()
-        return Machine(visible(gpus), driver, len(set(gpus.values())) > 1)
+        names = tuple(names_for_cuda(gpus))
+        return Machine(visible(gpus), driver, names, len(set(gpus.values())) > 1)
     except NoGpu as reason:
         why = str(reason)
-    if subprocess.check_output(["uname"], text=True).strip() == "Darwin":
+    if output(["uname"]).strip() == "Darwin":
         why = "jax has no wheels for the GPU of a Mac"
     return Machine(tpus(), why_none=why)
 
@@ -309,7 +363,7 @@ def misspelt(argv: list[str]) -> str:
     if rest and rest[0].endswith(".py"):
         script = os.path.normpath(rest.pop(0))
         if not os.path.isfile(script):
-            return f"there is no file {script}"
+            return f"there is no file {script} in {os.getcwd()}, from which paths count"
         if script != "train_gpt.py":
             return ""
     elif rest and rest[0] in VERBS and rest[0] != "check":
@@ -335,6 +389,17 @@ def misspelt(argv: list[str]) -> str:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:] not in flags:
             return f"there is no flag {name}{nearest(name, flags, '--')}"
+    return ""
+
+
+def elsewhere(argv: list[str], folder: str) -> str:
+    """Which argument is a path as seen from a folder, and not from here; "" if none is."""
+    for argument in argv[1:] if argv[:1] and argv[0] in VERBS else argv:
+        path = argument.partition("=")[2] if argument.startswith("--") else argument
+        there = os.path.join(folder, path)
+        word = argument in BATCH or path.startswith("-")
+        if path and not word and not os.path.exists(path) and os.path.exists(there):
+            return f"there is no {path} in {os.getcwd()}, from which paths count: type {there}"
     return ""
 
 
@@ -440,8 +505,11 @@ def is_copy(argv: list[str]) -> bool:
 
 def several_processes() -> bool:
     """Whether this is one of several processes of a run, by what launchers set."""
-    counts = [os.environ.get(name, "") for name in PROCESSES]
-    return any(count.isdigit() and int(count) > 1 for count in counts)
+    for count, rank in PROCESSES.items():
+        number = os.environ.get(count, "")
+        if number.isdigit() and int(number) > 1 and os.environ.get(rank):
+            return True
+    return False
 
 
 def odd_number(machine: Machine, decision: Decision, preset: str) -> str:
@@ -452,7 +520,7 @@ def odd_number(machine: Machine, decision: Decision, preset: str) -> str:
     largest = fits.listed(number)
     if number == largest:
         return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(machine.names)
     chosen = visible.replace(" ", "").split(",")[:largest]
     return (
         f"{number} GPUs do not divide a step of {preset}: to use {len(chosen)} of them, type  "
@@ -556,7 +624,7 @@ def main(argv: list[str]) -> None:
     """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
     if argv[:1] == ["plan"] and argv != ["plan"]:
         raise SystemExit("run.sh: plan takes no arguments")
-    reason = misspelt(argv)
+    reason = elsewhere(argv, os.environ.get("JNANO_CALLED_FROM", "")) or misspelt(argv)
     if reason:
         raise SystemExit(f"run.sh: {reason}")
     if lacks_folder(argv):
@@ -570,4 +638,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./run.sh plan | head` ends quietly
+    if sys.stdout:  # a service may have none
+        sys.stdout.reconfigure(errors="backslashreplace")  # where a name is not ASCII, as stdout is
     main(sys.argv[1:])

@@ -17,15 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "dev" / "machines.md"
 BASH = shutil.which("bash")
 
-# A fake Python. It executes `-c`, with the version and without the modules that a test wants, and
-# dev/machine.py. `-m venv` makes a .venv that has this fake, and `-m ensurepip` gives it a pip. All
-# other commands are only written into the log.
+# A fake Python. It executes `-c`, dev/machine.py and dev/install.py, with the version and without
+# the modules that a test wants. `-m venv` makes a .venv that has this fake, and `-m ensurepip`
+# gives it a pip. All other commands are only written into the log. Where there is a file
+# `no_import`, what pip has installed cannot be imported, and the file says why.
 FAKE_PYTHON = """#!{real} -S
 import os, sys
 argv = sys.argv[1:]
 here = os.path.dirname(__file__)
-if argv[0] == "-c":
+if argv[0] in ("-c", "dev/install.py"):
     sys.version_info = {version}
+    sys.executable = __file__
     sys.modules["pip"] = pip = type(sys)("pip")
     pip.__version__ = "25.0"
     if not os.path.exists(here + "/pip"):
@@ -34,8 +36,18 @@ if argv[0] == "-c":
             sys.modules["pip"] = None
     for missing in {missing}:
         sys.modules[missing] = None
+if argv[0] == "-c":
     exec(argv[1])
     sys.exit()
+if argv == ["dev/install.py", "check"]:
+    if os.path.exists("no_import"):
+        print(open("no_import").read().strip())
+        sys.exit(1)
+    sys.exit()
+if argv[0] == "dev/install.py":
+    sys.argv = argv
+    sys.path.insert(0, "dev")
+    exec(open(argv[0]).read(), dict(__name__="__main__"))
 if argv[0] == "dev/machine.py":
     sys.argv = argv
     sys.path[0] = os.path.dirname(argv[0])
@@ -51,8 +63,12 @@ elif argv[:2] == ["-m", "ensurepip"]:
     if {ensurepip}:
         sys.exit("No module named ensurepip")
     open(here + "/pip", "w").close()
-elif argv[:2] == ["-m", "pip"] and os.path.exists("no_network"):
-    sys.exit("no network")
+elif argv[:2] == ["-m", "pip"]:
+    with open({log!r} + ".pip", "w") as file:
+        for name, value in os.environ.items():
+            print(name + "=" + value, file=file)
+    if os.path.exists("no_network"):
+        sys.exit("no network")
 elif argv[0] == "dev/launch.py":
     for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION":
         print(name, os.environ.get(name))
@@ -116,7 +132,7 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/machine.py dev/fits.py dev/flags.py"
+        copied += "dev/install.py dev/machine.py dev/fits.py dev/flags.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
@@ -170,11 +186,11 @@ class Machine:
         self.python(minor, "foreign", missing).rename(precious.with_name("python"))
         return precious
 
-    def start(self, *argv, before=None, **env) -> subprocess.Popen:
+    def start(self, *argv, before=None, shell=(BASH,), **env) -> subprocess.Popen:
         # Where SIGINT is ignored, as in a background job, children would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         env = {"PATH": str(self.bin), "JNANO_PCI": str(self.pci), **env}
-        command = [BASH, self.root / "run.sh", *argv]
+        command = [*shell, self.root / "run.sh", *argv]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process = subprocess.Popen(command, env=env, cwd="/", start_new_session=True,
                                    preexec_fn=before, **pipes)  # fmt: skip

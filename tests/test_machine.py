@@ -15,7 +15,7 @@ from tests.record92 import PATH, frozen
 SET_BY_USERS = (
     "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER JAX_PLATFORMS "
     "XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION"
-).split() + machine.PROCESSES
+).split() + [*machine.PROCESSES, *machine.PROCESSES.values()]
 
 
 @pytest.fixture
@@ -146,14 +146,48 @@ def test_gpus_that_differ_are_counted_as_by_nvidia_smi(fake, monkeypatch, gpus, 
     ("echo 470.1", "the NVIDIA driver 470 is too old: jax needs 525"),
     ("echo 524.99", "the NVIDIA driver 524 is too old: jax needs 525"),
     ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo 0, GPU-0, K, [N/A], 8192",
-     "nvidia-smi describes no GPU: 0, GPU-0, K, [N/A], 8192"),
+     "nvidia-smi shows no NVIDIA GPU: 0, GPU-0, K, [N/A], 8192"),
     ("[[ $1 = *driver* ]] && echo 580.1 && exit; echo Unable to determine the device handle",
-     "nvidia-smi describes no GPU: Unable to determine the device handle"),
+     "nvidia-smi shows no NVIDIA GPU: Unable to determine the device handle"),
 ])  # fmt: skip
 def test_a_machine_whose_nvidia_smi_shows_no_gpu_is_a_cpu_and_knows_why(fake, script, why):
     fake.script("nvidia-smi", f"#!{BASH}\n{script}\n")
     decision = machine.decide(machine.find_machine())
     assert (decision.wheels, decision.preset, decision.why) == (machine.CPU, "tiny", why)
+
+
+@pytest.mark.parametrize("noise", [
+    "echo WARNING: infoROM is corrupted; exit 14",
+    "echo 2, GPU-2, [GPU is lost], [GPU is lost], [GPU is lost]",
+    "echo 2, GPU-2, K, 9.0, [Unknown Error]",
+    "echo Unable to determine the device handle >&2; exit 255",
+])  # fmt: skip
+def test_gpus_that_are_listed_count_and_the_rest_is_a_warning(fake, monkeypatch, capsys, noise):
+    monkeypatch.setattr(machine, "WARNED", [])
+    fake.become(Kind(2 * (Gpu(),)))
+    smi = fake.bin / "nvidia-smi"
+    smi.write_text(f"{smi.read_text()}{noise}\n")
+    decision = machine.decide(machine.find_machine())
+    assert decision.why == "this machine has 2 x NVIDIA H100 80GB HBM3"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("run.sh: warning: nvidia-smi says: ")
+
+
+def test_where_a_gpu_is_lost_the_others_are_named_by_uuid(fake, monkeypatch):
+    rows = "\n".join(f"{i}, GPU-{i}f, K, 9.0, 81559" for i in (0, 2, 3))
+    fake.script("nvidia-smi", f"#!{BASH}\n[[ $1 = *driver* ]] && echo 580.1 || echo '{rows}'\n")
+    found = machine.find_machine()
+    line = machine.odd_number(found, machine.decide(found), "record")
+    assert line.endswith("type  export CUDA_VISIBLE_DEVICES=GPU-0f,GPU-2f")
+
+
+def test_a_gpu_without_a_driver_version_is_no_laptop(fake):
+    fake.script(
+        "nvidia-smi",
+        f"#!{BASH}\n[[ $1 = *driver* ]] && echo '[N/A]' || echo 0, GPU-0, K, 9.0, 81559\n",
+    )
+    with pytest.raises(SystemExit, match="lists a GPU, but not the version of its driver"):
+        machine.find_machine()
 
 
 def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
@@ -163,10 +197,14 @@ def test_a_nvidia_smi_that_may_not_be_executed_is_none(fake):
 
 
 def test_a_nvidia_smi_that_hangs_is_left(fake, monkeypatch):
-    run = machine.subprocess.run
-    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.1}))
+    monkeypatch.setattr(machine, "PATIENCE", 0.1)
     fake.script("nvidia-smi", f"#!{BASH}\nwhile :; do :; done\n")
     assert machine.decide(machine.find_machine()).why == "nvidia-smi has not answered in a minute"
+    fake.become(KINDS["1×H100"])  # it answers, and hangs then
+    smi = fake.bin / "nvidia-smi"
+    smi.write_text(f"{smi.read_text()}while :; do :; done\n")
+    monkeypatch.setattr(machine, "PATIENCE", 0.5)
+    assert machine.decide(machine.find_machine()).preset == "record"
 
 
 def test_tpus_are_known_by_vendor_and_device(fake):
@@ -235,6 +273,22 @@ def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatc
     assert message in found and bool(message) == bool(found)
 
 
+def test_a_path_from_where_run_sh_was_called_is_named(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "called").mkdir()
+    (tmp_path / "here/both.txt").touch()
+    for name in "book.txt", "both.txt", "tiny", "tokens":
+        (tmp_path / "called" / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    called = str(tmp_path / "called")
+    line = machine.elsewhere(["tokenize", "book.txt", "--out", "new"], called)
+    assert line.startswith(f"there is no book.txt in {tmp_path}/here, from which paths count")
+    assert line.endswith(f"type {called}/book.txt")
+    assert machine.elsewhere(["tiny", "--data=tokens"], called)
+    for argv in ["tiny", "--data", "x"], ["tokenize", "both.txt", f"{called}/book.txt"], []:
+        assert machine.elsewhere(argv, called) == "" and machine.elsewhere(argv, "") == ""
+
+
 def test_a_script_that_cannot_be_parsed_is_left_to_python(tmp_path, monkeypatch):
     (tmp_path / "train_gpt.py").write_text("def (")
     monkeypatch.chdir(tmp_path)
@@ -301,11 +355,12 @@ def test_larger_presets_need_more_memory_than_the_record(fake, preset):
     ("record", {"JAX_PLATFORMS": "cpu"}, False),
     ("record92", {"JAX_PLATFORMS": "cpu"}, False),
     ("record", {"JAX_PLATFORMS": "rocm"}, False),  # AMD's GPUs
-    ("record", {"JNANO_PROCESSES": "8"}, False),
-    ("record", {"WORLD_SIZE": "8"}, False),
-    ("record", {"OMPI_COMM_WORLD_SIZE": "2"}, False),
-    ("record", {"SLURM_STEP_NUM_TASKS": "8"}, False),
-    ("record", {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": ""}, True),
+    ("record", {"JNANO_PROCESSES": "8", "JNANO_PROCESS": "0"}, False),
+    ("record", {"WORLD_SIZE": "8", "RANK": "0"}, False),
+    ("record", {"WORLD_SIZE": "8"}, True),  # left over in a shell
+    ("record", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "7"}, False),
+    ("record", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "WORLD_SIZE": ""}, True),
 ])  # fmt: skip
 def test_only_the_record_as_it_is_is_refused(fake, monkeypatch, argv, env, refused):
     for name, value in env.items():
@@ -355,6 +410,7 @@ def test_of_more_than_eight_gpus_one_process_uses_eight(fake, monkeypatch):
     kind = Kind(12 * (Gpu(),))
     assert decide(fake, kind).why == f"{why}, of which the record uses 8"
     monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("RANK", "0")
     assert decide(fake, kind).why == why
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from fake_machine import BASH, KINDS, ROOT, Gpu, Kind, Machine
@@ -124,6 +125,41 @@ def test_a_failed_or_changed_install_is_repeated(machine):
     assert machine.run()[:1] == install
 
 
+HOSTILE = {
+    "CDPATH": "/tmp:/", "POSIXLY_CORRECT": "1", "SHELLOPTS": "noglob", "GIT_DIR": "/nowhere",
+    "BASH_FUNC_mkdir%%": "() { return 1; }", "BASH_FUNC_cat%%": "() { return 1; }",
+    "PYTHONPATH": "/other", "PYTHONHOME": "/other", "PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2",
+    "PYTHONINSPECT": "1", "PYTHONWARNINGS": "error", "PYTHONHASHSEED": "none",
+    "PIP_TARGET": "/other", "PIP_CONSTRAINT": "/other.txt", "PIP_USER": "1", "PIP_PYTHON": "/other",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", [("sh",), ("bash", "--posix")])
+def test_what_others_have_set_for_shell_python_git_and_pip_is_not_used(machine, shell):
+    shell = (shutil.which(shell[0]), *shell[1:])
+    (machine.bin / "bash").symlink_to(BASH)
+    script = machine.script("functions", "readlink() { return 1; }\n")
+    machine.python(12)
+    env = {**HOSTILE, "BASH_ENV": str(script), "ENV": str(script)}
+    kept = {"PIP_CERT": "/my certificate.pem", "PYTHONIOENCODING": "ascii"}
+    assert machine.run("install", shell=shell, **env, **kept) == calls(*FIRST)
+    assert (machine.done.returncode, machine.done.stderr) == (0, "")
+    lines = Path(f"{machine.log}.pip").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not found.keys() & {name for name in env if "%" not in name}
+    assert kept.items() <= found.items() and found["PIP_CONFIG_FILE"] == "/dev/null"
+
+
+def test_run_sh_is_not_for_source_nor_for_links(machine):
+    link = machine.root / "linked"
+    link.symlink_to(machine.root / "run.sh")
+    for command in f"{BASH} {link} tiny", f"source {machine.root}/run.sh tiny":
+        line = f"{command}; echo status $?"
+        done = subprocess.run([BASH, "-c", line], capture_output=True, text=True)
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("run.sh: ")
+        assert done.stdout == "status 1\n"
+
+
 # ---- Pythons -------------------------------------------------------------------------------------
 def test_newest_python_that_works_is_taken(machine):
     machine.script("python3.14", f"#!{BASH}\necho pyenv: not found >&2\nexit 127\n")
@@ -131,6 +167,17 @@ def test_newest_python_that_works_is_taken(machine):
     machine.python(12)
     machine.python(11)
     assert machine.run()[0] == f"python3.12 {VENV}" and machine.done.stderr == ""
+
+
+def test_a_python_that_lacks_a_part_is_passed_over_or_named(machine):
+    machine.python(13, missing=["_ctypes", "zlib"])
+    machine.python(12, missing=["_ssl"])
+    machine.python(10, name="python3")
+    reasons = "(python3.13 lacks ctypes, zlib, python3.12 lacks ssl, python3 is 3.10)"
+    assert f"ensurepip or pip 22.3 {reasons}. Install one" in machine.refusal()
+    assert "22.3: python3.12 lacks ssl\n" in machine.refusal(PYTHON="python3.12")
+    machine.python(11)
+    assert machine.run("install") == calls(*FIRST, name="python3.11")
 
 
 def test_too_old_or_no_python_is_refused_and_plain_python3_taken_last(machine):
@@ -161,6 +208,55 @@ def test_broken_venv_is_made_anew_and_its_pip_too(machine):
     (machine.root / ".venv" / "bin" / "pip").unlink()  # as an interrupted venv leaves it
     (machine.root / ".venv" / "installed-cpu").unlink()
     assert machine.run()[:2] == calls(*FIRST[1:])
+
+
+def damage(machine):
+    """Deletes a file of a package."""
+    record = machine.root / ".venv/lib/python3.12/site-packages/x-1.dist-info/RECORD"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text("x.so,sha256=0,9\n")
+
+
+def upgrade(machine):
+    """Replaces the Python of .venv by a newer one, as the package manager of a system does."""
+    machine.python(13).rename(machine.root / ".venv/bin/python")
+
+
+@pytest.mark.parametrize("fault, why", [
+    (damage, "has a damaged package (x.so: No such file or directory)"),
+    (upgrade, "was installed for Python 3.12"),
+])  # fmt: skip
+def test_a_venv_that_is_damaged_or_of_another_python_is_made_anew(machine, fault, why):
+    machine.python(12)
+    machine.run("install")
+    fault(machine)
+    assert machine.run("install") == calls(*FIRST) and machine.done.returncode == 0
+    assert f"Made .venv anew: the old one {why}" in machine.done.stdout
+    (machine.root / ".venv/made-by-run.sh").unlink()
+    fault(machine)
+    assert machine.run("install") == [] and machine.done.returncode == 1
+    assert f"run.sh: .venv, which run.sh has not made, {why}" in machine.done.stderr
+    assert machine.done.stderr.endswith(": type  mv .venv .venv-old\n")
+
+
+def test_packages_that_cannot_be_imported_are_installed_into_a_new_venv_once(machine):
+    machine.python(12)
+    machine.run("install")
+    stamp = machine.root / ".venv/installed-cpu"
+    stamp.unlink()
+    reason = machine.root / "no_import"
+    reason.write_text("cannot import numpy: ImportError: no libstdc++")
+    pip = calls(FIRST[2])
+    for expected in [*pip, *calls(*FIRST)], pip:  # the second start knows
+        assert machine.run("install") == expected and machine.done.returncode == 1
+        line = f"run.sh: requirements.txt is installed, but .venv {reason.read_text()}\n"
+        assert machine.done.stderr == line and not stamp.exists()
+    reason.unlink()
+    assert machine.run("install") == pip and stamp.read_text().startswith("Python 3.12 on ")
+    reason.touch()  # as where importing ends Python without a word
+    stamp.unlink()
+    machine.run("install")
+    assert "but .venv ends when it imports jax: try  .venv/bin/python" in machine.done.stderr
 
 
 def test_a_venv_of_others_is_used(machine):
@@ -462,10 +558,10 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 
 
 @pytest.mark.parametrize("argv, locked, unlocked", [
-    ([], "-m -m data/source_code.py", "data/check.py dev/launch.py"),
-    (["check"], "-m -m", "-m"),
-    (["loss", "x"], "-m -m -m", "evals/loss.py"),
-    (["test"], "-m -m -m -m", "-m -m -m"),
+    ([], "-m data/source_code.py", "data/check.py dev/launch.py"),
+    (["check"], "-m", "-m"),
+    (["loss", "x"], "-m -m", "evals/loss.py"),
+    (["test"], "-m -m -m", "-m -m -m"),
 ])  # fmt: skip
 def test_only_what_writes_holds_the_lock(machine, argv, locked, unlocked):
     python = machine.python(12)
