@@ -265,14 +265,19 @@ def as_flags(options: SimpleNamespace) -> list[str]:
 
 def set_xla_flags() -> None:
     """Gives the first communication between GPUs ten minutes, not one, after which XLA aborts the
-    process: on a slow host, eight GPUs may need longer to load a program. There is no such option
-    of the compiler, and XLA aborts at flags that it does not know: these versions know it."""
+    process: on a slow host, eight GPUs may need longer to load a program. Turns off what is wrong
+    on CPUs in jax 0.10.2, as run.sh does. These are no options of the compiler, or not of every
+    program, and XLA aborts at flags that it does not know: these versions know them."""
+    added = {}
     with_cuda = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
     if with_cuda and (0, 10) <= jax.__version_info__[:2] <= (0, 12):
-        flag = "--xla_gpu_first_collective_call_terminate_timeout_seconds"
+        added["--xla_gpu_first_collective_call_terminate_timeout_seconds"] = "600"
+    if jax.__version__ == "0.10.2":
+        added["--xla_cpu_experimental_ynn_fusion_type"] = ""
+    for flag, value in added.items():
         flags = os.environ.get("XLA_FLAGS", "")
         if flag not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {flag}=600".strip()
+            os.environ["XLA_FLAGS"] = f"{flags} {flag}={value}".strip()
 
 
 def allow_many_files() -> None:

@@ -36,8 +36,10 @@ NEUTRAL = re.compile(
     "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|(NCCL|CUDNN)_VERSION"
     "|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
 )
-# dev/launch.py sets this time-out.
-NEUTRAL_XLA_FLAGS = "--xla_gpu_first_collective_call_terminate_timeout_seconds=600"
+NEUTRAL_XLA_FLAGS = {  # dev/launch.py sets them
+    "--xla_gpu_first_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_experimental_ynn_fusion_type=",
+}
 
 
 class Track(NamedTuple):
@@ -315,7 +317,7 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
                    f"{' or '.join(track.presets)} --target 0")  # fmt: skip
     for name, value in run.environment.items():
-        by_launcher = name == "XLA_FLAGS" and value == NEUTRAL_XLA_FLAGS
+        by_launcher = name == "XLA_FLAGS" and NEUTRAL_XLA_FLAGS.issuperset(value.split())
         if not (NEUTRAL.fullmatch(name) or by_launcher):
             yield fail(
                 f"{name} is set; unset it, because no variable may change what the file does"

@@ -20,7 +20,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's took most of the time
 if int(version("jax").split(".")[1]) < 11:  # later versions abort at the first flag
     os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_experimental_ynn_fusion_type="  # it computes some sums wrong
     )
 # All workers and processes share compiled programs, and so does the next run of the suite.
 CACHE = ROOT / ".cache" / "tests"

@@ -70,7 +70,7 @@ elif argv[:2] == ["-m", "pip"]:
     if os.path.exists("no_network"):
         sys.exit("no network")
 elif argv[0] == "dev/launch.py":
-    for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION":
+    for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS":
         print(name, os.environ.get(name))
 """
 

@@ -486,16 +486,30 @@ def test_options_of_jax_with_which_no_run_can_go_are_named(monkeypatch, capsys):
     ("jax_cuda13_plugin", "FLAG=90", (0, 12, 0, 1), "FLAG=90"),
     ("jax_cuda13_plugin", None, (0, 13, 0), None),  # nobody has tried whether it knows the flag
     ("", None, (0, 12, 0, 1), None),
+    ("", None, (0, 10, 2), "WRONG="),
+    ("", "WRONG=-reduce", (0, 10, 2), "WRONG=-reduce"),
 ])  # fmt: skip
-def test_communication_gets_ten_minutes_to_start(plugin, flags, version, expected, monkeypatch):
-    name = "--xla_gpu_first_collective_call_terminate_timeout_seconds"
+def test_communication_gets_ten_minutes_to_start_and_what_is_wrong_is_off(
+    plugin, flags, version, expected, monkeypatch
+):
+    names = {
+        "FLAG": "--xla_gpu_first_collective_call_terminate_timeout_seconds",
+        "WRONG": "--xla_cpu_experimental_ynn_fusion_type",
+    }
+
+    def whole(text):
+        for short, name in names.items():
+            text = text and text.replace(short, name)
+        return text
+
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda module: module == plugin)
     monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "__version__", ".".join(map(str, version)))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if flags:
-        monkeypatch.setenv("XLA_FLAGS", flags.replace("FLAG", name))
+        monkeypatch.setenv("XLA_FLAGS", whole(flags))
     launch.set_xla_flags()
-    assert os.environ.get("XLA_FLAGS") == (expected and expected.replace("FLAG", name))
+    assert os.environ.get("XLA_FLAGS") == whole(expected)
 
 
 def test_this_jax_knows_the_flag():

@@ -288,7 +288,7 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "other data": (lambda f: rewrite(f, data=OTHER), "different data"),
     "a variable": (lambda f: rewrite_all(f, environment={"XLA_FLAGS": "--x"}), "XLA_FLAGS is set"),
     "more than the time-out": (
-        lambda f: rewrite_all(f, environment={"XLA_FLAGS": f"{verify.NEUTRAL_XLA_FLAGS} --x=1"}),
+        lambda f: rewrite_all(f, environment={"XLA_FLAGS": f"{min(verify.NEUTRAL_XLA_FLAGS)} --x"}),
         "XLA_FLAGS is set"),
     "flags in all": (lambda f: rewrite_all(f, argv=FLAGS), "a record is what the file does"),
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
@@ -334,7 +334,8 @@ def test_the_launcher_may_add_flags_for_memory_on_one_gpu(
 ):
     """Its time-out changes nothing that a run does, nor does the order of GPUs."""
     argv = [preset, "--target", "0", "--seed", "100", *added.split()]
-    environment = {"XLA_FLAGS": verify.NEUTRAL_XLA_FLAGS, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    flags = " ".join(verify.NEUTRAL_XLA_FLAGS)
+    environment = {"XLA_FLAGS": flags, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     folder = write_ours(tmp_path / "x", losses=LOSSES[:1], environment=environment, argv=argv)
     write_plan(folder, [100], arguments=argv[:3])
     evidence = verify.collect(folder)
