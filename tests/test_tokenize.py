@@ -410,7 +410,7 @@ def test_broken_archives(refusal, tmp_path, how, fault):
     (b'"text"', 'has no string "text"'), (b'{"text": null}', 'has no string "text"'),
     (b'{"n": 1, "body": "a"}', 'has no "text", but n, body: name the one to read with --column'),
     (json.dumps({"text": "a\0" * 99}).encode(), "has zero bytes in place of text"),
-])  # fmt: skip
+], ids=itertools.count())  # fmt: skip
 def test_bad_lines_of_jsonl(refusal, tmp_path, line, said):
     lines = [as_jsonl(DOCUMENTS[:2]), line, as_jsonl(["a"])]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
@@ -447,7 +447,7 @@ TAR = b"in.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0") + TEXT.encode()
     ("a.json", b'[{"text": "a"}]', "it is a JSON array: jq -c '.[]' FILE > NEW.jsonl"),
     ("a.json", b'{\n "text": "a"\n}', "line 1 is not JSON: there must be one JSON object a line"),
     ("a.txt", b"a\nb\nc \x92 d", "line 3 is not UTF-8 at byte 6, 0x92 (invalid start byte)"),
-])  # fmt: skip
+], ids=itertools.count())  # fmt: skip
 def test_bytes_that_are_no_text(refusal, tmp_path, name, data, said):
     """By what they are, wherever in a file they are, also if they would pass for UTF-8."""
     (tmp_path / name).write_bytes(data)
