@@ -37,6 +37,7 @@ export -n SHELLOPTS
 for variable in ${!PYTHON*}; do
   case ${variable#PYTHON} in
     "" | IOENCODING | UTF8 | UNBUFFERED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE) ;;
+    BREAKPOINT | FAULTHANDLER) ;;
     *) unset "$variable" ;;
   esac
 done
@@ -105,8 +106,10 @@ any_python() {
 venv_fits() {
   kind=$(.venv/bin/python dev/install.py state "$minor" $other_wheels 2>/dev/null) ||
     why=${kind:-has no Python that runs}
-  [ -n "$why" ] || [ -z "${PYTHON:-}" ] || [ "$kind" = "$("$PYTHON" dev/install.py kind 2>&1)" ] ||
-    why="is for $kind, and PYTHON=$PYTHON is not"
+  if [ -z "$why" ] && [ -n "${PYTHON:-}" ]; then
+    [ "$kind" = "$("$PYTHON" dev/install.py kind 2>&1)" ] ||
+      why="is for $kind, and PYTHON=$PYTHON is not"
+  fi
   [ -z "$why" ]
 }
 
@@ -191,8 +194,8 @@ install() {
   echo "$pins" >"$stamp"
 }
 
-[ -f requirements.txt ] && [ ! -L "${0##*/}" ] ||
-  fail "call it in its own folder, not by the link $0"
+[ ! -L "${0##*/}" ] || fail "call it in its own folder, not by the link $0"
+[ -f requirements.txt ] || fail "there is no requirements.txt in $PWD: get the whole repository"
 case ${1:-} in -h | --help) print_help && exit ;; esac
 case "$(uname -s) $(uname -m)" in
   MINGW* | MSYS* | CYGWIN*) fail "jax needs Linux or macOS: on Windows, run this inside WSL2" ;;
@@ -204,7 +207,7 @@ case ${1:-} in
   plan) exec "$python" dev/machine.py "$@" ;;
   watch) shift && exec "$python" dev/watch.py "$@" ;;
 esac
-decisions=$(JNANO_CALLED_FROM=${OLDPWD:-} "$python" dev/machine.py "$@") || exit
+decisions=$("$python" dev/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE

@@ -1295,11 +1295,12 @@ def param_table(c: Config) -> dict[str, Param]:
     bound = 0.5 * (3 / D) ** 0.5  # uniform between -bound and bound has std 0.5 / sqrt(D)
     tall = max(1, c.F / D) ** 0.5  # the MLP's are taller than wide, and take larger steps
     muon = normuon(c)
-    mlp_rates = [5, 1]
+    mlp_rates = [5, 1]  # of a and b
     if not any(start for _, start in c.mudd_head):
-        # The last layer's a only scales the last x. The head's norm takes that away, so at first
-        # its gradient is a rounding error, of which Adam would make a whole step.
-        mlp_rates = [*[[5, 1]] * (n_layers - 1), [0, 1]]
+        # In the last layer, the first one only scales x, which the norm before the head takes away.
+        # So at first its gradient is a rounding error, of which Adam would make a whole step.
+        mlp_rates = [[5, 1] for _ in c.layers]
+        mlp_rates[-1] = [0, 1]
     # fmt: off
     table = {
         # rows, D, std of the initial values, factors on the rate and on the decay, optimizer.
@@ -2139,9 +2140,11 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
 
 
 def output_of(*command: str) -> str:
-    """What a command writes to stdout within a minute; "" if it cannot."""
+    """What a command writes to stdout within a minute; "" if it cannot. It is not killed, because
+    a driver that hangs may keep a process that was killed, which would be waited for."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        output = subprocess.run(command, capture_output=True, timeout=60).stdout
+        output, _ = subprocess.Popen(command, **pipes).communicate(timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return output.decode(errors="replace").strip()
@@ -2156,7 +2159,10 @@ def accelerator_wheels() -> dict[str, str]:
 
 # ---- Run -----------------------------------------------------------------------------------------
 def main(argv: list[str]) -> Path | None:
-    """Trains without a guard. Returns the path of the weights, if they are saved."""
+    """Trains without a guard, in one process. Returns the path of the weights, if they are
+    saved."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would train alone
+        refuse("WORLD_SIZE is set, as by torchrun: start ./run.sh instead, or unset it")
     preset, c = parse_config(argv)
     devices, c = fit_devices(c)
     shards = find_data(c)

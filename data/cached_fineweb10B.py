@@ -116,15 +116,20 @@ def needed(out: pathlib.Path, faults: dict[str, str]) -> str:
     if len(what) > 8:
         what[8:] = [f"and {len(what) - 8} more"]
     way = f"copy right files to {out}, or train on those there by ./run.sh PRESET --data {out}"
-    return f"It is needed because {'; '.join(what)}. Without a network, {way}"
+    return f"The hub is needed because {'; '.join(what)}. Without a network, {way}"
 
 
 def add_to_manifest(out: pathlib.Path, repo: str, files: dict, known: dict[str, dict]) -> None:
     """Adds `known` files, which are there and right, to `files` and to MANIFEST.json."""
+    listed = {**files}
     for name, entry in known.items():
         files[name] = dict(size=(out / name).stat().st_size) | entry
+    if files == listed:
+        return
     try:
-        shards.write_manifest(out, repo, **shards.GPT2, files=files)
+        with shards.workplace(out):  # for its lock
+            files.update(read_files(out, repo) | files)  # another process may have added some
+            shards.write_manifest(out, repo, **shards.GPT2, files=files)
     except OSError as error:  # the folder may be read-only
         print(f"all files are right, but MANIFEST.json is not written: {shards.reason(error)}")
 

@@ -176,7 +176,7 @@ def find_odd(data: bytes) -> int | None:
     bytes (UTF-16, tar, a hole), or at least two control characters, which are an eighth of it. So
     stray ones pass, and so do those that some texts are full of: ANSI escapes, backspaces, ^A."""
     values = np.frombuffer(data, np.uint8)
-    odd = (values < 8) & (values != 1) | (values - 14 < 12)  # unsigned: 14 to 25
+    odd = (values < 8) & (values != 1) | (values >= 14) & (values <= 25)
     if np.count_nonzero(odd) < 2:
         return None
     for first in range(0, len(data), BLOCK):

@@ -69,7 +69,7 @@ def reason(error: OSError, known: pathlib.Path | None = None) -> str:
 
 
 @contextlib.contextmanager
-def one_line(script: str) -> Iterator[None]:
+def one_line(script: str, status: int = 1) -> Iterator[None]:
     """Ends a script with one line if it raises Fault or OSError or is stopped by Ctrl-C, and
     quietly, with the status of SIGPIPE, if nobody reads what it prints, as with `| head`."""
     if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
@@ -81,10 +81,10 @@ def one_line(script: str) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
         sys.exit(141)
-    except OSError as error:
-        sys.exit(f"{script}: {reason(error)}")
-    except Fault as fault:
-        sys.exit(f"{script}: {fault}")
+    except (OSError, Fault) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        print(f"{script}: {why}", file=sys.stderr)
+        sys.exit(status)
     except KeyboardInterrupt:
         print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(130)  # sys.exit would wait for threads that read their shards to the end
@@ -95,7 +95,7 @@ def certificate_fault(*variables: str) -> str:
     for variable in variables:
         path = os.environ.get(variable)
         try:
-            if path:
+            if path and os.pathsep not in path:  # SSL_CERT_DIR may have several folders
                 os.stat(path)
                 kind = "capath" if os.path.isdir(path) else "cafile"
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(**{kind: path})

@@ -95,9 +95,10 @@ def check_run(script: ModuleType, c: Any) -> None:
 
 def rules(script: ModuleType, c: Any) -> Iterator[tuple[bool, str]]:
     """Rules, and what to print if one does not hold. A rule may need those before it."""
-    fields = vars(c)  # a copy may have left out some
+    fields = vars(c)  # a copy may have left out some, or may have other values in them
     for name in ("layers", "stages", "mudd_head", "ngrams"):
-        yield isinstance(fields[name], tuple), f"{name} must be a tuple: (a, b), or (a,) for one"
+        is_tuple = isinstance(getattr(c, name), tuple)
+        yield is_tuple, f"{name} must be a tuple: (a, b), or (a,) for one"
     for name, values in CHOICES.items():
         value = fields.get(name, values[0])
         yield value in values, f"--{name} {value} is not one of: {', '.join(values)}"
@@ -155,8 +156,11 @@ def in_ranges(ranges: tuple, fields: dict, place: str) -> Iterator[tuple[bool, s
     for names, least, most in ranges:
         for name in names.split():
             value = fields.get(name, least)
-            is_kind = is_number(value) if isinstance(least, float) else isinstance(value, int)
-            what = f"{place}{name} {value} is no number from {least} to {most}"
+            if not isinstance(value, (int, float)):
+                continue
+            kind = "number" if isinstance(least, float) else "whole number"
+            is_kind = kind == "number" or isinstance(value, int)
+            what = f"{place}{name} {value} is no {kind} from {least} to {most}"
             yield is_kind and least <= value <= most, what
 
 
@@ -270,7 +274,7 @@ def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
             facts = json.loads(arrays.pop("facts").item())
-            if not {*FACTS} <= {*facts}:
+            if not all(name in facts for name in FACTS):
                 raise ValueError(f"its facts are not {', '.join(FACTS)}")
             return facts, arrays
         except Exception as error:
@@ -397,10 +401,10 @@ class Watchdog:
             what = "No step has"
             if self.ended >= self.begun:
                 limit = max(PATIENCE, 6 * self.seconds)
-                what = "No compilation, validation or checkpoint has"
+                what = "Nothing has"
             self.idle = 0 if in_debugger() else self.idle + 1
             if self.idle >= limit:
-                line = f"{what} ended for {limit} s (--stall)."
+                line = f"{what} ended for {limit} s (--stall 0 would wait for ever)."
                 report = threading.Thread(target=self.report, args=[line], daemon=True)
                 report.start()
                 report.join(10)  # the screen and the disk may hang as well

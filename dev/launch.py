@@ -290,10 +290,12 @@ def allow_many_files() -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-UNFIT = (  # options of JAX with which a run would fail, some of them after minutes of compiling
-    *(("jax_disable_jit", True), ("jax_transfer_guard", "disallow")),
-    *(("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict")),
-)
+UNFIT = {  # options of JAX with which a run would fail, some of them after minutes of compiling
+    "jax_disable_jit": True,
+    "jax_transfer_guard": "disallow",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+}
 CURES = {  # what JAX's message may contain, and what helps
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
@@ -307,7 +309,7 @@ CURES = {  # what JAX's message may contain, and what helps
 
 def start_jax() -> None:
     """Starts JAX on its devices. Exits with status 2, the cause and what helps, if it cannot."""
-    for name, value in UNFIT:
+    for name, value in UNFIT.items():
         if getattr(jax.config, name, None) == value:
             refuse(f"{name.upper()} is {value}, so no run can go: type  unset {name.upper()}")
     try:
@@ -398,9 +400,7 @@ def check_disk(script: ModuleType, c: Any, options: Any) -> None:
 
 
 def try_to_write(folder: Path, content: bytes) -> None:
-    """Exits with status 2 if no file can be written in a folder, which is made for that if need be.
-    Leaves nothing there."""
-    is_new = not folder.exists()
+    """Exits with status 2 if no file can be written in a folder, which is made if need be."""
     probe = folder / f"probe-{secrets.token_hex(4)}"
     try:
         folder.mkdir(exist_ok=True)
@@ -408,8 +408,6 @@ def try_to_write(folder: Path, content: bytes) -> None:
             probe.write_bytes(content)
         finally:
             probe.unlink(missing_ok=True)
-            if is_new:
-                folder.rmdir()
     except OSError as error:
         why = "this is no folder" if isinstance(error, FileExistsError) else error.strerror
         link = f", a link to {os.readlink(folder)}," if folder.is_symlink() else ""
@@ -545,8 +543,11 @@ def join() -> None:
     """Connects this process to the others of the run, which a launcher or JNANO_COORDINATOR,
     JNANO_PROCESSES and JNANO_PROCESS have described. A process without others connects to none."""
     env = os.environ
-    launched = [names for names in LAUNCHERS if env.get(names[0]) and env.get(names[1])]
-    count_name, rank_name, local_count_name, local_rank_name = [*launched, 4 * ("",)][0]
+    names = ("", "", "", "")
+    for variables in reversed(LAUNCHERS):  # the first that is set counts
+        if env.get(variables[0]) and env.get(variables[1]):
+            names = variables
+    count_name, rank_name, local_count_name, local_rank_name = names
     count_name = "JNANO_PROCESSES" if env.get("JNANO_PROCESSES") else count_name
     rank_name = "JNANO_PROCESS" if env.get("JNANO_PROCESS") else rank_name
     count = number_in(count_name, 1)
@@ -557,9 +558,10 @@ def join() -> None:
         refuse("JNANO_COORDINATOR needs JNANO_PROCESSES and JNANO_PROCESS, too: see dev/hosts.md")
     if count < 2 and not is_tpu_pod():
         return
-    names = [name for name in (count_name, rank_name) if name]
-    settings = " ".join(f"{name}={env[name]}" for name in names)
-    settings = f"{settings} (if this is the only process, type  unset {' '.join(names)})"
+    settings = "no variable that describes it"
+    if described:
+        settings = f"{count_name}={env[count_name]} {rank_name}={env[rank_name]}"
+        settings += f" (if this is the only process, type  unset {count_name} {rank_name})"
     if described and rank not in range(count):
         refuse(f"there is no such process: {settings}")
 
@@ -595,7 +597,7 @@ def join() -> None:
 
     timer = threading.Timer(wait, give_up)
     timer.daemon = True
-    if names:  # JAX knows how many hosts a TPU has
+    if described:  # JAX knows how many hosts a TPU has
         timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
     try:

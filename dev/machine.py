@@ -392,17 +392,6 @@ def misspelt(argv: list[str]) -> str:
     return ""
 
 
-def elsewhere(argv: list[str], folder: str) -> str:
-    """Which argument is a path as seen from a folder, and not from here; "" if none is."""
-    for argument in argv[1:] if argv[:1] and argv[0] in VERBS else argv:
-        path = argument.partition("=")[2] if argument.startswith("--") else argument
-        there = os.path.join(folder, path)
-        word = argument in BATCH or path.startswith("-")
-        if path and not word and not os.path.exists(path) and os.path.exists(there):
-            return f"there is no {path} in {os.getcwd()}, from which paths count: type {there}"
-    return ""
-
-
 def lacks_folder(argv: list[str]) -> bool:
     """Whether --data is empty, as with a variable that is not set. A run would train on the
     preset's text instead."""
@@ -624,7 +613,7 @@ def main(argv: list[str]) -> None:
     """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
     if argv[:1] == ["plan"] and argv != ["plan"]:
         raise SystemExit("run.sh: plan takes no arguments")
-    reason = elsewhere(argv, os.environ.get("JNANO_CALLED_FROM", "")) or misspelt(argv)
+    reason = misspelt(argv)
     if reason:
         raise SystemExit(f"run.sh: {reason}")
     if lacks_folder(argv):

@@ -203,5 +203,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("export.py"):
+    with weights.shards.one_line("export.py", status=2):
         main()

@@ -132,5 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with shards.one_line("hellaswag.py"):
+    with shards.one_line("hellaswag.py", status=2):
         main()

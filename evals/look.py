@@ -510,5 +510,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("look.py"):
+    with weights.shards.one_line("look.py", status=2):
         main()

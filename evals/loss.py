@@ -126,5 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("loss.py"):
+    with weights.shards.one_line("loss.py", status=2):
         main()

@@ -96,5 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("share.py"):
+    with weights.shards.one_line("share.py", status=2):
         main()

@@ -115,7 +115,7 @@ def as_weights(facts: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str,
     arrays = {name: np.array(json.dumps(value)) for name, value in about.items()}
     for name, array in state.items():
         if name.startswith(".params["):
-            arrays[name[9:-2]] = array  # .params['qk']
+            arrays[name.removeprefix(".params['").removesuffix("']")] = array
     return arrays
 
 

@@ -58,8 +58,8 @@ def test_a_venv_that_cannot_be_made_is_one_line(folder, monkeypatch, fault, mess
 @pytest.mark.parametrize("path, size, text, found", [
     ("x/a.so", 3, "abc", ""),
     ("x/a.so", 3, None, "has a damaged package (x/a.so: No such file or directory)"),
-    ("x/a.so", 3, "ab", "has a damaged package (x/a.so has 2 bytes instead of 3)"),
-    ("x/a.py", 3, "", "has a damaged package (x/a.py has 0 bytes instead of 3)"),
+    ("x/a.so", 3, "ab", "imported"),
+    ("x/a.py", 3, "", "has a damaged package (x/a.py is empty)"),
     ("x/a.py", 3, "edited", "imported"),
     ("x/__pycache__/a.pyc", 3, None, ""),
     ('"x/a, b.so"', 3, None, "has a damaged package ("),

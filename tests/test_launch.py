@@ -470,7 +470,7 @@ def test_a_backend_that_does_not_start_is_one_line_with_a_cure(error, cure, monk
 
 
 def test_options_of_jax_with_which_no_run_can_go_are_named(monkeypatch, capsys):
-    for name, value in launch.UNFIT:
+    for name, value in launch.UNFIT.items():
         monkeypatch.setattr(jax, "config", SimpleNamespace(**{name: value}))
         with pytest.raises(SystemExit):
             launch.start_jax()

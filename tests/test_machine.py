@@ -273,22 +273,6 @@ def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatc
     assert message in found and bool(message) == bool(found)
 
 
-def test_a_path_from_where_run_sh_was_called_is_named(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "called").mkdir()
-    (tmp_path / "here/both.txt").touch()
-    for name in "book.txt", "both.txt", "tiny", "tokens":
-        (tmp_path / "called" / name).touch()
-    monkeypatch.chdir(tmp_path / "here")
-    called = str(tmp_path / "called")
-    line = machine.elsewhere(["tokenize", "book.txt", "--out", "new"], called)
-    assert line.startswith(f"there is no book.txt in {tmp_path}/here, from which paths count")
-    assert line.endswith(f"type {called}/book.txt")
-    assert machine.elsewhere(["tiny", "--data=tokens"], called)
-    for argv in ["tiny", "--data", "x"], ["tokenize", "both.txt", f"{called}/book.txt"], []:
-        assert machine.elsewhere(argv, called) == "" and machine.elsewhere(argv, "") == ""
-
-
 def test_a_script_that_cannot_be_parsed_is_left_to_python(tmp_path, monkeypatch):
     (tmp_path / "train_gpt.py").write_text("def (")
     monkeypatch.chdir(tmp_path)
