@@ -1791,11 +1791,16 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
     print(f"compiling {len(keys)} programs ...", flush=True)
 
+    precision = jax.config.jax_default_matmul_precision
+    if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
+        precision = "highest"
+
     def compile_one(key):
         stage, kind = key
-        if kind == "val":
-            return compile_val_step(stage, c, mesh)
-        return compile_train_step(stage, kind, c, mesh)
+        with jax.default_matmul_precision(precision):
+            if kind == "val":
+                return compile_val_step(stage, c, mesh)
+            return compile_train_step(stage, kind, c, mesh)
 
     # The first one alone fills the cache of autotuning, which takes memory in every thread.
     tunes = mesh.devices.flat[0].platform == "gpu"
@@ -2179,9 +2184,6 @@ def run(
     weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
     dev/guard.py."""
     mesh = make_mesh(devices)
-    jax.config.update("jax_enable_x64", False)  # whatever the environment asks for
-    if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
-        jax.config.update("jax_default_matmul_precision", "highest")
     log = Log(guard.log_path if guard else "")
     log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
     hardware = f"{len(devices)} x {devices[0].device_kind}"

@@ -82,8 +82,10 @@ def one_line(script: str, status: int = 1) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
         sys.exit(141)
     except (OSError, Fault) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        print(f"{script}: {why}", file=sys.stderr)
+        line = f"{script}: {reason(error) if isinstance(error, OSError) else error}"
+        if status == 1:
+            sys.exit(line)
+        print(line, file=sys.stderr)
         sys.exit(status)
     except KeyboardInterrupt:
         print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)

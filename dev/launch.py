@@ -291,6 +291,7 @@ def allow_many_files() -> None:
 
 
 UNFIT = {  # options of JAX with which a run would fail, some of them after minutes of compiling
+    "jax_enable_x64": True,
     "jax_disable_jit": True,
     "jax_transfer_guard": "disallow",
     "jax_numpy_rank_promotion": "raise",
@@ -796,7 +797,7 @@ def check_attention_once(script: ModuleType, c: Any) -> None:
     status 2 if it is wrong."""
     gpus = []
     with contextlib.suppress(machine.NoGpu):
-        gpus = machine.nvidia_smi("name,driver_version")  # waits a minute at most
+        gpus = machine.nvidia_smi("name,driver_version", r".+, \d[\d.]*")
     packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     software = {k: v for k, v in packages.items() if re.match("jax|nvidia-cudnn", k or "")}
     functions = (attention_errors, script.attend, script.positions, script.rope_frequencies)

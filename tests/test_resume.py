@@ -781,7 +781,7 @@ def test_a_run_that_hangs_ends_and_shows_where_but_one_that_was_stopped_goes_on(
     wait_for_line(process, "step:20/30 train_loss")
     code, _, err = end(process, 15)
     assert code == 1 and not look(folder).states
-    assert err.startswith("No step has ended for 2 s (--stall).\n")
+    assert err.startswith("No step has ended for 2 s (--stall 0 would wait for ever).\n")
     assert " in HANG\n" in err and " in train\n" in err
 
 

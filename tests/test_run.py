@@ -109,7 +109,7 @@ def real(data, tmp_path_factory) -> SimpleNamespace:
     """The log and the output of a launcher's process on two devices, with fakes of git and
     nvidia-smi. start(lines) runs it once more, and closes its stdout after so many lines."""
     folder = tmp_path_factory.mktemp("real")
-    git = 'test "$*" = "describe --always --dirty --abbrev=40" && echo abc123-dirty'
+    git = 'test "$3 $4 $5 $6" = "describe --always --dirty --abbrev=40" && echo abc123-dirty'
     for name, script in ("git", git), ("nvidia-smi", "echo 580.65.06; echo 580.65.06"):
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
@@ -330,25 +330,15 @@ def wrap(monkeypatch, name: str, change) -> None:
     monkeypatch.setattr(train_gpt, name, lambda *args: change(function(*args), *args))
 
 
-def test_float32_is_float32_on_every_device(data, monkeypatch):
+@pytest.mark.parametrize("compute, precision", [("bfloat16", None), ("float32", "highest")])
+def test_float32_is_float32_on_every_device(monkeypatch, compute, precision):
     """JAX's default precision of float32 is TF32 on GPUs and bfloat16 on TPUs."""
-    monkeypatch.chdir(data)
-    before = jax.config.jax_default_matmul_precision
     precisions = []
-
-    def stop(*_):
-        precisions.append(jax.config.jax_default_matmul_precision)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_gpt, "compile_all", stop)
-    try:
-        for compute in "bfloat16", "float32":
-            c = parse(monkeypatch, ONE, "--compute", compute)
-            with pytest.raises(KeyboardInterrupt):
-                train_gpt.run("tiny", c, DEVICES, {}, [], [])
-    finally:
-        jax.config.update("jax_default_matmul_precision", before)
-    assert precisions == [before, "highest"]
+    note = lambda *_: precisions.append(jax.config.jax_default_matmul_precision)
+    for name in "compile_train_step", "compile_val_step":
+        monkeypatch.setattr(train_gpt, name, note)
+    train_gpt.compile_all(parse(monkeypatch, ONE, "--compute", compute), MESH, QUIET)
+    assert set(precisions) == {precision} and jax.config.jax_default_matmul_precision is None
 
 
 def test_the_target_ends_the_run_early(run):
