@@ -491,6 +491,17 @@ def test_too_few_tokens_are_refused(refusal, data, monkeypatch, gone, stages, fl
     assert re.search(f"{data}: the {message}", refusal(f"{TINY} {flags}", "--data", data))
 
 
+def test_a_folder_of_data_that_is_not_there_is_named(refusal, tmp_path):
+    assert f"there is no folder {tmp_path / 'x'}, which" in refusal(TINY, "--data", tmp_path / "x")
+
+
+def test_a_process_of_torchrun_does_not_train_alone(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train_gpt.main(["tiny"])
+    assert "WORLD_SIZE is set, as by torchrun: start ./run.sh" in capsys.readouterr().err
+
+
 def test_the_shards_that_the_schedule_needs_are_read_in_order(data):
     _, c = train_gpt.parse_config([*shlex.split(TINY), "--data", str(data)])
     for steps, count in (4, 1), (5, 2), (8, 2):
