@@ -1,7 +1,6 @@
 """What the scripts of data/ share: reading, checking and writing shards and folders of shards, and
-messages that say what is wrong, where, and what to do."""
+the messages of messages.py."""
 
-import argparse
 import codecs
 import contextlib
 import errno
@@ -11,12 +10,9 @@ import json
 import os
 import pathlib
 import re
-import select
 import shutil
-import ssl
 import stat
 import struct
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +20,14 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
+from messages import (  # noqa: F401 - the scripts have them as shards.one_line and so on
+    Fault,
+    certificate_fault,
+    folder_name,
+    is_of_system,
+    one_line,
+    reason,
+)
 
 MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
 HEADER = 1024  # bytes
@@ -32,7 +36,6 @@ NAME = re.compile(r"([^./][^/]*)_(train|val)_([0-9]{6})[.]bin")  # of a shard
 STAMP = ".checked.json"
 FACTS = dict(size=int, mtime_ns=int, eot=int | None, tokens=int, sha256=str, documents=int,
              largest_token=int)  # what inspect() finds  # fmt: skip
-NO_THREAD = "can't start new thread"  # Python's RuntimeError
 BARE = "data/README.md says how to put a header before tokens"
 PACKED = b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 OTHERS = {  # how files begin that are no shards: what they are, and what to do about it
@@ -45,109 +48,6 @@ OTHERS = {  # how files begin that are no shards: what they are, and what to do 
     (b"PAR1",): "a parquet file: make shards of its text by ./run.sh tokenize",
     (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
 }
-CURES = {  # what to do about errors of the system; about others, see reason()
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "make room, or choose another disk",
-    (errno.EACCES, errno.EPERM): "check the permissions of it and of its folders",
-    (errno.EROFS, errno.EIO, errno.ESTALE): "choose another disk, or mount that one again",
-    (errno.EISDIR,): "a file belongs there: move the folder away",
-    (errno.EMFILE, errno.ENFILE): "allow more open files: ulimit -n 4096",
-}
-
-
-class Fault(Exception):
-    """What is wrong with a file or a folder. The text continues a sentence that begins with its
-    name."""
-
-
-# ---- Messages ------------------------------------------------------------------------------------
-def is_of_system(error: Exception) -> bool:
-    """Whether reason() knows what to do about an error."""
-    no_thread = isinstance(error, RuntimeError) and NO_THREAD in str(error)
-    return no_thread or isinstance(error, OSError)
-
-
-def reason(error: OSError | RuntimeError, known: pathlib.Path | None = None) -> str:
-    """Where an error of the system happened, unless it was at `known`; what it is; what to do."""
-    if not isinstance(error, OSError):
-        return "no new threads: raise ulimit -u"
-    name = error.filename2 or error.filename or known or ""
-    place = pathlib.Path(os.fsdecode(name))
-    for part in (place, *place.parents):
-        if os.path.islink(part) and not os.path.exists(part):
-            return f"{part} is a link to {os.readlink(part)}, which is not there: mount or mend it"
-        if error.errno in (errno.EEXIST, errno.ENOTDIR) and os.path.isfile(part):
-            return f"{part} is a file, but a folder belongs there: choose another, or move it away"
-    cures = [cure for numbers, cure in CURES.items() if error.errno in numbers]
-    where = f"{place}: " if name and place != known else ""
-    return f"{where}{error.strerror or error}: {(cures or ['check that path'])[0]}"
-
-
-@contextlib.contextmanager
-def one_line(script: str, status: int = 1) -> Iterator[None]:
-    """Ends a script with one line if it raises Fault or OSError or is stopped by Ctrl-C, and
-    quietly, with the status of SIGPIPE, if nobody reads what it prints, as with `| head`."""
-    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where é cannot be shown, as stderr
-    try:
-        yield
-        if sys.stdout:
-            sys.stdout.flush()
-    except (OSError, RuntimeError, Fault) as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            # Python flushes stdout once more at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(141)
-        if not isinstance(error, Fault) and not is_of_system(error):
-            raise
-        line = f"{script}: {error if isinstance(error, Fault) else reason(error)}"
-        if status == 1:
-            sys.exit(line)
-        print(line, file=sys.stderr)
-        sys.exit(status)
-    except KeyboardInterrupt:
-        print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        os._exit(130)  # sys.exit would wait for threads that read their shards to the end
-
-
-def nobody_reads() -> bool:
-    """Whether stdout is a pipe or a socket whose reader has gone."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def folder_name(text: str) -> pathlib.Path:
-    """The folder that an argument of the command line names. "" would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("the name of the folder is empty: pass one")
-    try:
-        return pathlib.Path(text).expanduser()  # the shell leaves the ~ of --out=~/x as it is
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-
-
-def certificate_fault(*variables: str) -> str:
-    """Why the certificates that an environment variable names cannot be read, and what to do, or
-    "". Of the variables, in the order in which a library looks for them, the first set one counts:
-    a file, or a list of folders in SSL_CERT_DIR, or one of both in requests' variables."""
-    for variable in variables:
-        value = os.environ.get(variable)
-        if not value:
-            continue
-        why = ""
-        may_be_folder = variable != "SSL_CERT_FILE"
-        if variable == "SSL_CERT_DIR" or (may_be_folder and os.path.isdir(value)):
-            folders = map(pathlib.Path, value.split(os.pathsep))
-            if not any([*folder.glob("*.[0-9]")] for folder in folders):
-                why = "no file there has the name of a hash, as openssl rehash gives it"
-        else:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=value)
-            except OSError as error:  # ssl.SSLError is one
-                why = error.strerror or str(error)
-        what = f"{variable} names {value}, which has no certificates that can be read"
-        return why and f"{what} ({why}): correct it, or unset it"
-    return ""
 
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
