@@ -320,7 +320,7 @@ def refuse_other_names(folder: pathlib.Path, prefix: str, present: list[str]) ->
             if re.search("_(train|val)_.*[.]bin$", name):
                 cures.append(f"move {name} away, which is no shard")
             continue
-        new = shard_name(name, folder, prefix, taken)
+        new = shard_name(name, folder, prefix, present)
         if new in taken:
             cures.append(f"remove {name} if it is a copy of {new}, or give it another number")
         else:
@@ -334,9 +334,10 @@ def refuse_other_names(folder: pathlib.Path, prefix: str, present: list[str]) ->
         raise Fault(f"has shards that are not called {names}: {'; '.join(cures)}")
 
 
-def shard_name(name: str, folder: pathlib.Path, prefix: str, taken: set[str]) -> str:
-    """The name that a shard called otherwise may be meant to have: with `prefix`, if there is one,
-    and with the split and the number that are in its name."""
+def shard_name(name: str, folder: pathlib.Path, prefix: str, present: list[str]) -> str:
+    """The name that a shard of another name may be meant to have: with `prefix`, if there is one,
+    and with the split and the number that are in its name. Without a split, it is one of training,
+    unless only that of validation is not `present`."""
     stem = re.split("(?i)[.](bin|npy)", name)[0]
     match = re.fullmatch("(?i)(.*)(train|val|test)(.*)", stem)
     if match:
@@ -344,7 +345,7 @@ def shard_name(name: str, folder: pathlib.Path, prefix: str, taken: set[str]) ->
         split = "train" if word.lower() == "train" else "val"
     else:
         before = after = stem
-        splits = {found[2] for found in map(NAME.fullmatch, taken) if found}
+        splits = {found[2] for found in map(NAME.fullmatch, present) if found}
         split = "val" if splits == {"train"} else "train"
     alone = r"(?<![^\W_])[0-9]{1,6}(?![^\W_])"
     numbers = re.findall(alone, after) or re.findall(alone.replace("1,", ""), before)

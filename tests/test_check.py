@@ -122,6 +122,7 @@ def test_a_file_that_is_no_shard_is_recognized(begins, says):
     ("train_000007.bin", "rename {} to d_train_000007.bin"),
     ("x_train_000001.npy", "rename {} to x_train_000001.bin"),
     ("data.bin", "rename {} to data_train_000001.bin"),
+    ("0007.bin", "rename {} to 0007_train_000007.bin"),
     ("packed_train.bin.gz", "has no train shard, and {} is no token shard, but packed by gzip"),
     ("sub/x_train_000001.bin", "but {d}/sub has: name that folder, or move its files here"),
     ("packed.bin", "has no train shard, and {} is no token shard, but packed by gzip"),
