@@ -17,8 +17,12 @@ import signal
 import sys
 from typing import NoReturn
 
-from huggingface_hub import HfApi, constants, errors, snapshot_download
-from huggingface_hub.utils import tqdm
+try:
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub.utils import tqdm
+except ValueError as error:  # of a time limit
+    what = f"HF_HUB_DOWNLOAD_TIMEOUT or HF_HUB_ETAG_TIMEOUT is no whole number ({error})"
+    sys.exit(f"cached_fineweb10B.py: {what}: correct it, or unset it")
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
@@ -72,11 +76,13 @@ def explain(error: Exception, repo: str, revision: str) -> str:
         if error.response.status_code == 401:
             return f"{hub} refuses the token: set HF_TOKEN to a valid one, or unset it ({why})"
         return f"{hub} answers with an error, so try again later: {why}"
+    if isinstance(error, UnicodeEncodeError):  # where a header of HTTP gets the token
+        return "HF_TOKEN has a character that no token has: correct it, or unset it"
     fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
     if fault:
         return fault
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        return shards.reason(error)  # the disk, or a file that was cut
+    if shards.is_of_system(error) and not isinstance(error, ConnectionError):
+        return shards.reason(error)  # the disk, a file that was cut, or threads
     return f"cannot reach {hub}: {why}. Check the network, the proxy, HF_ENDPOINT, HF_HUB_OFFLINE"
 
 
@@ -106,9 +112,9 @@ def read_files(out: pathlib.Path, repo: str) -> dict[str, dict]:
 
 def needed(out: pathlib.Path, faults: dict[str, str]) -> str:
     """Why the hub is asked for files, and what to do without it."""
-    for path in out.glob(f"*/**/{[*faults][0]}"):
-        if not path.relative_to(out).parts[0].startswith("."):
-            return f"{path} is there: move such files to {out}, or pass --out {path.parent}"
+    first = [*faults][0]
+    for path in (*out.glob(f"[!.]*/{first}"), *out.glob(f"[!.]*/[!.]*/{first}")):
+        return f"{path} is there: move such files to {out}, or pass --out {path.parent}"
     what = []
     for name, fault in faults.items():
         fault = fault.partition(":")[0] if (out / name).exists() else "is missing"
@@ -134,15 +140,15 @@ def add_to_manifest(out: pathlib.Path, repo: str, files: dict, known: dict[str, 
         print(f"all files are right, but MANIFEST.json is not written: {shards.reason(error)}")
 
 
-def ask(repo: str, names: list[str], revision: str, why: str) -> dict[str, dict]:
-    """{name: size, sha256 and revision} of the files, as the hub states them. Exits if the hub
-    cannot be asked (`why` it is continues the message), does not have a file, or states another
-    sha256 than the pinned one."""
+def ask(repo: str, names: list[str], revision: str) -> dict[str, dict]:
+    """{name: size, sha256 and revision} of the files, as the hub states them. Raises shards.Fault
+    if the hub cannot be asked. Exits if it does not have a file, or states another sha256 than the
+    pinned one."""
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     try:
         info = HfApi().dataset_info(repo, revision=revision, files_metadata=True, timeout=timeout)
     except Exception as error:
-        refuse(explain(error, repo, revision) + why)
+        raise shards.Fault(explain(error, repo, revision)) from None
     lfs = {file.rfilename: file.lfs for file in info.siblings}
     stated = {}
     for name in names:
@@ -161,6 +167,8 @@ def fetch(repo: str, stated: dict[str, dict], out: pathlib.Path) -> dict[str, st
     """Downloads files of one revision, and moves those to `out` that are right. Returns
     {name: what is wrong} of the others. Exits if the disk is too small or the download fails."""
     part = out / ".download"  # stays after an interruption, with the files that are complete
+    if part.is_symlink():
+        refuse(f"{part} is a link to {os.readlink(part)}: remove it, and a folder is made there")
     for abandoned in part.rglob("*.incomplete"):  # huggingface_hub does not continue these
         abandoned.unlink()
     needed = sum(entry["size"] for name, entry in stated.items() if not (part / name).exists())
@@ -218,7 +226,10 @@ def download(
         if revision is None:  # all files should be of one commit
             commits = {entry["revision"] for entry in files.values() if "revision" in entry}
             revision = commits.pop() if len(commits) == 1 else "main"
-        stated = ask(repo, names, revision, f". {needed(out, faults)}")
+        try:
+            stated = ask(repo, names, revision)
+        except shards.Fault as fault:
+            refuse(f"{fault}. {needed(out, faults)}")
         missing = {name: stated[name] for name in find_faults(out, stated)}
         faults = fetch(repo, missing, out) if missing else {}
         files |= {name: entry for name, entry in stated.items() if name not in faults}
@@ -240,7 +251,7 @@ def arguments() -> tuple[str, list[str], str | None, pathlib.Path]:
     which.add_argument("--edu", const="edu", default="", help="FineWeb-Edu, 10B tokens", **const)
     which.add_argument("--100B", const="100B", help="FineWeb, 100B tokens", **const)
     cli.add_argument("--revision", help="commit or branch; default: MANIFEST.json's, or main")
-    cli.add_argument("--out", type=pathlib.Path, help="folder; default: data/<data set>")
+    cli.add_argument("--out", type=shards.folder_name, help="folder; default: data/<data set>")
     args = cli.parse_args()
     repo, prefix, count = VARIANTS[args.flag]
     if not 1 <= args.n <= count:

@@ -13,8 +13,6 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from huggingface_hub import hf_hub_download
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
 from cached_fineweb10B import explain
@@ -29,6 +27,9 @@ def fetch() -> pathlib.Path:
     """The path of the file, which is downloaded once; raises shards.Fault."""
     if not (OUT / NAME).exists():
         print(f"downloading HellaSwag to {OUT} ...", file=sys.stderr)
+    # Not at the top: `explain` is of a script that says why this cannot be imported.
+    from huggingface_hub import hf_hub_download
+
     try:
         path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
         found = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()

@@ -59,7 +59,7 @@ def check(folder: pathlib.Path, quick: bool) -> list[str]:
 def main():
     form = argparse.RawDescriptionHelpFormatter
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    cli.add_argument("folders", type=pathlib.Path, nargs="*", metavar="DIR")
+    cli.add_argument("folders", type=shards.folder_name, nargs="*", metavar="DIR")
     cli.add_argument("--quick", action="store_true", help="read only what is new or changed")
     args = cli.parse_args()
     folders = args.folders or sorted({path.parent for path in HERE.glob("*/*.bin")})

@@ -1,5 +1,5 @@
 """What the scripts of data/ share: reading, checking and writing shards and folders of shards, and
-messages that say what is wrong, where, and what to do."""
+the messages of messages.py."""
 
 import codecs
 import contextlib
@@ -11,10 +11,8 @@ import os
 import pathlib
 import re
 import shutil
-import ssl
 import stat
 import struct
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +20,22 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
+from messages import (  # noqa: F401 - the scripts have them as shards.one_line and so on
+    Fault,
+    certificate_fault,
+    folder_name,
+    is_of_system,
+    one_line,
+    reason,
+)
 
 MAGIC, VERSION = 20240520, 1  # llm.c's dev/data/data_common.py
 HEADER = 1024  # bytes
 GPT2 = dict(vocab=50257, eot=50256)
+NAME = re.compile(r"([^./][^/]*)_(train|val)_([0-9]{6})[.]bin")  # of a shard
 STAMP = ".checked.json"
+FACTS = dict(size=int, mtime_ns=int, eot=int | None, tokens=int, sha256=str, documents=int,
+             largest_token=int)  # what inspect() finds  # fmt: skip
 BARE = "data/README.md says how to put a header before tokens"
 PACKED = b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 OTHERS = {  # how files begin that are no shards: what they are, and what to do about it
@@ -39,72 +48,6 @@ OTHERS = {  # how files begin that are no shards: what they are, and what to do 
     (b"PAR1",): "a parquet file: make shards of its text by ./run.sh tokenize",
     (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
 }
-CURES = {  # what to do about errors of the system; about others, see reason()
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "make room, or choose another disk",
-    (errno.EACCES, errno.EPERM): "check the permissions of it and of its folders",
-    (errno.EROFS, errno.EIO, errno.ESTALE): "choose another disk, or mount that one again",
-    (errno.EISDIR,): "a file belongs there: move the folder away",
-    (errno.EMFILE, errno.ENFILE): "allow more open files: ulimit -n 4096",
-}
-
-
-class Fault(Exception):
-    """What is wrong with a file or a folder. The text continues a sentence that begins with its
-    name."""
-
-
-# ---- Messages ------------------------------------------------------------------------------------
-def reason(error: OSError, known: pathlib.Path | None = None) -> str:
-    """Where an error of the system happened, unless it was at `known`; what it is; what to do."""
-    name = error.filename2 or error.filename or known or ""
-    place = pathlib.Path(os.fsdecode(name))
-    for part in (place, *place.parents):
-        if os.path.islink(part) and not os.path.exists(part):
-            return f"{part} is a link to {os.readlink(part)}, which is not there: mount or mend it"
-        if error.errno in (errno.EEXIST, errno.ENOTDIR) and os.path.isfile(part):
-            return f"{part} is a file, but a folder belongs there: choose another, or move it away"
-    cures = [cure for numbers, cure in CURES.items() if error.errno in numbers]
-    where = f"{place}: " if name and place != known else ""
-    return f"{where}{error.strerror or error}: {(cures or ['check that path'])[0]}"
-
-
-@contextlib.contextmanager
-def one_line(script: str, status: int = 1) -> Iterator[None]:
-    """Ends a script with one line if it raises Fault or OSError or is stopped by Ctrl-C, and
-    quietly, with the status of SIGPIPE, if nobody reads what it prints, as with `| head`."""
-    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where é cannot be shown, as stderr
-    try:
-        yield
-        if sys.stdout:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
-        sys.exit(141)
-    except (OSError, Fault) as error:
-        line = f"{script}: {reason(error) if isinstance(error, OSError) else error}"
-        if status == 1:
-            sys.exit(line)
-        print(line, file=sys.stderr)
-        sys.exit(status)
-    except KeyboardInterrupt:
-        print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        os._exit(130)  # sys.exit would wait for threads that read their shards to the end
-
-
-def certificate_fault(*variables: str) -> str:
-    """Which of these environment variables does not name certificates, and what to do; or ""."""
-    for variable in variables:
-        path = os.environ.get(variable)
-        try:
-            if path and os.pathsep not in path:  # SSL_CERT_DIR may have several folders
-                os.stat(path)
-                kind = "capath" if os.path.isdir(path) else "cafile"
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(**{kind: path})
-        except OSError as error:  # ssl.SSLError is one
-            what = f"{variable} names {path}, which has no certificates that can be read"
-            return f"{what} ({error.strerror}): correct it, or unset it"
-    return ""
 
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
@@ -225,9 +168,16 @@ def read_stamp(folder: pathlib.Path) -> dict[str, dict]:
     try:
         with open_file(folder / STAMP) as file:
             saved = json.load(file)
-        return {name: found for name, found in saved.items() if type(found) is dict}
+        return {name: found for name, found in saved.items() if has_facts(found)}
     except (OSError, ValueError, AttributeError, RecursionError):  # it may hold anything
         return {}
+
+
+def has_facts(found: Any) -> bool:
+    """Whether this is what inspect() returns, and not what another version of it did."""
+    if type(found) is not dict or found.keys() != FACTS.keys():
+        return False
+    return all(isinstance(found[key], kind) for key, kind in FACTS.items())
 
 
 def stamp(folder: pathlib.Path, found: dict[str, dict]) -> None:
@@ -272,20 +222,20 @@ def examine(
 
 
 def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
-    """All tokens of a folder's *_train_*.bin or *_val_*.bin shards in order, (N,) of uint16. One
-    shard is mapped; several are copied into memory, 200 MB for each shard of FineWeb. Raises
-    Fault."""
+    """All tokens of the train or val shards of read_folder() in order, (N,) of uint16. One shard is
+    mapped; several are copied into memory, 200 MB for each shard of FineWeb. Raises Fault, or
+    OSError."""
     counts = {}
-    for path in sorted(folder.glob(f"[!.]*_{split}_*.bin")):
-        with open_file(path) as file:
-            try:
-                counts[path] = token_count(file)
-            except Fault as fault:
-                raise Fault(f"has {path.name}, which {fault}") from None
-    if not counts:
-        raise Fault(f"has no {split} shard{hint(folder, split)}")
+    for name in read_folder(folder)[1]:
+        if NAME.fullmatch(name)[2] == split:
+            with open_file(folder / name) as file:
+                try:
+                    counts[folder / name] = token_count(file)
+                except Fault as fault:
+                    raise Fault(f"has {name}, which {fault}") from None
     if len(counts) == 1:
-        return np.memmap(path, "<u2", "r", offset=HEADER, shape=(counts[path],))
+        ((path, count),) = counts.items()
+        return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
     joined = np.empty(sum(counts.values()), "<u2")  # maps would need a descriptor each
     end = 0
     for path, count in counts.items():
@@ -293,6 +243,115 @@ def tokens(folder: pathlib.Path, split: str) -> np.ndarray:
         end += count
         joined[start:end] = np.fromfile(path, "<u2", count, offset=HEADER)
     return joined
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    """MANIFEST.json, or {} if there is none. Raises Fault if it is broken, OSError if it cannot be
+    read."""
+    path = folder / "MANIFEST.json"
+    try:
+        with open_file(path) as file:
+            content = file.read()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise
+        return {}
+    try:
+        about = json.loads(content)
+        checks = [type(about["vocab"]) is int, type(about["eot"]) is int]
+        checks.append(type(about["source"]) is str)
+        for name, file in about["files"].items():
+            checks.append(NAME.fullmatch(name))  # a path could lead out of the folder
+            checks.append(type(file["size"]) is int)
+            checks.append(re.fullmatch("[0-9a-f]{64}", file["sha256"]))
+    except Exception:  # the file may hold anything
+        checks = [False]
+    if not all(checks):
+        raise Fault("has a broken MANIFEST.json: delete it and make or get the data again")
+    return about
+
+
+def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
+    """MANIFEST.json, and the names of the shards that it lists or that are in the folder, train
+    before validation. Raises Fault unless they are one set, numbered without a gap, and no other
+    file is a shard."""
+    try:
+        present = [path.name for path in folder.iterdir() if path.name[0] != "."]
+        about = read_manifest(folder)
+    except OSError as error:
+        raise Fault(f"cannot be read: {reason(error, folder)}") from None
+    prefixes = set()
+    shards = {"train": [], "val": []}
+    for name in sorted({*present, *about.get("files", ())}):
+        match = NAME.fullmatch(name)
+        if match:
+            prefixes.add(match[1])
+            shards[match[2]].append(name)
+    if len(prefixes) > 1:
+        sets = ", ".join(sorted(prefixes))
+        raise Fault(f"has shards of several sets, {sets}: give each its own folder")
+    prefix = "".join(prefixes)  # the only one
+    refuse_other_names(folder, prefix, present)
+    for split, names in shards.items():
+        if not names:
+            raise Fault(f"has no {split} shard{hint(folder, split)}")
+        first = 0 if names[0].endswith("_000000.bin") else 1
+        for number, name in enumerate(names, first):
+            expected = f"{prefix}_{split}_{number:06}.bin"
+            if name != expected:
+                raise Fault(f"lacks {expected}: get it, or rename {name} if that is it")
+    return about, shards["train"] + shards["val"]
+
+
+def refuse_other_names(folder: pathlib.Path, prefix: str, present: list[str]) -> None:
+    """Raises Fault if some of the files in a folder are shards, or match the pattern of
+    train_gpt.py, but do not have a shard's name: training would miss them, or read them unchecked.
+    `prefix` is that of the files that have a shard's name, or "" if there are none."""
+    cures = []
+    taken = {*present}
+    for name in sorted(present):
+        if NAME.fullmatch(name):
+            continue
+        try:
+            with open_file(folder / name) as file:
+                token_count(file)
+        except (OSError, Fault):
+            if re.search("_(train|val)_.*[.]bin$", name):
+                cures.append(f"move {name} away, which is no shard")
+            continue
+        new = shard_name(name, folder, prefix, present)
+        if new in taken:
+            cures.append(f"remove {name} if it is a copy of {new}, or give it another number")
+        else:
+            cures.append(f"rename {name} to {new}, or move it away")
+        prefix = NAME.fullmatch(new)[1]
+        taken.add(new)
+    if len(cures) > 4:
+        cures[4:] = [f"and {len(cures) - 4} more"]
+    if cures:
+        names = "NAME_train_NNNNNN.bin or NAME_val_NNNNNN.bin"
+        raise Fault(f"has shards that are not called {names}: {'; '.join(cures)}")
+
+
+def shard_name(name: str, folder: pathlib.Path, prefix: str, present: list[str]) -> str:
+    """The name that a shard of another name may be meant to have: with `prefix`, if there is one,
+    and with the split and the number that are in its name. Without a split, it is one of training,
+    unless only that of validation is not `present`."""
+    stem = re.split("(?i)[.](bin|npy)", name)[0]
+    match = re.fullmatch("(?i)(.*)(train|val|test)(.*)", stem)
+    if match:
+        before, word, after = match.groups()
+        split = "train" if word.lower() == "train" else "val"
+    else:
+        before = after = stem
+        splits = {found[2] for found in map(NAME.fullmatch, present) if found}
+        split = "val" if splits == {"train"} else "train"
+    alone = r"(?<![^\W_])[0-9]{1,6}(?![^\W_])"
+    numbers = re.findall(alone, after) or re.findall(alone.replace("1,", ""), before)
+    number = int(numbers[0]) if numbers else int(split == "train")
+    prefix = prefix or before.strip("._- ") or folder.resolve().name.strip("._- ") or "mine"
+    return f"{prefix}_{split}_{number:06}.bin"
 
 
 def hint(folder: pathlib.Path, split: str) -> str:
@@ -305,67 +364,9 @@ def hint(folder: pathlib.Path, split: str) -> str:
                     token_count(file)
             except Fault as fault:
                 return f", and {path.name} {fault}"
-            name = path.stem.partition(split)[0].strip("._- ") or folder.resolve().name
-            number = "000001" if split == "train" else "000000"
-            return f": rename {path.name} to {name}_{split}_{number}.bin"
     for path in folder.glob(f"*/[!.]*_{split}_*.bin"):
         return f", but {path.parent} has: name that folder, or move its files here"
     return ": data/README.md says how to make some"
-
-
-# ---- Folders -------------------------------------------------------------------------------------
-def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """MANIFEST.json, or {} if there is none. Raises Fault if it is broken, OSError if it cannot be
-    read."""
-    try:
-        with open_file(folder / "MANIFEST.json") as file:
-            content = file.read()
-    except FileNotFoundError:
-        return {}
-    try:
-        about = json.loads(content)
-        checks = [type(about["vocab"]) is int, type(about["eot"]) is int]
-        checks.append(type(about["source"]) is str)
-        for name, file in about["files"].items():
-            checks.append(pathlib.Path(name).name == name)  # a path could lead out of the folder
-            checks.append(type(file["size"]) is int)
-            checks.append(re.fullmatch("[0-9a-f]{64}", file["sha256"]))
-    except Exception:  # the file may hold anything
-        checks = [False]
-    if not all(checks):
-        raise Fault("has a broken MANIFEST.json: delete it and make or get the data again")
-    return about
-
-
-def read_folder(folder: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
-    """MANIFEST.json, and the names of the shards that it lists or that are in the folder, train
-    before validation. Raises Fault unless they are one set, numbered without a gap."""
-    try:
-        present = [path.name for path in folder.iterdir()]
-        about = read_manifest(folder)
-    except OSError as error:
-        raise Fault(f"cannot be read: {reason(error, folder)}") from None
-    prefixes = set()
-    shards = {"train": [], "val": []}
-    for name in sorted({*present, *about.get("files", ())}):
-        match = re.fullmatch(r"([^.].*)_(train|val)_[^_]*[.]bin", name)
-        if match:
-            prefix, split = match.groups()
-            prefixes.add(prefix)
-            shards[split].append(name)
-    if len(prefixes) > 1:
-        sets = ", ".join(sorted(prefixes))
-        raise Fault(f"has shards of several sets, {sets}: give each its own folder")
-    prefix = "".join(prefixes)  # the only one
-    for split, names in shards.items():
-        if not names:
-            raise Fault(f"has no {split} shard{hint(folder, split)}")
-        first = 0 if names[0].endswith("_000000.bin") else 1
-        for number, name in enumerate(names, first):
-            expected = f"{prefix}_{split}_{number:06}.bin"
-            if name != expected:
-                raise Fault(f"lacks {expected}: get it, or rename {name} if that is it")
-    return about, shards["train"] + shards["val"]
 
 
 def check(

@@ -165,7 +165,8 @@ def make(out: pathlib.Path) -> None:
 def main():
     form = argparse.RawDescriptionHelpFormatter
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder for the shards")
+    help = "folder for the shards"
+    cli.add_argument("--out", type=shards.folder_name, default=FOLDER, help=help)
     make(cli.parse_args().out)
 
 

@@ -52,7 +52,9 @@ def test_a_fault_is_found(tmp_path):
 def test_bad_input_gets_a_line(tmp_path, missing, message):
     """A training shard of which bytes are missing, and a whole one without a validation shard."""
     shard = write_shard(tmp_path / "a_train_000001.bin", range(500))
-    os.truncate(shard, shard.stat().st_size - missing)
+    if missing:
+        os.truncate(shard, shard.stat().st_size - missing)
+        write_shard(tmp_path / "a_val_000000.bin", range(500))
     done = basic(tmp_path, "gpt2", "--data", str(tmp_path))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
 

@@ -117,22 +117,59 @@ def test_a_file_that_is_no_shard_is_recognized(begins, says):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("tiny_shakespeare_train.bin", "rename {} to tiny_shakespeare_train_000001.bin"),
+    ("tiny_shakespeare_train.bin", "rename {} to tiny_shakespeare_train_000001.bin, or move it"),
     ("train.bin", "rename {} to d_train_000001.bin"),
+    ("train_000007.bin", "rename {} to d_train_000007.bin"),
     ("x_train_000001.npy", "rename {} to x_train_000001.bin"),
     ("data.bin", "rename {} to data_train_000001.bin"),
-    ("packed_train.bin.gz", "{} is no token shard, but packed by gzip"),
-    ("sub/x_train_000001.bin", "d/sub has: name that folder, or move its files here"),
-    ("notes.pdf", "data/README.md says how to make some"),
+    ("0007.bin", "rename {} to 0007_train_000007.bin"),
+    ("packed_train.bin.gz", "has no train shard, and {} is no token shard, but packed by gzip"),
+    ("sub/x_train_000001.bin", "but {d}/sub has: name that folder, or move its files here"),
+    ("packed.bin", "has no train shard, and {} is no token shard, but packed by gzip"),
+    ("empty.pdf", "has no train shard: data/README.md says how to make some"),
 ])  # fmt: skip
 def test_a_folder_without_a_train_shard_says_what_is_there(tmp_path, run, name, says):
     path = tmp_path / "d" / name
     path.parent.mkdir(parents=True)
     write_shard(path, text())
-    if "packed" in name:
+    if "packed" in name or "empty" in name:
         path.write_bytes(b"\x1f\x8b")
     status, _, err = run(tmp_path / "d")
-    assert status == 1 and "d has no train shard" in err and says.format(name) in err
+    assert status == 1 and says.format(name, d=tmp_path / "d") in err
+
+
+@pytest.mark.parametrize("names, cures", [
+    (["train_000007.bin"], "rename {} to x_train_000007.bin, or move it away"),
+    (["X-TRAIN-000007.BIN"], "rename {} to x_train_000007.bin"),
+    (["x_train_000007 (1).bin"], "rename {} to x_train_000007.bin"),
+    (["x_train_000002 (1).bin"], f"remove {{}} if it is a copy of {SECOND}, or give it another"),
+    (["x_train_000002 - Copy.bin"], f"remove {{}} if it is a copy of {SECOND}"),
+    (["x_train_2.bin"], f"remove {{}} if it is a copy of {SECOND}"),
+    (["x_train_000002.bin.1"], f"remove {{}} if it is a copy of {SECOND}"),
+    (["x_test_000007.bin"], "rename {} to x_val_000007.bin"),
+    (["x_train_0000002.bin"], "remove {} if it is a copy of x_train_000001.bin"),
+    (["000007_train.bin"], "rename {} to x_train_000007.bin"),
+    (["fineweb10B_7.bin"], "rename {} to x_train_000007.bin"),
+    (["x_train_notes.bin"], "move {} away, which is no shard"),
+    (["train_5.bin", "train_05.bin"], "rename train_05.bin to x_train_000005.bin, or move it away; "
+     "remove train_5.bin if it is a copy of x_train_000005.bin"),
+    ([f"train_{i}.bin" for i in range(4, 9)], "x_train_000007.bin, or move it away; and 1 more"),
+])  # fmt: skip
+def test_a_shard_of_another_name_is_not_ignored(data, run, names, cures):
+    for number, name in enumerate(names):
+        write_shard(data / name, text(9 + number))
+        if "notes" in name:
+            (data / name).write_text("of this set")
+    status, _, err = run(data)
+    assert status == 1 and err.count("\n") == 1 and cures.format(names[0]) in err
+
+
+def test_a_split_that_is_lacking_gets_the_prefix_of_the_other(data, run):
+    (data / "x_val_000000.bin").rename(data / "mine_test_000000.bin")
+    (data / "MANIFEST.json").unlink()
+    assert "rename mine_test_000000.bin to x_val_000000.bin" in run(data)[2]
+    (data / "mine_test_000000.bin").rename(data / "other.bin")
+    assert "rename other.bin to x_val_000000.bin" in run(data)[2]
 
 
 def test_many_shards_are_read_with_few_descriptors(tmp_path, run):
@@ -179,8 +216,11 @@ def test_tokens_are_those_of_the_manifest(data, run):
     (lambda d: ((d / "x_val_000000.bin").unlink(), write_manifest(d)), "has no val shard"),
     (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
     (lambda d: d.rename(d.with_name("e")), "cannot be read: No such file or directory"),
+    (lambda d: ((d / "MANIFEST.json").unlink(), (d / "MANIFEST.json").symlink_to("/no/disk")),
+     "MANIFEST.json is a link to /no/disk, which is not there"),
     *((lambda d, t=t: (d / "MANIFEST.json").write_text(t), "has a broken MANIFEST.json: delete it")
-      for t in ("{", "[]", '{"source": "x", "vocab": 2, "eot": 1, "files": {"../a": {}}}')),
+      for t in ("{", "[]", '{"source": "x", "vocab": 2, "eot": 1, "files": {"../x_val_000000.bin": '
+                 f'{{"size": 1, "sha256": "{0:064}"}}}}}}')),
 ])  # fmt: skip
 def test_folders_in_disorder(data, run, change, says):
     change(data)
@@ -192,6 +232,19 @@ def test_ctrl_c_ends_it_at_once(data, run, monkeypatch):
     monkeypatch.setattr(check, "check", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert run(data)[::2] == (130, "check.py: stopped by Ctrl-C\n130\n")
+
+
+def test_errors_that_only_some_causes_explain(data, run, monkeypatch):
+    """A process may start no thread; a pipe that broke may be another one than stdout."""
+    monkeypatch.setattr(shards, "ThreadPoolExecutor", Mock(side_effect=RuntimeError("can't start "
+                        "new thread")))  # fmt: skip
+    assert run(data)[::2] == (1, "check.py: no new threads: raise ulimit -u\n")
+    monkeypatch.setattr(shards, "ThreadPoolExecutor", Mock(side_effect=RuntimeError("other")))
+    with pytest.raises(RuntimeError, match="other"):
+        run(data)
+    broken = BrokenPipeError(32, "Broken pipe")
+    monkeypatch.setattr(shards, "ThreadPoolExecutor", Mock(side_effect=broken))
+    assert run(data)[::2] == (1, "check.py: Broken pipe: check that path\n")
 
 
 def test_all_folders_beside_the_script_are_checked(data, run, monkeypatch):
@@ -228,6 +281,10 @@ def test_quick_reads_what_is_new_or_changed(data, run, monkeypatch):
     assert reads() == everything
     (data / SECOND).touch()
     assert reads() == [SECOND]
+    saved = (data / shards.STAMP).read_text()
+    for old in ('"documents"', "older"), ('_token": 256', '_token": "256"'):  # of another version
+        (data / shards.STAMP).write_text(saved.replace(*old))
+        assert reads() == everything and (data / shards.STAMP).read_text() == saved
     (data / shards.STAMP).write_text("{")
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write", Mock(side_effect=PermissionError))

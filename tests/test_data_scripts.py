@@ -4,10 +4,13 @@ import errno
 import hashlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from unittest.mock import Mock
 
+import cached_fineweb10B
+import check
 import numpy as np
 import pytest
 import shards as shards_py
@@ -148,7 +151,8 @@ GET = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
     (SSLError("bad"), {"TIKTOKEN_CACHE_DIR": "g"}, "and TIKTOKEN_CACHE_DIR, g, has no right"),
 ])  # fmt: skip
 def test_why_there_is_no_vocabulary(monkeypatch, error, variables, says):
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    for variable in ("TIKTOKEN_CACHE_DIR", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(variable, raising=False)
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     if isinstance(error, (ConnectionError, SSLError)):
@@ -157,6 +161,35 @@ def test_why_there_is_no_vocabulary(monkeypatch, error, variables, says):
     monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=error))
     with pytest.raises(shards_py.Fault, match=f"load GPT-2's vocabulary .*{says}"):
         shards_py.gpt2()
+
+
+@pytest.mark.parametrize("variable, value, says", [
+    ("SSL_CERT_FILE", "good", "names {}/good, which has no .*Is a directory.*: correct it"),
+    ("SSL_CERT_FILE", "no.pem", "No such file"),
+    ("SSL_CERT_DIR", "good", ""),
+    ("SSL_CERT_DIR", "no:{}/good", ""),
+    ("SSL_CERT_DIR", "no:{}/empty", "no file there has the name of a hash"),
+    ("REQUESTS_CA_BUNDLE", "good", ""),
+    ("CURL_CA_BUNDLE", "empty", "CURL_CA_BUNDLE names {}/empty, .*the name of a hash"),
+    ("CURL_CA_BUNDLE", "file", "no certificate"),
+])  # fmt: skip
+def test_certificates_that_a_variable_names(tmp_path, monkeypatch, variable, value, says):
+    for folder in ("good", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "good" / "0a1b2c3d.0").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, f"{tmp_path}/{value}".format(tmp_path))
+    found = shards_py.certificate_fault(variable)
+    assert re.search(says.format(tmp_path), found) if says else found == ""
+
+
+@pytest.mark.parametrize("module", [source_code, cached_fineweb10B, check])
+def test_a_folder_without_a_name_is_refused_and_a_home_is_found(module, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(module, monkeypatch, *["--out"] * (module is not check), "")
+    assert "the name of the folder is empty" in capsys.readouterr().err
+    monkeypatch.setenv("HOME", "/home/x")
+    assert shards_py.folder_name("~/d") == pathlib.Path("/home/x/d")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

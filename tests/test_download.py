@@ -143,6 +143,7 @@ def test_files_are_downloaded_once_and_then_neither_the_hub_nor_they_are_read(
     hub, run, out, monkeypatch
 ):
     monkeypatch.setenv("TQDM_POSITION", "-1")  # bars are shown, as on a terminal
+    monkeypatch.setattr(script, "needed", lambda *_: pytest.fail("looks for what it can download"))
     done = run(3)
     assert done.status == 0 and is_complete(out, 3)
     assert "complete: 100%|" in done.err
@@ -289,6 +290,7 @@ def test_bytes_that_are_not_those_of_the_stated_hash_are_deleted(hub, run, out):
 TROUBLES = dict(
     private=(lambda h, m: setattr(h, "repo", "a/b"), f"{REPO} does not exist or is private"),
     token=(lambda h, m: m.setenv("HF_TOKEN", "bad"), "refuses the token: set HF_TOKEN"),
+    letters=(lambda h, m: m.setenv("HF_TOKEN", "é"), "HF_TOKEN has a character that no token has"),
     gated=(lambda h, m: plan(h, "info", says(403, "GatedRepo")), "set HF_TOKEN"),
     revision=(lambda h, m: plan(h, "info", says(404, "RevisionNotFound")), "has no revision main"),
     missing=(lambda h, m: h.commits[OLD].pop(FIRST), f"has no {FIRST}"),
@@ -339,11 +341,24 @@ def test_a_disk_that_is_full_in_the_middle_and_a_folder_that_cannot_be_written(h
         assert is_one_line(run(1), "File too large", "Run this again")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    (tmp_path / "out" / ".download").rename(tmp_path / "elsewhere")
+    (tmp_path / "out" / ".download").symlink_to("/no/disk")
+    assert is_one_line(run(1), "out/.download is a link to /no/disk: remove it")
+    hub.requests.clear()
     (tmp_path / "file").touch()
     assert is_one_line(
         run(1, "--out", tmp_path / "file"), f"{tmp_path}/file is a file, but a folder"
     )
     assert not hub.requests
+
+
+def test_a_time_limit_that_is_no_number():
+    """The package of the hub raises it when it is imported."""
+    env = os.environ | dict(HF_HUB_DOWNLOAD_TIMEOUT="abc")
+    command = [sys.executable, DATA / "cached_hellaswag.py", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    line = "cached_fineweb10B.py: HF_HUB_DOWNLOAD_TIMEOUT or HF_HUB_ETAG_TIMEOUT is no whole number"
+    assert done.returncode == 1 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
 # ---- Processes -----------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from tests.tools import ROOT, SMALL, text, write_shard
 NOTEBOOK = ROOT / "dev/colab.ipynb"
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
 CODE = [cell.source for cell in CELLS if cell.cell_type == "code"]
-COPIED = "run.sh requirements.txt train_gpt.py dev data/check.py data/shards.py evals".split()
+COPIED = "run.sh requirements.txt train_gpt.py dev evals".split()
+COPIED += "data/check.py data/shards.py data/messages.py".split()
 
 
 def with_setting(source: str, name: str, value: str) -> str:
