@@ -18,6 +18,7 @@ import pathlib
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
 def find(paths: list[pathlib.Path], column: str, notes: Notes) -> list[pathlib.Path]:
     """The input files in their order. Raises Unreadable unless they exist and the packages that
     read them are installed."""
-    files = {}  # by the file that a name leads to: a link and its target are read once
+    files = {}  # by device and inode: a file with several names, or links to it, is read once
     for path in paths:
         usable = 0
         for file in walk(path) if path.is_dir() else [path]:
@@ -83,10 +84,12 @@ def find(paths: list[pathlib.Path], column: str, notes: Notes) -> list[pathlib.P
             elif is_known:
                 module(file)  # raises Unreadable if its package is missing
                 usable += 1
-                if files.setdefault(file.resolve(), file) is not file:
+                status = file.stat()
+                if files.setdefault((status.st_dev, status.st_ino), file) is not file:
                     notes["read only once, as another name of the same file"].append(file)
         if not usable:
-            raise Unreadable(f"{path}: found no {FORMATS}", "convert it to one")
+            cure = "rename text to .txt and JSON lines to .jsonl, and convert other files to one"
+            raise Unreadable(f"{path}: found no {FORMATS}", cure)
     return list(files.values())
 
 
@@ -110,14 +113,17 @@ def is_plain(path: pathlib.Path) -> bool:
 
 
 def has_json_lines(path: pathlib.Path, column: str) -> bool:
-    """Whether the first of several lines of a .json file is an object, or the only one an object
-    with this field. True if that is unknown, because the reader then says what is wrong."""
+    """Whether the first line of a .json file that is not blank is an object with a string in this
+    field. True if that is unknown, because the reader then says what is wrong."""
     try:
         with path.open("rb") as raw:
-            for data in unpack(path, raw):
-                first, *more = data.removeprefix(codecs.BOM_UTF8).strip().split(b"\n", 1)
-                fits = first.rstrip().endswith(b"}") if more else column.encode() in first
-                return first.startswith(b"{") and fits
+            for line in lines(decode(unpack(path, raw), False)):
+                line = line.strip()
+                if line:
+                    row = json.loads(line) if line.startswith("{") else None
+                    return isinstance(row, dict) and isinstance(row.get(column), str)
+    except (ValueError, RecursionError):  # it is not JSON
+        return False
     except Exception:
         pass
     return True
@@ -139,9 +145,14 @@ def module(path: pathlib.Path) -> Any:
 
 # ---- What is no text -----------------------------------------------------------------------------
 ICONV = "iconv -f {} -t UTF-8 FILE > NEW"
+ENCODINGS = ", with the text's own encoding, such as CP1252 (Western), CP1251 (Russian), "
+ENCODINGS += "GB18030 (Chinese) or SHIFT_JIS (Japanese)"
+DROP = "most of it is UTF-8, and this drops what is not:  iconv -c -f UTF-8 -t UTF-8 FILE > NEW"
+CUT_OFF = "the end is cut off: get it again"
 UNPACK = "unpack it, or let its name end as its content does"
 SIGNATURES = {  # what begins with these bytes, whatever its name is
     b"version https://git-lfs.github.com/spec/": ("a Git LFS pointer", "type  git lfs pull"),
+    b"/annex/objects/": ("a git-annex pointer", "type  git annex get ."),
     b"\xff\xfe\0\0": ("UTF-32", ICONV.format("UTF-32")),
     b"\xff\xfe": ("UTF-16", ICONV.format("UTF-16")),
     b"\xfe\xff": ("UTF-16", ICONV.format("UTF-16")),
@@ -150,9 +161,13 @@ SIGNATURES = {  # what begins with these bytes, whatever its name is
     b"PAR1\x15": ("parquet", UNPACK),
     b"PK\x03\x04": ("a zip archive, as .docx and .epub are", "unpack it, or save it as text"),
     b"%PDF-": ("a PDF", "save it as text"),
+    b"{\\rtf": ("RTF", "save it as text"),
     b"SQLite format 3\0": ("a database", "save its text"),
 }
 PACKED = {".gz": "gzip data", ".zst": "zstd data", ".parquet": "parquet"}  # what a suffix promises
+ISO_2022 = re.compile(rb"\x1b\$(?:[@B]|\)C)")  # the switch to Japanese or Korean in 7-bit text
+# Encodings with zero bytes: bytes of a character, and how far from its begin the first odd one is.
+UTF = ("UTF-32LE", 4, 1), ("UTF-32BE", 4, 0), ("UTF-16LE", 2, 1), ("UTF-16BE", 2, 0)
 BLOCK = 4096  # bytes, as a page of memory and a block of a disk have
 
 
@@ -173,33 +188,64 @@ def check_start(start: bytes, promised: str | None, may_be_html: bool) -> None:
 
 def find_odd(data: bytes) -> int | None:
     """The place of the first odd byte in a block that is no text, or None. Such a block has 8 zero
-    bytes (UTF-16, tar, a hole), or at least two control characters, which are an eighth of it. So
-    stray ones pass, and so do those that some texts are full of: ANSI escapes, backspaces, ^A."""
+    bytes (UTF-16, tar, a hole), or at least 8 control characters, which are an eighth of it. So
+    stray ones pass, and so do those that some texts are full of: ANSI escapes, backspaces, ^A.
+    The last block overlaps the one before, so that no short one is judged alone."""
     values = np.frombuffer(data, np.uint8)
     odd = (values < 8) & (values != 1) | (values >= 14) & (values <= 25)
-    if np.count_nonzero(odd) < 2:
+    if np.count_nonzero(odd) < 8:
         return None
-    for first in range(0, len(data), BLOCK):
+    last = max(0, len(data) - BLOCK)
+    for first in [*range(0, last, BLOCK), last]:
         block = odd[first : first + BLOCK]
         zeros = data.count(0, first, first + BLOCK)
-        if zeros >= 8 or np.count_nonzero(block) >= max(2, len(block) / 8):
+        if zeros >= 8 or np.count_nonzero(block) >= max(8, len(block) / 8):
             return first + int(np.argmax(block))
     return None
 
 
-def no_text(data: bytes, odd: int, where: str) -> Unreadable:
-    """The error for a text with bytes that are none, the first odd one at `odd` in `data`."""
-    block = data[odd - odd % BLOCK :][:BLOCK]
-    for name, size in ("UTF-32LE", 4), ("UTF-32BE", 4), ("UTF-16LE", 2), ("UTF-16BE", 2):
-        text = re.sub("[\t\r\n]", " ", block.decode(name, "replace").replace("\ufffd", ""))
-        is_whole = sum(map(str.isprintable, text)) > 0.9 * len(block) / size
-        if is_whole and text.count(" ") > len(text) / 256:
-            return Unreadable(f"{where} is {name}", ICONV.format(name))
+def no_text(data: bytes, odd: int, before: int) -> Unreadable:
+    """The error for bytes that are no text, the first odd one at `odd` in `data`, which comes after
+    so many bytes."""
+    where = f"from byte {before + odd} on, it"
+    first = min(odd - odd % BLOCK, max(0, len(data) - BLOCK) // 4 * 4)
+    for name, size, step in UTF:
+        for start in first, odd - step:  # the second is where another encoding may begin
+            block = data[max(0, start) :][:BLOCK]
+            text = re.sub("[\t\r\n]", " ", block.decode(name, "replace").replace("\ufffd", ""))
+            is_whole = sum(map(str.isprintable, text)) > 0.9 * len(block) / size
+            if is_whole and text.count(" ") > len(text) / 256:
+                cure = ICONV.format(name)
+                if before + odd >= BLOCK:
+                    cure = f"convert that part alone, from {name}, or get it again"
+                return Unreadable(f"{where} is {name}", cure)
+    block = data[first:][:BLOCK]
     rest = block.replace(b"\0", b"")
     if find_odd(rest) is None and rest.decode("utf-8", "replace").count("\ufffd") < 3:
         cure = "get it again, or delete them: tr -d '\\000' < FILE > NEW"
+        if b"\0\0" not in block and len(rest) > 0.8 * len(block):
+            cure = "make them newlines: tr '\\000' '\\n' < FILE > NEW"
         return Unreadable(f"{where} has zero bytes in place of text", cure)
     return Unreadable(f"{where} has binary data in place of text")
+
+
+def regroup(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the same bytes in whole blocks, and at last one to two blocks, or all if there are
+    fewer, so that find_odd judges the same blocks however a file is packed."""
+    waiting = b""
+    for data in chunks:
+        waiting += data
+        whole = len(waiting) // BLOCK * BLOCK - BLOCK
+        if whole > 0:
+            yield waiting[:whole]
+            waiting = waiting[whole:]
+    yield waiting
+
+
+def unpacked(path: pathlib.Path, message: str) -> str:
+    """A message on a file, also if it is packed, although its commands are for unpacked text."""
+    is_packed = path.suffix.lower() in PACKED
+    return f"{message}, where FILE is unpacked" if is_packed and "FILE" in message else message
 
 
 def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
@@ -207,12 +253,17 @@ def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     size = 0
     newlines = 0
-    for data in itertools.chain(filter(None, chunks), [b""]):
+    for data in itertools.chain(filter(None, regroup(chunks)), [b""]):
         if size == 0:
             check_start(data[:512], None, may_be_html)
         odd = find_odd(data)
-        if odd is not None:
-            raise no_text(data, odd, f"from byte {size + odd} on, it")
+        switch = ISO_2022.search(data)
+        if odd is not None and not (switch and data.isascii()):
+            raise no_text(data, odd, size)
+        if switch:
+            name = "ISO-2022-KR" if switch[0].endswith(b"C") else "ISO-2022-JP"
+            what = f"from byte {size + switch.start()} on, it is {name}"
+            raise Unreadable(what, ICONV.format(name))
         size += len(data)
         try:
             yield decoder.decode(data, final=not data)
@@ -221,14 +272,19 @@ def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
             first = error.start
             place = size - len(bad) + first
             if 0 in bad[first - first % BLOCK :][:BLOCK]:
-                raise no_text(bad, first, f"from byte {place} on, it") from None
+                raise no_text(bad, first, place - first) from None
             line = 1 + newlines + bad.count(b"\n", 0, first)
             what = f"line {line} is not UTF-8 at byte {place}, 0x{bad[first]:02x} ({error.reason})"
-            cure = f"convert it, for instance from Windows: {ICONV.format('CP1252')}"
-            if not data:  # the end
-                cure = "the end is cut off: get it again"
-            raise Unreadable(what, cure) from None
+            raise Unreadable(what, how_to_convert(bad) if data else CUT_OFF) from None
         newlines += data.count(b"\n")
+
+
+def how_to_convert(data: bytes) -> str:
+    """What to do about bytes that are not UTF-8: if most are, few characters are broken."""
+    text = data.decode("utf-8", "replace")
+    broken = text.count("\ufffd")
+    others = sum(c > "\x7f" for c in text) - broken
+    return DROP if others > broken else ICONV.format("ENCODING") + ENCODINGS
 
 
 # ---- Readers -------------------------------------------------------------------------------------
@@ -290,11 +346,9 @@ def row_text(row: Any, column: str, where: str) -> str:
         raise Unreadable(
             f'{where} has no string "{column}", but a value of type {type(text).__name__}'
         )
-    if "\0" in text:
-        data = text.encode("utf-8", "surrogatepass")
-        odd = find_odd(data)
-        if odd is not None:
-            raise no_text(data, odd, where)
+    if "\0" in text and find_odd(text.encode("utf-8", "surrogatepass")) is not None:
+        cure = "correct that row, or leave it out"
+        raise Unreadable(f"{where} has zero bytes in place of text", cure)
     return text
 
 
@@ -344,7 +398,8 @@ def parquet(path: pathlib.Path, raw: io.BufferedReader, column: str) -> Parts:
 def separated(texts: Iterable[str], separator: str, counts: collections.Counter) -> Parts:
     """Reads documents that end at a line equal to `separator`, or at each MARK if that is the
     separator. An empty file is an empty document, but an empty rest after the last separator is
-    not. Counts the separators."""
+    not. Counts the separators, and the lines that would be one without the spaces around them."""
+    inner = separator.strip()
     ended = False
     for line in lines(texts):
         ended = False
@@ -362,6 +417,7 @@ def separated(texts: Iterable[str], separator: str, counts: collections.Counter)
             counts["separators"] += 1
             ended = True
         else:
+            counts["nearly"] += inner in line and bare(line).strip() == inner
             yield line
     if not ended:
         yield None
@@ -397,37 +453,45 @@ def unmatched(paths: list[pathlib.Path], separator: str) -> Unreadable:
     if not paths:
         return Unreadable("--separator is for .txt and .md, and there are none", "leave it out")
     none = f"no line equals --separator {quote(separator)}"
+    wanted = core(separator)
+    inner = separator.strip()
+    use_mark = f"--separator {quote(MARK)}"
     has_marks = False
     for path in paths:
         with path.open("rb") as raw:
             for number, line in enumerate(lines(decode(unpack(path, raw), True)), 1):
-                has_marks = has_marks or MARK in line
-                is_equal = core(separator) == core(line)
-                is_part = core(separator) != "" and core(separator) in core(line)
-                if not is_equal and not is_part:
-                    continue
                 where = f"line {number} of {path}"
-                if is_equal:
+                if core(line) == wanted:
                     cure = f"--separator {quote(bare(line))} matches that"
                     return Unreadable(f"{none}, but {where} almost does", cure)
-                place = max(0, line.casefold().find(separator.casefold()) - 20)
-                there = ascii(line[place : place + len(separator) + 40])
+                has_marks = has_marks or MARK in line
+                if inner == "" or inner not in line:
+                    continue
+                place = max(0, line.index(inner) - 20)
+                there = ascii(line[place : place + min(len(inner), 100) + 40])
                 cure = "put it on lines of its own"
-                if "\\r" in there.removesuffix("\\r\\n'"):
+                if MARK in line:
+                    cure = use_mark
+                elif "\r" in bare(line):
                     cure = "end lines as Linux does: tr '\\r' '\\n' < FILE > NEW"
-                return Unreadable(f"{none}; {where} has it as a part, {there}", cure)
+                what = f"{none}; {where} has it as a part, {there}"
+                return Unreadable(what, unpacked(path, cure))
     if has_marks:
-        return Unreadable(f"{none}, but {MARK} is there", f"--separator {quote(MARK)}")
+        return Unreadable(f"{none}, but {MARK} is there", use_mark)
     return Unreadable(none, "look at what divides the documents, or leave the flag out")
 
 
 def core(line: str) -> str:
-    """What remains of a line without spaces, capital letters and HTML's escapes."""
-    return "".join(html.unescape(line.replace("\ufeff", "")).split()).casefold()
+    """What remains of a line without spaces, capital letters, HTML's escapes, characters that
+    cannot be seen, and forms of a character that Unicode takes for the same."""
+    if not line.isascii() or "&" in line:
+        line = unicodedata.normalize("NFKC", html.unescape(line))
+        line = "".join(c for c in line if unicodedata.category(c) != "Cf")
+    return "".join(line.split()).casefold()
 
 
 def quote(text: str) -> str:
-    """A text as one types it in a shell."""
+    """A text as one types it in a shell, in any locale."""
     if text.isprintable():
         return shlex.quote(text)
     quoted = ""
@@ -435,5 +499,5 @@ def quote(text: str) -> str:
         if c.isprintable() and c not in "\\'":
             quoted += c
         else:
-            quoted += f"\\x{ord(c):02x}" if c < "\x80" else f"\\u{ord(c):04x}"
+            quoted += "".join(f"\\x{byte:02x}" for byte in c.encode("utf-8", "surrogateescape"))
     return f"$'{quoted}'"

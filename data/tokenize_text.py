@@ -65,6 +65,7 @@ VAL_LENGTHS = (8192, 1024, 256, 128)  # of these sequences; cuDNN needs multiple
 # The fewest tokens of a shard: eight validation sequences of 128, or two steps of `tiny`. One more
 # is needed, because the last token that the model reads has a target, too.
 SMALLEST = 1025
+GUARD = "|"  # stands before the value of --separator, so that argparse takes it for no flag
 MOST_PASSES = 4  # unless --passes says more: `tiny` would memorize the text (data/README.md)
 
 # GPT-2's pattern has no match that goes on from another character to white space, or from a letter
@@ -140,7 +141,10 @@ def read(
                 bar.update(raw.tell() - position)
                 position = raw.tell()
     except Unreadable as fault:
-        fail(f"{path} cannot be read: {fault}")
+        fail(f"{path} cannot be read: {readers.unpacked(path, str(fault))}")
+    except MemoryError:
+        fail(f"{path} cannot be read: it needs more memory than there is: divide its longest "
+             "document, or use a larger machine")  # fmt: skip
     except Exception as error:  # from the readers above, the file system, or four libraries
         why = f"{str(error) or type(error).__name__}: correct that, or leave it out"
         if getattr(error, "errno", None):
@@ -150,7 +154,10 @@ def read(
         notes["without any text"].append(path)
     elif is_plain(path) and args.separator is not None:
         if counts["separators"] == before["separators"]:
-            notes[f"without the separator {shlex.quote(args.separator)}"].append(path)
+            notes[f"without the separator {readers.quote(args.separator)}"].append(path)
+        if counts["nearly"] > before["nearly"]:
+            near = "with lines that have spaces beside the separator, which do not divide documents"
+            notes[near].append(path)
     if marks and is_plain(path):
         cure = f"--separator {shlex.quote(MARK)} makes it divide documents"
         notes[f"with {MARK} as ordinary text; {cure}"].append(path)
@@ -208,7 +215,10 @@ def in_order(workers: int, work: Callable, tasks: Iterable) -> Iterator[np.ndarr
     waiting = collections.deque()
     try:
         for task in tasks:
-            waiting.append(threads.submit(work, task))
+            try:
+                waiting.append(threads.submit(work, task))
+            except RuntimeError as error:
+                fail(f"{error}: pass a smaller --workers, or raise the limit of  ulimit -u")
             if len(waiting) == QUEUE * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -389,7 +399,8 @@ def report(rows: dict[str, dict], passes: int, dense: bool, args: Any) -> None:
               f"with --steps {most} all of them.")  # fmt: skip
     show("Train on it:")
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    show(f"./run.sh {name} --data {shlex.quote(str(args.out))} {words}".rstrip())
+    out = f"./{args.out}" if str(args.out).startswith("-") else str(args.out)  # no flag
+    show(f"./run.sh {name} --data {shlex.quote(out)} {words}".rstrip())
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -417,11 +428,11 @@ def parse() -> argparse.Namespace:
     add("--column", metavar="NAME", default="text", help=column)
     threads = "number of threads, which does not change the shards (default: %(default)s)"
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=threads)
-    argv = sys.argv[1:]
-    if "--separator" in argv[:-1]:  # argparse would take --- for a flag
-        place = argv.index("--separator")
-        argv[place : place + 2] = [f"--separator={argv[place + 1]}"]
-    args = cli.parse_args(argv)
+    argv = protect(sys.argv[1:])
+    # Paths may follow a flag, too; but Python 3.11 loses those after --.
+    args = cli.parse_args(argv) if "--" in argv else cli.parse_intermixed_args(argv)
+    if args.separator is not None:
+        args.separator = args.separator.removeprefix(GUARD)
     for name, low in dict(shard_tokens=SMALLEST, val_tokens=SMALLEST, passes=1, workers=1).items():
         value = getattr(args, name)
         if value is not None and not low <= value < 2**31:
@@ -432,11 +443,27 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def protect(argv: list[str]) -> list[str]:
+    """The arguments with GUARD before the value of --separator, because argparse would take ---
+    for a flag and -- for none at all."""
+    flag = "--separator"
+    protected = []
+    for word in argv:
+        if protected[-1:] == [flag]:
+            protected[-1] = f"{flag}={GUARD}{word}"
+        elif word.startswith(flag + "="):
+            protected.append(word.replace("=", "=" + GUARD, 1))
+        else:
+            protected.append(word)
+    return protected
+
+
 def named(text: str) -> pathlib.Path:
-    """The path that an argument names, which an unset variable does not."""
+    """The path that an argument names, which an unset variable does not. The shell leaves the ~ of
+    --out=~/folder as it is."""
     if not text:
         raise argparse.ArgumentTypeError("an empty name")
-    return pathlib.Path(text)
+    return pathlib.Path(os.path.expanduser(text))
 
 
 def show(*lines: str) -> None:
@@ -489,10 +516,14 @@ def run(args: argparse.Namespace) -> None:
         shards.write_manifest(part, source, **args.about, files=rows)
         val, *train = rows
         publish(part, args.out, [*train, "MANIFEST.json", val])  # a run needs val: it comes last
-    show_notes(notes)
-    skipped = f", {counted(counts['empty'], 'empty one')} skipped" if counts["empty"] else ""
-    show(f"{total}{skipped}, in {args.out.absolute()}")
-    report(rows, passes, dense, args)
+    try:
+        show_notes(notes)
+        skipped = f", {counted(counts['empty'], 'empty one')} skipped" if counts["empty"] else ""
+        show(f"{total}{skipped}, in {args.out.absolute()}")
+        report(rows, passes, dense, args)
+    except OSError as error:
+        fail(f"{args.out} has all its shards, but the command that trains on them cannot be "
+             f"printed ({error.strerror}): pass --data {args.out} to ./run.sh tiny")  # fmt: skip
 
 
 def main() -> None:
@@ -502,8 +533,12 @@ def main() -> None:
     except Unreadable as fault:
         fail(str(fault))
     except OSError as error:  # from the outputs, or while find() looks for inputs
+        if not error.errno:
+            fail(f"{args.out} cannot be used: {error}: choose another --out")
         error.filename = error.filename or str(args.out)
         fail(shards.reason(error))
+    except MemoryError:  # from the threads
+        fail("there is too little memory: pass a smaller --workers, or use a larger machine")
 
 
 if __name__ == "__main__":
@@ -515,4 +550,5 @@ if __name__ == "__main__":
         print("tokenize_text.py: stopped by Ctrl-C: run it again for shards", file=sys.stderr)
         sys.exit(130)
     finally:
-        show()  # what argparse has printed
+        with contextlib.suppress(OSError):
+            show()  # what argparse has printed

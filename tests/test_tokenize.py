@@ -172,6 +172,7 @@ def test_the_prefixes_that_lie_in_the_repository_are_those_of_gpt2(gpt2):
 def test_what_becomes_of_odd_characters(tokenize, tmp_path, gpt2, monkeypatch, by_bytes):
     """A byte order mark goes, newlines stay, half a surrogate pair becomes U+FFFD."""
     monkeypatch.setattr(readers, "CHUNK", 2)  # not even the mark comes in one piece
+    monkeypatch.setattr(readers, "BLOCK", 2)
     text = "one\r\ntwo\rthree\n\ufefffour\u2028five\x0b\x1c\x85\x00\u4e2d<|endoftext|>"
     text += DOCUMENTS[0]
     halves = r'{"text": "a \ud83d b \uDE00 \ud83d\ude00 \ude00\ud83d"}' "\n" r'{"text": "\ud83d"}'
@@ -312,11 +313,13 @@ def test_order_of_a_folder(tokenize, tmp_path, capsys):
 @pytest.mark.parametrize("argv, said", [
     (["nowhere.txt"], "nowhere.txt does not exist in /"),
     (["empty"], "empty: found no .txt"),
+    (["empty/in.py"], ".parquet: rename text to .txt and JSON lines to .jsonl, and convert other"),
     (["dangling"], "x.txt is a link to no, which does not exist"),
     (["pipe"], "pipe/in.txt is a pipe"),
     (["in.txt", "--out", "in.txt"], "in.txt is a file, but a folder belongs there: choose another"),
     (["in.txt", "--out", "dangling/x.txt"], "x.txt is a link to no, which is not there"),
     (["linked"], "linked/more is a link: give its target as PATH instead"),
+    (["in.txt", "--out", "busy"], "busy cannot be used: "),
 ])  # fmt: skip
 def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
@@ -327,6 +330,8 @@ def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
         pathlib.Path(link).symlink_to(to)
     pathlib.Path("pipe").mkdir()
     os.mkfifo("pipe/in.txt")
+    pathlib.Path("busy").mkdir()
+    os.mkfifo("busy/.lock")
     assert said in refusal(*argv)
     assert not (tmp_path / "out").exists()
 
@@ -345,7 +350,9 @@ def test_separator_and_empty_documents(tokenize, tmp_path, capsys, line):
     found = tokenize(*sorted(tmp_path.glob("*.*")), "--separator", line, "--bytes")
     texts = "one\n", "three\n= \n =\nx=\n", "four", "five\n", "six\n", "seven\n=\neight", " "
     assert found.tolist() == expected([text.replace("=", line) for text in texts]).tolist()
-    assert "7 documents, 5 empty ones skipped" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "7 documents, 5 empty ones skipped" in printed
+    assert "1 file with lines that have spaces beside the separator, which do not" in printed
 
 
 def test_the_mark_divides_lines_and_is_pointed_out(tokenize, tmp_path, capsys):
@@ -369,6 +376,11 @@ def test_the_mark_divides_lines_and_is_pointed_out(tokenize, tmp_path, capsys):
     ("==", "==\r\r", "almost does: --separator $'==\\x0d' matches that"),
     ("<br>", "&lt;br&gt;", "almost does: --separator '&lt;br&gt;' matches that"),
     ("", "  ", "almost does: --separator '  ' matches that"),
+    ("--", "--\u200b", "almost does: --separator $'--\\xe2\\x80\\x8b' matches that"),
+    ("--", "--\U000e0067", "almost does: --separator $'--\\xf3\\xa0\\x81\\xa7' matches that"),
+    ("==", "\uff1d\uff1d", "almost does: --separator '\uff1d\uff1d' matches that"),
+    ("<|endoftext", "a <|endoftext|> b", "a <|endoftext|> b\\n': --separator '<|endoftext|>'"),
+    ("end", "The END", "look at what divides the documents, or leave the flag out"),
     ("##", "## 1", "line 2 of in.txt has it as a part, '## 1\\n': put it on lines of its own"),
     ("##", "a\r##\rb", "tr '\\r' '\\n' < FILE"),
     ("##", "<|endoftext|>", "but <|endoftext|> is there: --separator '<|endoftext|>'"),
@@ -407,14 +419,15 @@ def test_broken_archives(refusal, tmp_path, how, fault):
 
 @pytest.mark.parametrize("line, said", [
     (b'{"text": "a"} x', "is not JSON"), (b"[" * 200_000, "is not JSON"),
+    (json.dumps({"text": "a\0" * 99}).encode(), "of text: correct that row, or leave it out"),
     (b'"text"', 'has no string "text"'), (b'{"text": null}', 'has no string "text"'),
     (b'{"n": 1, "body": "a"}', 'has no "text", but n, body: name the one to read with --column'),
-    (json.dumps({"text": "a\0" * 99}).encode(), "has zero bytes in place of text"),
 ], ids=itertools.count())  # fmt: skip
 def test_bad_lines_of_jsonl(refusal, tmp_path, line, said):
     lines = [as_jsonl(DOCUMENTS[:2]), line, as_jsonl(["a"])]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    assert f"in.jsonl cannot be read: line 4 {said}" in refusal(tmp_path / "in.jsonl")
+    message = refusal(tmp_path / "in.jsonl")
+    assert "in.jsonl cannot be read: line 4 " in message and said in message
 
 
 TEXT = prose(9000)
@@ -435,6 +448,15 @@ TAR = b"in.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0") + TEXT.encode()
     ("a.txt", random.Random(0).randbytes(9000), "it has binary data"),
     ("a.txt", bytes(random.Random(0).choices(range(1, 128), k=9000)), "it has binary data"),
     ("a.txt", pathlib.Path(sys.executable).read_bytes()[:9000], "from byte 4 on, it has binary"),
+    ("a.txt", TEXT.encode() + TEXT.encode("utf-16-le"), "is UTF-16LE: convert that part alone"),
+    ("a.txt.gz", gzip.compress(TEXT.encode("utf-16")), "FILE > NEW, where FILE is unpacked"),
+    ("a.txt", b"".join(b"./file%d\0" % i for i in range(2000)), "tr '\\000' '\\n' < FILE"),
+    ("a.txt", "\u65e5\u672c\n".encode("iso2022_jp") * 99, "it is ISO-2022-JP: iconv"),
+    ("a.txt", "\ud55c\uae00\n".encode("iso2022_kr") * 99, "it is ISO-2022-KR: iconv"),
+    ("a.txt", "\u043c\u0438\u0440\n".encode("cp1251") * 99, "CP1251 (Russian)"),
+    ("a.txt", "\u4e2d\u6587".encode() * 99 + b"\xc0\x80" + TEXT.encode(), "iconv -c -f UTF-8 -t"),
+    ("a.md", b"{\\rtf1 " + TEXT.encode(), "it is RTF: save it as text"),
+    ("a.txt", b"/annex/objects/SHA256E-s9--0.txt\n", "it is a git-annex pointer: type  git annex"),
     ("a.md", LFS, "it is a Git LFS pointer: type  git lfs pull"),
     ("a.parquet", LFS, "it is a Git LFS pointer"),
     ("a.parquet", HTML, "it is HTML or XML, perhaps a server's error message: get it again"),
@@ -462,13 +484,13 @@ def test_odd_texts_are_texts(tokenize, tmp_path):
         line + "\0" + line, "\x1b[31mred\x1b[0m " * 99, line.replace(" ", "\x0b"),
         line.replace("\n", "\r\n\f") + "\x1a", line + "\ufeff" + line, "a\x08a" * 999,
         line.replace(" ", "\x01"), "\u00e9t\u00e9 \u4e2d \u0627\u0644 \U0001f600 " * 99,
-        "\x1b]0;shell\x07$ ls\n" * 99, HTML.decode() * 99,
+        "\x1b]0;shell\x07$ ls\n" * 99, HTML.decode() * 99, TEXT[:4096] + "\x02\x03",
     ]  # fmt: skip
     paths = [tmp_path / f"{number}.txt" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(text.encode())
     frame = b"\x28\xb5\x2f\xfd\x00\xa8" + (8 * len(line) + 1).to_bytes(3, "little") + line.encode()
-    rows = as_jsonl(DOCUMENTS[:2])
+    rows = as_jsonl([DOCUMENTS[0], "a\0b\0"])
     for name, data in {
         "a.txt.zst": frame,
         "b.json.gz": gzip.compress(rows),
@@ -476,21 +498,26 @@ def test_odd_texts_are_texts(tokenize, tmp_path):
     }.items():
         paths.append(tmp_path / name)
         paths[-1].write_bytes(data)
-    texts += [line, *DOCUMENTS[:2], *DOCUMENTS[:2], "last"]
+    texts += [line, DOCUMENTS[0], "a\0b\0", DOCUMENTS[0], "a\0b\0", "last"]
     assert tokenize(*paths, "--bytes").tolist() == expected(texts).tolist()
 
 
-def test_what_is_left_out_of_a_folder_is_told(tokenize, tmp_path, capsys):
+def test_what_is_left_out_of_a_folder_is_told(tokenize, tmp_path, monkeypatch, capsys):
+    """A first line of JSON counts as a whole, also if it comes in many chunks."""
+    monkeypatch.setattr(readers, "CHUNK", 128)  # zstd yields b"" for a single byte
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_text("text")
     (folder / "b.txt").symlink_to("a.txt")
+    (folder / "g.txt").hardlink_to(folder / "a.txt")
     (folder / "c.txt").touch()
     (folder / "d.json").write_text('{\n "version": 1\n}')
-    (folder / "e.json").write_text('{"version": 1}')
-    assert tokenize(folder, "--bytes").tolist() == expected(["text"]).tolist()
+    (folder / "e.json").write_text('{"features": {"text": {"dtype": "string"}}}')
+    (folder / "h.json.zst").write_bytes(zstandard.compress(b"\n" + as_jsonl([TEXT])))
+    found = tokenize(folder, "--bytes").tolist()
+    assert sorted(found) == sorted(expected(["text", TEXT]).tolist())
     printed = capsys.readouterr().out
-    assert "1 file read only once, as another name of the same file: " in printed
+    assert "2 files read only once, as another name of the same file, as " in printed
     assert '2 files ignored for lack of JSON lines with "text", as ' in printed
     assert f"1 file without any text: {folder / 'c.txt'}" in printed
 
@@ -645,7 +672,7 @@ def test_every_printed_command_can_run(tmp_path, monkeypatch, capsys, argv, docu
     monkeypatch.setattr(sys, "argv", ["tokenize_text.py", "in.txt", "--out", "out", *argv])
     args = tokenize_text.parse()
     for size in sizes:
-        args.out = pathlib.Path(f"out {size}")
+        args.out = pathlib.Path(f"-out {size}")
         args.out.mkdir()
         tokens = stream(size, args.about["eot"], document)
         tokenize_text.report(*tokenize_text.write(args.out, iter([tokens]), args), args)
@@ -685,6 +712,14 @@ def test_command_lines(monkeypatch, capsys):
     args = tokenize_text.parse()
     assert (args.shard_tokens, args.val_tokens, args.bytes) == (10**8, None, False)
     assert tokenize_text.VAL_TOKENS == train_gpt.PRESETS["record"].val_tokens + 2
+    for value in "--", "---", "--bytes", "", "|", " a":
+        for words in ["--separator", value], [f"--separator={value}"]:
+            monkeypatch.setattr(sys, "argv", [*argv, *words, "more.txt"])
+            args = tokenize_text.parse()
+            assert (args.separator, list(map(str, args.paths))) == (value, ["in.txt", "more.txt"])
+    monkeypatch.setattr(sys, "argv", [*argv[:1], "--out=~/out", "--", "-in.txt"])
+    args = tokenize_text.parse()
+    assert (args.out, args.paths) == (pathlib.Path.home() / "out", [pathlib.Path("-in.txt")])
     bad = "--val_tokens 1024", "--shard_tokens 2147483648", "--workers 0", "--passes 0"
     for more in *bad, "--separator a\nb":
         monkeypatch.setattr(sys, "argv", argv + more.split(" "))
@@ -729,6 +764,31 @@ def test_validation_comes_last_and_a_failure_takes_all_back(tokenize, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         tokenize(tmp_path / "in.txt", "--bytes", "--shard_tokens", "50")
     assert moved[2:] == ["MANIFEST.json", "text_val_000000.bin"] and left_in(out) == []
+
+
+@pytest.mark.parametrize("place, error, said", [
+    ((readers, "documents"), MemoryError, "in.txt cannot be read: it needs more memory than"),
+    ((tokenize_text, "encode"), MemoryError, "there is too little memory: pass a"),
+    ((tokenize_text.ThreadPoolExecutor, "submit"), RuntimeError("no thread"), "no thread: pass a"),
+])  # fmt: skip
+def test_memory_and_threads_run_out(refusal, tmp_path, monkeypatch, place, error, said):
+    def fall_short(*_):
+        raise error
+
+    monkeypatch.setattr(*place, fall_short)
+    (tmp_path / "in.txt").write_text("text")
+    assert said in refusal(tmp_path / "in.txt", "--bytes")
+
+
+def test_the_shards_are_complete_if_the_screen_is_full(tokenize, tmp_path, monkeypatch):
+    def fall_short(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenize_text, "report", fall_short)
+    (tmp_path / "in.txt").write_text("text")
+    with pytest.raises(SystemExit, match="out has all its shards, but"):
+        tokenize(tmp_path / "in.txt", "--bytes")
+    assert len(read_shards(tmp_path / "out")) == 2
 
 
 def test_disk_full(tmp_path):
