@@ -244,8 +244,8 @@ def regroup(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 def unpacked(path: pathlib.Path, message: str) -> str:
     """A message on a file, also if it is packed, although its commands are for unpacked text."""
-    is_packed = path.suffix.lower() in PACKED
-    return f"{message}, where FILE is unpacked" if is_packed and "FILE" in message else message
+    is_command = " FILE > NEW" in message and path.suffix.lower() in PACKED
+    return f"{message}, where FILE is unpacked" if is_command else message
 
 
 def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
@@ -255,7 +255,7 @@ def decode(chunks: Iterable[bytes], may_be_html: bool) -> Iterator[str]:
     newlines = 0
     for data in itertools.chain(filter(None, regroup(chunks)), [b""]):
         if size == 0:
-            check_start(data[:512], None, may_be_html)
+            check_start(data[:512].removeprefix(codecs.BOM_UTF8), None, may_be_html)
         odd = find_odd(data)
         switch = ISO_2022.search(data)
         if odd is not None and not (switch and data.isascii()):

@@ -455,7 +455,7 @@ TAR = b"in.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0") + TEXT.encode()
     ("a.txt", "\ud55c\uae00\n".encode("iso2022_kr") * 99, "it is ISO-2022-KR: iconv"),
     ("a.txt", "\u043c\u0438\u0440\n".encode("cp1251") * 99, "CP1251 (Russian)"),
     ("a.txt", "\u4e2d\u6587".encode() * 99 + b"\xc0\x80" + TEXT.encode(), "iconv -c -f UTF-8 -t"),
-    ("a.md", b"{\\rtf1 " + TEXT.encode(), "it is RTF: save it as text"),
+    ("a.md", b"\xef\xbb\xbf{\\rtf1 " + TEXT.encode(), "it is RTF: save it as text"),
     ("a.txt", b"/annex/objects/SHA256E-s9--0.txt\n", "it is a git-annex pointer: type  git annex"),
     ("a.md", LFS, "it is a Git LFS pointer: type  git lfs pull"),
     ("a.parquet", LFS, "it is a Git LFS pointer"),
