@@ -31,7 +31,7 @@ fail() {
 }
 
 # Nor must Python find other packages, or git another repository, by what others have set.
-unset BASH_ENV ENV CDPATH POSIXLY_CORRECT __PYVENV_LAUNCHER__ GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE \
+unset BASH_ENV ENV CDPATH FUNCNEST POSIXLY_CORRECT __PYVENV_LAUNCHER__ GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE \
   GIT_COMMON_DIR GIT_OBJECT_DIRECTORY GIT_NAMESPACE
 export -n SHELLOPTS
 for variable in ${!PYTHON*}; do
@@ -58,6 +58,7 @@ print_help() {
 # by one waiting process at a time, which first checks whether it still belongs to the dead one.
 lock() {
   local owner error announced=""
+  [ ! -e .lock ] || [ -L .lock ] || fail "there is a .lock that run.sh has not made: type  rm -r .lock"
   until error=$(LC_ALL=C ln -s "$this_process" .lock 2>&1); do
     [ -w . ] && [[ $error = *"File exists"* ]] || return 0
     owner=$(readlink .lock) || continue
@@ -106,8 +107,9 @@ any_python() {
 venv_fits() {
   kind=$(.venv/bin/python dev/install.py state "$minor" $other_wheels 2>/dev/null) ||
     why=${kind:-has no Python that runs}
+  kind=${kind##*$'\n'} # a plugin in .venv may print lines of its own
   if [ -z "$why" ] && [ -n "${PYTHON:-}" ]; then
-    [ "$kind" = "$("$PYTHON" dev/install.py kind 2>&1)" ] ||
+    [ "$kind" = "$("$PYTHON" dev/install.py kind 2>/dev/null)" ] ||
       why="is for $kind, and PYTHON=$PYTHON is not"
   fi
   [ -z "$why" ]
@@ -120,6 +122,7 @@ find_venv() {
   if [ -e .venv ] || [ -L .venv ]; then
     [ -e .venv/made-by-run.sh ] ||
       fail ".venv, which run.sh has not made, $why: type  mv .venv .venv-old"
+    [ -O .venv ] || fail ".venv, which belongs to another user, $why: use a clone of your own"
     make_venv "$why"
   else
     make_venv ""
@@ -145,7 +148,8 @@ make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
     done
   done
   if [ -n "${PYTHON:-}" ]; then
-    unfit=${unfit:-", it is not there as seen from $PWD"}
+    runs "$PYTHON" 0 "importlib.util" || unfit=${unfit:-", ${output%%$'\n'*}"}
+    unfit=${unfit:-", it does not run dev/install.py"}
     fail "PYTHON=$PYTHON does not work as $needs: ${unfit#, }"
   fi
   hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
@@ -227,7 +231,11 @@ case $kind in
 esac
 
 case ${1:-} in
-  install) exit ;;
+  install)
+    why=$(.venv/bin/python dev/install.py check 2>/dev/null) ||
+      fail ".venv $why: type  rm -r .venv  and ./run.sh install"
+    exit
+    ;;
   check)
     shift
     unlock # exec runs no trap

@@ -53,6 +53,8 @@ def unfit(minor: int, outside: bool) -> str:
         return "is " + sys.implementation.name
     if sys.maxsize < 2**32:
         return "has 32 bits"
+    if os.path.realpath(sys.prefix) == os.path.realpath(".venv"):
+        return "is of .venv itself"
     missing = [name.lstrip("_") for name in MODULES if not can_import(name)]
     missing += [name for name in ("venv", "ensurepip") if not find_spec(name)]
     if outside and missing == ["ensurepip"] and has_outside_pip():
@@ -98,7 +100,7 @@ def make() -> str:
         for path in glob.glob(".venv/*"):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
-            elif path != ".venv/made-by-run.sh":
+            elif path not in (".venv/made-by-run.sh", ".venv/pip.conf"):
                 os.unlink(path)
     except OSError as error:
         where = f"cannot make .venv in {os.getcwd()}: {error.strerror}"
@@ -126,15 +128,37 @@ def wrong(minor: int, other_wheels: list) -> str:
     """What is wrong with .venv, whose Python this is; "" if nothing is."""
     if sys.version_info < (3, minor):
         return f"is of Python 3.{sys.version_info[1]}"
+    is_ours = os.path.exists(".venv/made-by-run.sh")
+    if is_ours and sys.prefix == sys.base_prefix:
+        return "is no virtual environment any more"
     for name in other_wheels:
         if os.path.exists(".venv/installed-" + name):
             return f"has the wheels of {name}"
+    pins = ""
     for stamp in glob.glob(".venv/installed-*"):
         with open(stamp) as lines:
-            first = lines.readline().strip()
+            text = lines.read()
+        first = text.partition("\n")[0]
         if first.startswith("Python ") and first != kind():
             return f"was installed for {first}, and its Python is now {kind()}"
-    return damage(f".venv/lib/python3.{sys.version_info[1]}/site-packages")
+        pins += text
+    folder = f".venv/lib/python3.{sys.version_info[1]}/site-packages"
+    if os.path.isdir(folder + "/pip") and not glob.glob(folder + "/pip-*.dist-info"):
+        return "has only a part of pip"  # Ctrl-C stopped ensurepip
+    return lacking(folder, pins) or damage(folder)
+
+
+def lacking(folder: str, pins: str) -> str:
+    """Which of PACKAGES is not there in the version that was installed."""
+    import re
+
+    for package in PACKAGES:
+        name = package.partition(".")[0]
+        versions = re.findall(f"^{name}==([0-9.]+)", pins, re.MULTILINE)
+        paths = [f"{folder}/{name}-{version}.dist-info" for version in versions]
+        if versions and not any(map(os.path.exists, paths)):
+            return f"lacks {name} {' or '.join(dict.fromkeys(versions))}"
+    return ""
 
 
 def damage(folder: str) -> str:
@@ -144,10 +168,12 @@ def damage(folder: str) -> str:
     edited = False
     path = ""
     try:
-        for record in glob.glob(folder + "/*.dist-info/RECORD"):
-            path = record
-            with open(record, encoding="utf-8", errors="replace") as lines:
+        for info in glob.glob(folder + "/*.dist-info"):
+            path = info + "/RECORD"
+            with open(path, encoding="utf-8", errors="replace") as lines:
                 rows = [line.strip().rsplit(",", 2) for line in lines]
+            if not rows:
+                return f"has a damaged package ({path} is empty)"
             for path, _, size in rows:
                 if not size or path.endswith(".pyc"):
                     continue

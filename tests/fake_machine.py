@@ -28,6 +28,8 @@ here = os.path.dirname(__file__)
 if argv[0] in ("-c", "dev/install.py"):
     sys.version_info = {version}
     sys.executable = __file__
+    if here.endswith(".venv/bin"):
+        sys.prefix = os.path.abspath(os.path.dirname(here))
     sys.modules["pip"] = pip = type(sys)("pip")
     pip.__version__ = "25.0"
     if not os.path.exists(here + "/pip"):
@@ -69,6 +71,12 @@ elif argv[:2] == ["-m", "pip"]:
             print(name + "=" + value, file=file)
     if os.path.exists("no_network"):
         sys.exit("no network")
+    import re
+    folder = ".venv/lib/python3." + str({version}[1]) + "/site-packages/"
+    for name, number in re.findall("(?m)^([a-z_]+)==([0-9.]+)", open("requirements.txt").read()):
+        os.makedirs(folder + name + "-" + number + ".dist-info", exist_ok=True)
+        with open(folder + name + "-" + number + ".dist-info/RECORD", "w") as file:
+            file.write("a,,\\n")
 elif argv[0] == "dev/launch.py":
     for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS":
         print(name, os.environ.get(name))

@@ -26,10 +26,15 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, value, reason", [
     ("version_info", (3, 10, 0), "is 3.10"), ("maxsize", 2**31 - 1, "has 32 bits"),
 ])  # fmt: skip
-def test_a_python_that_jax_has_no_wheels_for_is_unfit(monkeypatch, name, value, reason):
+def test_a_python_that_jax_has_no_wheels_for_is_unfit(folder, monkeypatch, name, value, reason):
     assert install.unfit(11, False) == ""
     monkeypatch.setattr(sys, name, value)
     assert install.unfit(11, True) == reason
+
+
+def test_the_python_of_venv_cannot_make_it_anew(folder, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
+    assert install.unfit(11, False) == "is of .venv itself"
 
 
 @pytest.mark.parametrize("fault, message", [
@@ -81,9 +86,27 @@ def test_an_older_python_and_other_wheels_do_not_fit(folder):
     assert install.wrong(minor, []) == ""
     assert install.wrong(minor + 1, []) == f"is of Python 3.{minor}"
     (folder / ".venv").mkdir()
-    (folder / ".venv/installed-tpu").write_text("numpy==1\n")  # as run.sh wrote it until November
+    (folder / ".venv/installed-tpu").write_text("other==1\n")  # as run.sh wrote it until November
     assert install.wrong(minor, ["cuda12"]) == ""
     assert install.wrong(minor, ["cuda12", "tpu"]) == "has the wheels of tpu"
+
+
+def test_what_is_not_there_at_all_is_noticed(folder, monkeypatch):
+    minor = sys.version_info[1]
+    packages = folder / f".venv/lib/python3.{minor}/site-packages"
+    for name in "pip", "numpy-2.4.6.dist-info":
+        (packages / name).mkdir(parents=True)
+    assert install.wrong(minor, []) == "has only a part of pip"
+    (packages / "pip").rmdir()
+    assert install.wrong(minor, []).startswith("has a damaged package (.venv/lib")  # no RECORD
+    (packages / "numpy-2.4.6.dist-info/RECORD").write_text("x,,\n")
+    (folder / ".venv/installed-cpu").write_text("numpy==2.4.6\n")
+    assert install.wrong(minor, []) == ""
+    (folder / ".venv/installed-cpu").write_text("numpy==2.5\noptax==0.2.8\n")
+    assert install.wrong(minor, []) == "lacks numpy 2.5"
+    (folder / ".venv/made-by-run.sh").touch()
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert install.wrong(minor, []) == "is no virtual environment any more"
 
 
 def test_the_first_cause_of_a_failed_import_is_told_in_one_line(folder, monkeypatch):

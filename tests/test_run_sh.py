@@ -158,6 +158,15 @@ def test_what_others_have_set_for_shell_python_git_and_pip_is_not_used(machine, 
     assert kept.items() <= found.items() and found["PIP_CONFIG_FILE"] == "/dev/null"
 
 
+def test_a_lock_that_is_no_link_is_not_waited_for(machine):
+    machine.python(12)
+    (machine.root / ".lock").write_text("h 1")
+    assert (
+        machine.refusal()
+        == "run.sh: there is a .lock that run.sh has not made: type  rm -r .lock\n"
+    )
+
+
 def test_run_sh_is_not_for_source_nor_for_links(machine):
     link = machine.root / "linked"
     link.symlink_to(machine.root / "run.sh")
