@@ -211,13 +211,20 @@ def saved_arrays(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def step_of(path: Path) -> tuple[bool, str, int]:
-    """Sort key of checkpoints: the run, whose name begins with its date, and the step; -1: the name
-    is no step. Other folders come first. Times of files are no key, because copies change them."""
-    run = path.parent.name
-    is_run = bool(re.match(r"\d{4}-\d\d-\d\dT", run))
-    step = int(path.stem) if path.stem.isdecimal() else -1
-    return is_run, run, step
+RUN = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}-[0-9]{2}-[0-9]{2}_[0-9a-f]{8}")  # a date
+STEP = re.compile("[0-9]{7}")  # of a checkpoint
+
+
+def step_of(path: Path) -> tuple[bool, str, int, bool]:
+    """Sort key of checkpoints: the run, whose name begins with its date; the step; and whether the
+    folder is that of the run and not a copy, as RUN.bak. Folders and files of other names come
+    first. Times of files are no key, because copies change them."""
+    folder = path.parent.name
+    run = RUN.match(folder)
+    step = int(path.stem) if STEP.fullmatch(path.stem) else -1
+    if not run:
+        return False, folder, step, False
+    return True, run[0], step, run[0] == folder
 
 
 def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
@@ -242,7 +249,8 @@ def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    mine = [old for old in path.parent.glob("*.state") if old.stem.isdecimal() and old.is_file()]
+    mine = [old for old in path.parent.glob("*.state") if STEP.fullmatch(old.stem)]
+    mine = [old for old in mine if old.is_file()]
     for old in sorted(mine, key=step_of)[:-2]:
         if old != path:  # a run that was resumed from an earlier step may write beside later ones
             try:

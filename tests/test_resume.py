@@ -393,13 +393,26 @@ def test_times_of_files_decide_nothing(stopped, half, capsys):
     assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 20
 
 
+def test_a_copy_of_a_folder_is_not_newer_than_its_run(tmp_path):
+    """As a person makes before an experiment."""
+    run = "2026-11-26T23-41-00_0123abcd"
+    right = [f"{run} (copy)/0000002.state", f"{run}_old/0000004.state", f"{run}.bak/0000005.state"]
+    right += [f"{run}/0000005.state", f"{run}/0000006.state"]
+    right.insert(0, f"zz {run}/0000009.state")
+    for name in reversed(right):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert guard.states_below(tmp_path) == [tmp_path / name for name in right]
+
+
 def test_foreign_files_are_neither_deleted_nor_a_reason_to_fail(stopped, half, capsys):
     """Beside the checkpoints, or as folders of other names, which are not later than runs."""
     (run,) = [path for path in stopped.glob("logs/*") if path.is_dir()]
     first, last = half.states
     (stopped / "logs/zz backup").mkdir()
     shutil.copy(first, stopped / "logs/zz backup/0000029.state")
-    foreign = [run / name for name in ("best.state", "0000008 (1).state", "².state", "next.part")]
+    names = "best.state", "0000008 (1).state", "²²²²²²².state", "50.state", "next.part"
+    foreign = [run / name for name in names]
     for path in foreign:
         shutil.copy(first, path)
     (run / "0000099.state").mkdir()
