@@ -313,8 +313,23 @@ def identity(script: ModuleType, c: Any, data: list[dict]) -> dict[str, Any]:
     return json.loads(json.dumps(same))  # as it is read back from a file
 
 
+def lock(number: int) -> OSError | None:
+    """Locks an open file or folder for this process. Returns the error if that fails."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes a folder if nothing is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def lock_owner(path: Path) -> str:
-    """(PID) of the process that has locked a file; "" where Linux does not say."""
+    """(PID) of the process that has locked a file or folder; "" where Linux does not say."""
     with contextlib.suppress(OSError):
         locks = Path("/proc/locks").read_text()
         found = re.search(rf"FLOCK .* ([1-9]\d*) \S+:{path.stat().st_ino} ", locks)
@@ -456,7 +471,7 @@ def taken_signals() -> list[int]:
 # ---- The guard -----------------------------------------------------------------------------------
 class Guard:
     """Protects one run. `with` gives back what it takes of the process: signal handlers, the
-    watchdog and the lock of the log.
+    watchdog and the lock of the run.
 
     options has the values of GUARD_FLAGS in dev/flags.py by name.
     """
@@ -541,23 +556,39 @@ class Guard:
 
     def lock_log(self, path: Path) -> None:
         """Makes this process the only one that writes to a log and its checkpoints. Exits with
-        status 2 if another one does. Some network disks know no locks."""
+        status 2 if another one does. It locks the folder of the checkpoints, because an editor may
+        replace the log by a new file; NFS locks only what is open for writing, hence there the log.
+        Some network disks know no locks."""
         if jax.process_index() > 0:
             return
         try:
-            self.lock = path.open("ab")  # NFS locks only what is open for writing
+            file = path.open("ab")
         except FileNotFoundError:  # no folder yet: begin() locks the log
             return
         except OSError as error:
             refuse(f"this run goes on in its log, which cannot be written: {error}")
+        self.lock = contextlib.ExitStack()
+        self.lock.callback(file.close)
+        folder = path.with_suffix("")
+        fault = None
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = f"another process{lock_owner(path)}"
+            folder.mkdir(exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            self.lock.callback(os.close, number)
+            fault = lock(number)
+        except OSError as error:  # a full disk
+            fault = error
+        place = folder
+        if fault and not isinstance(fault, BlockingIOError):
+            place = path
+            fault = lock(file.fileno())
+        if isinstance(fault, BlockingIOError):
+            self.lock.close()
+            owner = f"another process{lock_owner(place)}"
             refuse(f"{owner} trains the run of {path}: wait for its end, or stop it")
-        except OSError as error:
-            if self.checkpoint:
-                warn(f"this disk locks no files ({error}): no other process may resume this run")
+        self.lock.callback(remove_if_empty, folder)
+        if fault and self.checkpoint:
+            warn(f"this disk locks no files ({fault}): no other process may resume this run")
 
     # -- during the run: the four places
     def begin(self, state: Any, c: Any, mesh: Any, log: Any) -> Any:

@@ -547,15 +547,23 @@ def test_a_run_gives_back_what_it_takes(folder):
     assert go(folder, "--save_every", 10, "--resume", "logs").code == 0
 
 
-def test_a_log_has_one_writer(tmp_path, capsys):
-    """NFS locks only files that are open for writing."""
+@pytest.mark.parametrize("is_nfs", [False, True])
+def test_a_log_has_one_writer(is_nfs, tmp_path, monkeypatch, capsys):
+    """Also where an editor has replaced the log by a new file, and where folders cannot be locked:
+    NFS locks only files that are open for writing."""
     options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
     path = tmp_path / "log.txt"
+    if is_nfs:
+        monkeypatch.setattr(guard.os, "open", Mock(side_effect=OSError(9, "as on NFS")))
     with guard.Guard(train_gpt, options) as first:
         first.lock_log(path)
-        assert first.lock.writable()
+        if not is_nfs:
+            path.with_name("new").touch()
+            path.with_name("new").rename(path)
         with pytest.raises(SystemExit):
             guard.Guard(train_gpt, options).lock_log(path)
+        assert path.with_suffix("").is_dir()  # of the run that goes on
+    assert not path.with_suffix("").exists()  # because it is empty
     line = f"launch.py: another process trains the run of {path}: wait for its end, or stop it\n"
     shown = capsys.readouterr().err
     assert shown.replace(f" ({os.getpid()})", "") == line
