@@ -313,6 +313,15 @@ def identity(script: ModuleType, c: Any, data: list[dict]) -> dict[str, Any]:
     return json.loads(json.dumps(same))  # as it is read back from a file
 
 
+def has_result(log: Path) -> bool:
+    """Whether a log has a RESULT, after the source with which it begins."""
+    try:
+        _, _, body = log.read_bytes().partition(b"\n" + 100 * b"=" + b"\n")
+    except OSError:  # it is on another host, or was deleted
+        return False
+    return b"\nRESULT {" in body
+
+
 def lock(number: int) -> OSError | None:
     """Locks an open file or folder for this process. Returns the error if that fails."""
     try:
@@ -519,7 +528,8 @@ class Guard:
         """Compares the run with the checkpoint that it resumes, if there is one. c has the flags,
         and `fitted` also the kernels of these devices; command is how to start the run, without
         --resume. Returns `fitted` with the checkpoint's seed. Exits with status 2 if the run cannot
-        be resumed; --force 1 allows another source, other flags or tokens, but no other shapes."""
+        be resumed or has ended; --force 1 makes another run of it, also with another source, other
+        flags or tokens, but no other shapes."""
         if self.checkpoint and c.seed < 0:
             c = dataclasses.replace(c, seed=self.checkpoint["identity"]["--seed"])
         self.identity = identity(self.script, c, data)
@@ -548,9 +558,16 @@ class Guard:
             other = self.checkpoint["machine"]
             warn(f"{self.options.resume} is from {other}, this is {machine}: not equal bit by bit")
         self.facts = {"resume": {"step": self.start, "changed": "; ".join(changes)}}
-        if not changes:  # after a change, it is another run, with a log of its own
-            self.log_path = self.checkpoint["log"]
-            self.lock_log(Path(self.log_path))
+        log = Path(self.checkpoint["log"])
+        ended = has_result(log)
+        if ended and not self.options.force:
+            refuse(
+                f"--resume {self.options.resume}: this run has ended: {log} has its RESULT; to "
+                "train on, add --steps N --force 1, which makes another run"
+            )
+        if not changes and not ended:  # else it is another run, with a log of its own
+            self.log_path = str(log)
+            self.lock_log(log)
         print(f"resuming {self.checkpoint['log']} after step {self.start}")
         return dataclasses.replace(fitted, seed=c.seed)
 

@@ -294,6 +294,16 @@ NEVER = dict(
 )
 
 
+def test_a_run_that_has_ended_does_not_go_on(stopped, half, capsys):
+    """A script that queues it a second time passes --resume logs. By force it is another run."""
+    path = stopped / "logs" / half.path.name
+    path.write_text(half.path.read_text() + 'RESULT {"steps": 30}\n')
+    assert go(stopped, "--resume", "logs").code == 2
+    line = rf"launch\.py: --resume logs: this run has ended: .*{path.name} has its RESULT; .*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    assert go(stopped, "--resume", "logs", "--force", 1, stop=16).path.name != path.name
+
+
 def break_all(folder: Path) -> None:
     """Damages every checkpoint."""
     for path in folder.glob("logs/*/*"):
@@ -370,7 +380,7 @@ def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
     its run names it."""
     (path,) = stopped.glob("logs/*/*08.state")
     aside = shutil.copy(path, stopped / "aside.state")
-    go(stopped, "--resume", "logs", "--save_every", 7)
+    go(stopped, "--resume", "logs", "--save_every", 7, stop=28)
     log = go(stopped, "--resume", aside, stop=10)
     (path,) = re.findall("--resume ([^ ]*)", log.lines[-1])
     assert guard.load_checkpoint(stopped / path)[0]["step"] == 10
