@@ -682,6 +682,13 @@ class Guard:
         """Handles a signal: the run ends before its next step."""
         self.exits.append(128 + number)
 
+    def note_end(self, number: int) -> None:
+        """Writes into the log that a second signal ends the process, unless the run has ended."""
+        if self.log and not has_result(self.log.path):
+            name = signal.Signals(number).name
+            line = f"INTERRUPTED by {name} without a new checkpoint; {self.how_to_resume()}"
+            self.log.line(line, show=False)
+
     def agreed_exit(self, step: int) -> int:
         """The first exit status, or 0. Several processes agree on one every ten steps. The devices
         compute it after the steps that they have, so it is read five steps later, when it is there:

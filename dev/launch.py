@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -142,6 +143,7 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
         sys.exit()
     options, rest = split_flags(argv)
     with Guard(script, options) as guard:
+        GUARDS[:] = [guard]
         return train_guarded(script, argv, rest, command, guard)
 
 
@@ -511,23 +513,44 @@ def end_interrupted(number: int) -> NoReturn:
 
 def end_at_signals(reader: int) -> None:
     """Ends the process at a signal or, once the script has installed its handlers, at the second
-    one, if that is Ctrl-C or SIGTERM: a limit of CPU time sends SIGXCPU every second. mpirun and
-    timeout send a signal twice, so one within 0.3 s of the first is ignored."""
+    Ctrl-C or SIGTERM. Other signals do not count: Slurm warns of its SIGTERM, and a limit of CPU
+    time sends SIGXCPU every second. mpirun and timeout send a signal twice, so one within 0.3 s of
+    the first is ignored."""
     first_time = None
+    is_answered = False
     while True:
         number = os.read(reader, 1)[0]
         if number not in SIGNALS:
             continue
         if signal.getsignal(number) in (signal.default_int_handler, leave_it_to_the_thread):
             end_interrupted(number)
-        if first_time is None:
-            first_time = time.monotonic()
-            answer = "the run will finish the steps that are under way, and save a checkpoint"
-            how = "a second signal stops it at once"
-            print(f"\nlaunch.py: {answer}; {how}", file=sys.stderr, flush=True)
-        elif number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() > first_time + 0.3:
-            print("\nlaunch.py: stopped without a new checkpoint", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+        now = time.monotonic()
+        counts = number in (signal.SIGINT, signal.SIGTERM)
+        if counts and first_time is not None and now > first_time + 0.3:
+            end_at_second_signal(number)
+        if counts and first_time is None:
+            first_time = now
+        if not is_answered:
+            is_answered = True
+            what = "finish what is under way, and save a checkpoint if steps are left"
+            how = "Ctrl-C or SIGTERM, twice in all, stops it at once"
+            print(f"\nlaunch.py: the run will {what}; {how}", file=sys.stderr, flush=True)
+
+
+GUARDS = []  # that of the run, once it has one
+
+
+def end_at_second_signal(number: int) -> NoReturn:
+    """Ends the process, after a line in the log. The disk and the screen may hang, so it waits for
+    them 5 s each."""
+    what = "stopped without a new checkpoint"
+    jobs = [functools.partial(print, f"\nlaunch.py: {what}", file=sys.stderr, flush=True)]
+    jobs += [functools.partial(guard.note_end, number) for guard in GUARDS]
+    for job in jobs:
+        thread = threading.Thread(target=job, daemon=True)
+        thread.start()
+        thread.join(5)
+    os._exit(128 + number)
 
 
 # ---- Hosts ---------------------------------------------------------------------------------------

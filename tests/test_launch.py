@@ -147,17 +147,23 @@ def start(tmp_path, request):
     return start
 
 
-def test_a_second_signal_ends_a_run_that_hangs(start):
+def test_a_second_signal_ends_a_run_that_hangs(start, tmp_path):
+    """Ctrl-C or SIGTERM after another signal is not the second one. The log has a last line."""
     process = start(STAND_INS + HUNG + HANGS, until="step:10/30 train_loss")
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGUSR1)  # as Slurm, before its limit
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.1)  # as mpirun, which sends a signal twice: that counts as one
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, _, err = end(process, 5)
     assert code == 130 and err.endswith("stopped without a new checkpoint\n")
+    (log,) = tmp_path.glob("logs/*.txt")
+    line = "INTERRUPTED by SIGINT without a new checkpoint; there is no checkpoint"
+    assert log.read_text().splitlines()[-1] == line
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -185,7 +191,7 @@ def test_a_copy_beside_train_gpt_runs_until_sigterm(start, tmp_path):
     process = start(STAND_INS + NAPS, until="step:10/30 train_loss", script="my idea.py")
     process.terminate()
     code, out, err = end(process)
-    assert code == 143 and "and save a checkpoint; a second signal" in err
+    assert code == 143 and "and save a checkpoint if steps are left; Ctrl-C or SIGTERM, " in err
     words = r"; to resume: \./run\.sh 'my idea\.py' tiny .* --resume logs/"
     assert re.search(words, out.splitlines()[-1])
     (log,) = tmp_path.glob("logs/*.txt")
