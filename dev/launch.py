@@ -39,12 +39,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax import Array
-from jax.experimental.multihost_utils import process_allgather
+PYTHONS_HANDLER = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and PYTHONS_HANDLER == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while JAX is imported has no traceback
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax import Array  # noqa: E402
+from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "dev"))
@@ -83,7 +87,8 @@ def main(argv: list[str]) -> None:
     """Runs a script. If it does not return, the process ends by os._exit, because an ordinary exit
     would wait for threads and for the other processes."""
     protect_screen()
-    watch_signals()
+    if threading.current_thread() is threading.main_thread():  # others cannot handle signals
+        watch_signals()
     allow_many_files()
     try:
         if not argv or not Path(argv[0]).is_file():
@@ -294,14 +299,19 @@ def allow_many_files() -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-UNFIT = {  # options of JAX with which a run would fail, some of them after minutes of compiling
-    "jax_enable_x64": True,
-    "jax_disable_jit": True,
-    "jax_transfer_guard": "disallow",
-    "jax_numpy_rank_promotion": "raise",
-    "jax_numpy_dtype_promotion": "strict",
+UNFIT = {  # options of JAX, and values with which a run would fail, some only after minutes
+    "jax_enable_x64": (True,),
+    "jax_disable_jit": (True,),
+    "jax_transfer_guard": ("disallow", "disallow_explicit"),
+    "jax_transfer_guard_host_to_device": ("disallow", "disallow_explicit"),
+    "jax_transfer_guard_device_to_device": ("disallow", "disallow_explicit"),
+    "jax_transfer_guard_device_to_host": ("disallow", "disallow_explicit"),
+    "jax_numpy_rank_promotion": ("raise",),
+    "jax_numpy_dtype_promotion": ("strict",),
 }
 CURES = {  # what JAX's message may contain, and what helps
+    "not in the list of known backends|AssertionError": "JAX_PLATFORMS names a device that JAX "
+    "does not find: type  unset JAX_PLATFORMS",
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
     r"\b803\b|SYSTEM_DRIVER_MISMATCH|library version mismatch": "the driver's library and the "
@@ -314,13 +324,14 @@ CURES = {  # what JAX's message may contain, and what helps
 
 def start_jax() -> None:
     """Starts JAX on its devices. Exits with status 2, the cause and what helps, if it cannot."""
-    for name, value in UNFIT.items():
-        if getattr(jax.config, name, None) == value:
+    for name, values in UNFIT.items():
+        value = getattr(jax.config, name, None)
+        if value in values:
             refuse(f"{name.upper()} is {value}, so no run can go: type  unset {name.upper()}")
     try:
         jax.devices()
-    except RuntimeError as error:
-        cause = " ".join(str(error).split())[:300]
+    except (AssertionError, RuntimeError) as error:  # the first has no message
+        cause = " ".join(str(error).split())[:300] or repr(error)
         helps = [cure for pattern, cure in CURES.items() if re.search(pattern, cause)]
         cure = helps[0] if helps else "see nvidia-smi, and: When it does not work, in dev/README.md"
         refuse(f"JAX cannot start: {cause}; {cure}; without GPUs: JAX_PLATFORMS=cpu ./run.sh tiny")
@@ -580,8 +591,11 @@ def join() -> None:
     rank = number_in(rank_name, 0)
     coordinator = env.get("JNANO_COORDINATOR")
     described = bool(count_name and rank_name)
-    if coordinator and not described:
-        refuse("JNANO_COORDINATOR needs JNANO_PROCESSES and JNANO_PROCESS, too: see dev/hosts.md")
+    if (coordinator or count_name or rank_name) and not described:
+        wanted = "JNANO_COORDINATOR", "JNANO_PROCESSES", "JNANO_PROCESS"
+        missing = [name for name in wanted if not env.get(name)]
+        there = [name for name in wanted if env.get(name)]
+        refuse(f"{' and '.join(there)} without {' and '.join(missing)}: see dev/hosts.md")
     if count < 2 and not is_tpu_pod():
         return
     settings = "no variable that describes it"
@@ -599,7 +613,7 @@ def join() -> None:
     if env.get(local_rank_name) and not alone and sees_several:
         devices = [number_in(local_rank_name, 0)]
     if not coordinator and env.get("MASTER_ADDR"):  # torchrun itself listens at MASTER_PORT
-        coordinator = f"{env['MASTER_ADDR']}:{number_in('MASTER_PORT', 29500) + 1}"
+        coordinator = f"{env['MASTER_ADDR']}:{number_in('MASTER_PORT', 29500, 1, 65534) + 1}"
     place = {}  # if it stays empty, JAX asks the launcher or the TPU itself
     if coordinator and described:
         if rank == 0:
@@ -610,7 +624,7 @@ def join() -> None:
             "process_id": rank,
             "cluster_detection_method": "deactivate",
         }
-    wait = number_in("JNANO_WAIT", 300)
+    wait = number_in("JNANO_WAIT", 300, 1, 10**6)
 
     def give_up():
         text = (
@@ -641,13 +655,17 @@ def join() -> None:
     JOINED.set()
 
 
-def number_in(name: str, default: int) -> int:
-    """The number in an environment variable. Exits with status 2 if there is something else."""
+def number_in(name: str, default: int, least: int = -(2**31), most: int = 2**31 - 1) -> int:
+    """The number in an environment variable. Exits with status 2 if there is something else, or a
+    number out of its range."""
     text = os.environ.get(name) or default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         refuse(f"{name}={text} is no number: type  unset {name}  or set it right")
+    if not least <= number <= most:
+        refuse(f"{name}={text} is not from {least} to {most}: type  unset {name}  or set it right")
+    return number
 
 
 def try_to_listen(address: str) -> None:
@@ -898,4 +916,5 @@ def attention_errors(script: ModuleType, c: Any, narrow: bool = False) -> dict[s
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, PYTHONS_HANDLER)
     main(sys.argv[1:])
