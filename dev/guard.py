@@ -53,13 +53,17 @@ def warn(message: str) -> None:
 
 # ---- Refusals ------------------------------------------------------------------------------------
 MOST = 2**31 - 1  # indices are int32
+LARGEST_VOCAB = 2**16  # tokens of shards are uint16
+LARGEST_TABLE = 2**27  # rows, of which record 92 has 84,602,880; padded, they must fit int32
 LARGE = 1e30  # of float32
 # Names of fields, and the least and the largest value that they may have. Where these are floats,
 # so may the field be. Below 0.1, scores would not tell documents apart: positions().
 RANGES = (
     ("seed", -1, 2**32 - 1),
     ("steps", 0, 10**6),
-    ("batch microbatch head_chunk dc_window F vocab bigrams val_every val_T val_tokens", 1, MOST),
+    ("batch microbatch head_chunk dc_window F val_every val_T val_tokens", 1, MOST),
+    ("vocab", 1, LARGEST_VOCAB),
+    ("bigrams", 1, LARGEST_TABLE),
     ("R eot copy", 0, MOST),
     ("deal save", 0, 1),
     ("muon_lr adam_lr lr_floor untie cooldown_start cooldown_end", 0.0, LARGE),
