@@ -418,7 +418,9 @@ class Watchdog:
     is under way and none ends for so many seconds (0: never). What else a run does must end, or JAX
     report something, in six times as long, at least in PATIENCE: compiling, the first run of every
     program, validation, checkpoints. It counts seconds one by one, so that time in which the
-    process was stopped does not count, nor does time in a debugger."""
+    process was stopped does not count, nor does time in a debugger. A hang in C code that does not
+    release Python's lock stops this thread as well, so nothing ends it: the timer of faulthandler
+    would, but it counts the time in which the process was stopped."""
 
     def __init__(self, seconds: int):
         self.seconds = seconds
