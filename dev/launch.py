@@ -310,7 +310,7 @@ UNFIT = {  # options of JAX, and values with which a run would fail, some only a
     "jax_numpy_dtype_promotion": ("strict",),
 }
 CURES = {  # what JAX's message may contain, and what helps
-    "not in the list of known backends|AssertionError": "JAX_PLATFORMS names a device that JAX "
+    "not in the list of known backends|AssertionError|Failed to open libtpu": "JAX_PLATFORMS names a device that JAX "
     "does not find: type  unset JAX_PLATFORMS",
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
@@ -587,7 +587,7 @@ def join() -> None:
     count_name, rank_name, local_count_name, local_rank_name = names
     count_name = "JNANO_PROCESSES" if env.get("JNANO_PROCESSES") else count_name
     rank_name = "JNANO_PROCESS" if env.get("JNANO_PROCESS") else rank_name
-    count = number_in(count_name, 1)
+    count = number_in(count_name, 1, 1)
     rank = number_in(rank_name, 0)
     coordinator = env.get("JNANO_COORDINATOR")
     described = bool(count_name and rank_name)
@@ -596,14 +596,14 @@ def join() -> None:
         missing = [name for name in wanted if not env.get(name)]
         there = [name for name in wanted if env.get(name)]
         refuse(f"{' and '.join(there)} without {' and '.join(missing)}: see dev/hosts.md")
-    if count < 2 and not is_tpu_pod():
-        return
     settings = "no variable that describes it"
     if described:
         settings = f"{count_name}={env[count_name]} {rank_name}={env[rank_name]}"
         settings += f" (if this is the only process, type  unset {count_name} {rank_name})"
     if described and rank not in range(count):
         refuse(f"there is no such process: {settings}")
+    if count < 2 and not is_tpu_pod():
+        return
 
     # Several processes on a host take one GPU each, unless the launcher shows only one to each.
     devices = []  # for JAX, all that it sees

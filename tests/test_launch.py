@@ -403,6 +403,8 @@ ADVICE = r"\(if this is the only process, type  unset WORLD_SIZE RANK\)\n"
     (TORCH | dict(JNANO_WAIT="9" * 12), "JNANO_WAIT=9+ is not from 1 to"),
     (TORCH | dict(MASTER_PORT="99999"), "MASTER_PORT=99999 is not from 1 to 65534"),
     (TORCH | dict(MASTER_PORT="-1"), "MASTER_PORT=-1 is not from 1 to 65534"),
+    (dict(JNANO_PROCESSES="0", JNANO_PROCESS="0"), "JNANO_PROCESSES=0 is not from 1 to"),
+    (dict(JNANO_PROCESSES="1", JNANO_PROCESS="1"), "there is no such process: JNANO_PROCESSES=1 "),
     (dict(JNANO_PROCESSES="2"), "JNANO_PROCESSES without JNANO_COORDINATOR and JNANO_PROCESS: see"),
     (dict(JNANO_PROCESS="1"), "JNANO_PROCESS without JNANO_COORDINATOR and JNANO_PROCESSES: see"),
     (dict(JNANO_COORDINATOR="a:7", JNANO_PROCESS="1"), ".* without JNANO_PROCESSES: see dev/hosts"),
@@ -482,6 +484,7 @@ def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
     ("operation cuInit(0) failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart the machine"),
     ("Unable to initialize backend 'cuda': no CUDA-capable device", "CUDA_VISIBLE_DEVICES"),
     ("Backend 'CPU' is not in the list of known backends: ['cpu', 'tpu']", "unset JAX_PLATFORMS"),
+    ("Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so", "JAX_PLATFORMS"),
     ("Unable to initialize backend 'tpu': already in use by process 7", "restart the session"),
     ("something\nnew", "dev/README.md"),
 ])  # fmt: skip
