@@ -310,8 +310,8 @@ UNFIT = {  # options of JAX, and values with which a run would fail, some only a
     "jax_numpy_dtype_promotion": ("strict",),
 }
 CURES = {  # what JAX's message may contain, and what helps
-    "not in the list of known backends|AssertionError|Failed to open libtpu": "JAX_PLATFORMS names a device that JAX "
-    "does not find: type  unset JAX_PLATFORMS",
+    "not in the list of known backends|AssertionError|Failed to open libtpu": "JAX_PLATFORMS names "
+    "a device that JAX does not find: type  unset JAX_PLATFORMS",
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
     r"\b803\b|SYSTEM_DRIVER_MISMATCH|library version mismatch": "the driver's library and the "
