@@ -303,9 +303,6 @@ UNFIT = {  # options of JAX, and values with which a run would fail, some only a
     "jax_enable_x64": (True,),
     "jax_disable_jit": (True,),
     "jax_transfer_guard": ("disallow", "disallow_explicit"),
-    "jax_transfer_guard_host_to_device": ("disallow", "disallow_explicit"),
-    "jax_transfer_guard_device_to_device": ("disallow", "disallow_explicit"),
-    "jax_transfer_guard_device_to_host": ("disallow", "disallow_explicit"),
     "jax_numpy_rank_promotion": ("raise",),
     "jax_numpy_dtype_promotion": ("strict",),
 }
