@@ -53,13 +53,17 @@ def warn(message: str) -> None:
 
 # ---- Refusals ------------------------------------------------------------------------------------
 MOST = 2**31 - 1  # indices are int32
+LARGEST_VOCAB = 2**16  # tokens of shards are uint16
+LARGEST_TABLE = 2**27  # rows, of which record 92 has 84,602,880; padded, they must fit int32
 LARGE = 1e30  # of float32
 # Names of fields, and the least and the largest value that they may have. Where these are floats,
 # so may the field be. Below 0.1, scores would not tell documents apart: positions().
 RANGES = (
     ("seed", -1, 2**32 - 1),
     ("steps", 0, 10**6),
-    ("batch microbatch head_chunk dc_window F vocab bigrams val_every val_T val_tokens", 1, MOST),
+    ("batch microbatch head_chunk dc_window F val_every val_T val_tokens", 1, MOST),
+    ("vocab", 1, LARGEST_VOCAB),
+    ("bigrams", 1, LARGEST_TABLE),
     ("R eot copy", 0, MOST),
     ("deal save", 0, 1),
     ("muon_lr adam_lr lr_floor untie cooldown_start cooldown_end", 0.0, LARGE),
@@ -211,13 +215,20 @@ def saved_arrays(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def step_of(path: Path) -> tuple[bool, str, int]:
-    """Sort key of checkpoints: the run, whose name begins with its date, and the step; -1: the name
-    is no step. Other folders come first. Times of files are no key, because copies change them."""
-    run = path.parent.name
-    is_run = bool(re.match(r"\d{4}-\d\d-\d\dT", run))
-    step = int(path.stem) if path.stem.isdecimal() else -1
-    return is_run, run, step
+RUN = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}-[0-9]{2}-[0-9]{2}_[0-9a-f]{8}")  # a date
+STEP = re.compile("[0-9]{7}")  # of a checkpoint
+
+
+def step_of(path: Path) -> tuple[bool, str, int, bool]:
+    """Sort key of checkpoints: the run, whose name begins with its date; the step; and whether the
+    folder is that of the run and not a copy, as RUN.bak. Folders and files of other names come
+    first. Times of files are no key, because copies change them."""
+    folder = path.parent.name
+    run = RUN.match(folder)
+    step = int(path.stem) if STEP.fullmatch(path.stem) else -1
+    if not run:
+        return False, folder, step, False
+    return True, run[0], step, run[0] == folder
 
 
 def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
@@ -242,7 +253,8 @@ def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    mine = [old for old in path.parent.glob("*.state") if old.stem.isdecimal() and old.is_file()]
+    mine = [old for old in path.parent.glob("*.state") if STEP.fullmatch(old.stem)]
+    mine = [old for old in mine if old.is_file()]
     for old in sorted(mine, key=step_of)[:-2]:
         if old != path:  # a run that was resumed from an earlier step may write beside later ones
             try:
@@ -305,8 +317,32 @@ def identity(script: ModuleType, c: Any, data: list[dict]) -> dict[str, Any]:
     return json.loads(json.dumps(same))  # as it is read back from a file
 
 
+def has_result(log: Path) -> bool:
+    """Whether a log has a RESULT, after the source with which it begins."""
+    try:
+        _, _, body = log.read_bytes().partition(b"\n" + 100 * b"=" + b"\n")
+    except OSError:  # it is on another host, or was deleted
+        return False
+    return b"\nRESULT {" in body
+
+
+def lock(number: int) -> OSError | None:
+    """Locks an open file or folder for this process. Returns the error if that fails."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes a folder if nothing is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def lock_owner(path: Path) -> str:
-    """(PID) of the process that has locked a file; "" where Linux does not say."""
+    """(PID) of the process that has locked a file or folder; "" where Linux does not say."""
     with contextlib.suppress(OSError):
         locks = Path("/proc/locks").read_text()
         found = re.search(rf"FLOCK .* ([1-9]\d*) \S+:{path.stat().st_ino} ", locks)
@@ -382,7 +418,9 @@ class Watchdog:
     is under way and none ends for so many seconds (0: never). What else a run does must end, or JAX
     report something, in six times as long, at least in PATIENCE: compiling, the first run of every
     program, validation, checkpoints. It counts seconds one by one, so that time in which the
-    process was stopped does not count, nor does time in a debugger."""
+    process was stopped does not count, nor does time in a debugger. A hang in C code that does not
+    release Python's lock stops this thread as well, so nothing ends it: the timer of faulthandler
+    would, but it counts the time in which the process was stopped."""
 
     def __init__(self, seconds: int):
         self.seconds = seconds
@@ -448,7 +486,7 @@ def taken_signals() -> list[int]:
 # ---- The guard -----------------------------------------------------------------------------------
 class Guard:
     """Protects one run. `with` gives back what it takes of the process: signal handlers, the
-    watchdog and the lock of the log.
+    watchdog and the lock of the run.
 
     options has the values of GUARD_FLAGS in dev/flags.py by name.
     """
@@ -496,7 +534,8 @@ class Guard:
         """Compares the run with the checkpoint that it resumes, if there is one. c has the flags,
         and `fitted` also the kernels of these devices; command is how to start the run, without
         --resume. Returns `fitted` with the checkpoint's seed. Exits with status 2 if the run cannot
-        be resumed; --force 1 allows another source, other flags or tokens, but no other shapes."""
+        be resumed or has ended; --force 1 makes another run of it, also with another source, other
+        flags or tokens, but no other shapes."""
         if self.checkpoint and c.seed < 0:
             c = dataclasses.replace(c, seed=self.checkpoint["identity"]["--seed"])
         self.identity = identity(self.script, c, data)
@@ -525,31 +564,54 @@ class Guard:
             other = self.checkpoint["machine"]
             warn(f"{self.options.resume} is from {other}, this is {machine}: not equal bit by bit")
         self.facts = {"resume": {"step": self.start, "changed": "; ".join(changes)}}
-        if not changes:  # after a change, it is another run, with a log of its own
-            self.log_path = self.checkpoint["log"]
-            self.lock_log(Path(self.log_path))
+        log = Path(self.checkpoint["log"])
+        ended = has_result(log)
+        if ended and not self.options.force:
+            refuse(
+                f"--resume {self.options.resume}: this run has ended: {log} has its RESULT; to "
+                "train on, add --steps N --force 1, which makes another run"
+            )
+        if not changes and not ended:  # else it is another run, with a log of its own
+            self.log_path = str(log)
+            self.lock_log(log)
         print(f"resuming {self.checkpoint['log']} after step {self.start}")
         return dataclasses.replace(fitted, seed=c.seed)
 
     def lock_log(self, path: Path) -> None:
         """Makes this process the only one that writes to a log and its checkpoints. Exits with
-        status 2 if another one does. Some network disks know no locks."""
+        status 2 if another one does. It locks the folder of the checkpoints, because an editor may
+        replace the log by a new file; NFS locks only what is open for writing, hence there the log.
+        Some network disks know no locks."""
         if jax.process_index() > 0:
             return
         try:
-            self.lock = path.open("ab")  # NFS locks only what is open for writing
+            file = path.open("ab")
         except FileNotFoundError:  # no folder yet: begin() locks the log
             return
         except OSError as error:
             refuse(f"this run goes on in its log, which cannot be written: {error}")
+        self.lock = contextlib.ExitStack()
+        self.lock.callback(file.close)
+        folder = path.with_suffix("")
+        fault = None
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = f"another process{lock_owner(path)}"
+            folder.mkdir(exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            self.lock.callback(os.close, number)
+            fault = lock(number)
+        except OSError as error:  # a full disk
+            fault = error
+        place = folder
+        if fault and not isinstance(fault, BlockingIOError):
+            place = path
+            fault = lock(file.fileno())
+        if isinstance(fault, BlockingIOError):
+            self.lock.close()
+            owner = f"another process{lock_owner(place)}"
             refuse(f"{owner} trains the run of {path}: wait for its end, or stop it")
-        except OSError as error:
-            if self.checkpoint:
-                warn(f"this disk locks no files ({error}): no other process may resume this run")
+        self.lock.callback(remove_if_empty, folder)
+        if fault and self.checkpoint:
+            warn(f"this disk locks no files ({fault}): no other process may resume this run")
 
     # -- during the run: the four places
     def begin(self, state: Any, c: Any, mesh: Any, log: Any) -> Any:
@@ -625,6 +687,13 @@ class Guard:
     def note_signal(self, number: int, frame: Any) -> None:
         """Handles a signal: the run ends before its next step."""
         self.exits.append(128 + number)
+
+    def note_end(self, number: int) -> None:
+        """Writes into the log that a second signal ends the process, unless the run has ended."""
+        if self.log and not has_result(self.log.path):
+            name = signal.Signals(number).name
+            line = f"INTERRUPTED by {name} without a new checkpoint; {self.how_to_resume()}"
+            self.log.line(line, show=False)
 
     def agreed_exit(self, step: int) -> int:
         """The first exit status, or 0. Several processes agree on one every ten steps. The devices

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -38,12 +39,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax import Array
-from jax.experimental.multihost_utils import process_allgather
+PYTHONS_HANDLER = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and PYTHONS_HANDLER == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while JAX is imported has no traceback
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax import Array  # noqa: E402
+from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "dev"))
@@ -82,7 +87,8 @@ def main(argv: list[str]) -> None:
     """Runs a script. If it does not return, the process ends by os._exit, because an ordinary exit
     would wait for threads and for the other processes."""
     protect_screen()
-    watch_signals()
+    if threading.current_thread() is threading.main_thread():  # others cannot handle signals
+        watch_signals()
     allow_many_files()
     try:
         if not argv or not Path(argv[0]).is_file():
@@ -142,6 +148,7 @@ def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
         sys.exit()
     options, rest = split_flags(argv)
     with Guard(script, options) as guard:
+        GUARDS[:] = [guard]
         return train_guarded(script, argv, rest, command, guard)
 
 
@@ -292,14 +299,16 @@ def allow_many_files() -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-UNFIT = {  # options of JAX with which a run would fail, some of them after minutes of compiling
-    "jax_enable_x64": True,
-    "jax_disable_jit": True,
-    "jax_transfer_guard": "disallow",
-    "jax_numpy_rank_promotion": "raise",
-    "jax_numpy_dtype_promotion": "strict",
+UNFIT = {  # options of JAX, and values with which a run would fail, some only after minutes
+    "jax_enable_x64": (True,),
+    "jax_disable_jit": (True,),
+    "jax_transfer_guard": ("disallow", "disallow_explicit"),
+    "jax_numpy_rank_promotion": ("raise",),
+    "jax_numpy_dtype_promotion": ("strict",),
 }
 CURES = {  # what JAX's message may contain, and what helps
+    "not in the list of known backends|AssertionError|Failed to open libtpu": "JAX_PLATFORMS names "
+    "a device that JAX does not find: type  unset JAX_PLATFORMS",
     r"\b802\b|SYSTEM_NOT_READY|not yet initialized": "the GPUs' Fabric Manager does not run: type  "
     "systemctl status nvidia-fabricmanager",
     r"\b803\b|SYSTEM_DRIVER_MISMATCH|library version mismatch": "the driver's library and the "
@@ -312,13 +321,14 @@ CURES = {  # what JAX's message may contain, and what helps
 
 def start_jax() -> None:
     """Starts JAX on its devices. Exits with status 2, the cause and what helps, if it cannot."""
-    for name, value in UNFIT.items():
-        if getattr(jax.config, name, None) == value:
+    for name, values in UNFIT.items():
+        value = getattr(jax.config, name, None)
+        if value in values:
             refuse(f"{name.upper()} is {value}, so no run can go: type  unset {name.upper()}")
     try:
         jax.devices()
-    except RuntimeError as error:
-        cause = " ".join(str(error).split())[:300]
+    except (AssertionError, RuntimeError) as error:  # the first has no message
+        cause = " ".join(str(error).split())[:300] or repr(error)
         helps = [cure for pattern, cure in CURES.items() if re.search(pattern, cause)]
         cure = helps[0] if helps else "see nvidia-smi, and: When it does not work, in dev/README.md"
         refuse(f"JAX cannot start: {cause}; {cure}; without GPUs: JAX_PLATFORMS=cpu ./run.sh tiny")
@@ -511,23 +521,44 @@ def end_interrupted(number: int) -> NoReturn:
 
 def end_at_signals(reader: int) -> None:
     """Ends the process at a signal or, once the script has installed its handlers, at the second
-    one, if that is Ctrl-C or SIGTERM: a limit of CPU time sends SIGXCPU every second. mpirun and
-    timeout send a signal twice, so one within 0.3 s of the first is ignored."""
+    Ctrl-C or SIGTERM. Other signals do not count: Slurm warns of its SIGTERM, and a limit of CPU
+    time sends SIGXCPU every second. mpirun and timeout send a signal twice, so one within 0.3 s of
+    the first is ignored."""
     first_time = None
+    is_answered = False
     while True:
         number = os.read(reader, 1)[0]
         if number not in SIGNALS:
             continue
         if signal.getsignal(number) in (signal.default_int_handler, leave_it_to_the_thread):
             end_interrupted(number)
-        if first_time is None:
-            first_time = time.monotonic()
-            answer = "the run will finish the steps that are under way, and save a checkpoint"
-            how = "a second signal stops it at once"
-            print(f"\nlaunch.py: {answer}; {how}", file=sys.stderr, flush=True)
-        elif number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() > first_time + 0.3:
-            print("\nlaunch.py: stopped without a new checkpoint", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+        now = time.monotonic()
+        counts = number in (signal.SIGINT, signal.SIGTERM)
+        if counts and first_time is not None and now > first_time + 0.3:
+            end_at_second_signal(number)
+        if counts and first_time is None:
+            first_time = now
+        if not is_answered:
+            is_answered = True
+            what = "finish what is under way, and save a checkpoint if steps are left"
+            how = "Ctrl-C or SIGTERM, twice in all, stops it at once"
+            print(f"\nlaunch.py: the run will {what}; {how}", file=sys.stderr, flush=True)
+
+
+GUARDS = []  # that of the run, once it has one
+
+
+def end_at_second_signal(number: int) -> NoReturn:
+    """Ends the process, after a line in the log. The disk and the screen may hang, so it waits for
+    them 5 s each."""
+    what = "stopped without a new checkpoint"
+    jobs = [functools.partial(print, f"\nlaunch.py: {what}", file=sys.stderr, flush=True)]
+    jobs += [functools.partial(guard.note_end, number) for guard in GUARDS]
+    for job in jobs:
+        thread = threading.Thread(target=job, daemon=True)
+        thread.start()
+        thread.join(5)
+    os._exit(128 + number)
 
 
 # ---- Hosts ---------------------------------------------------------------------------------------
@@ -553,20 +584,23 @@ def join() -> None:
     count_name, rank_name, local_count_name, local_rank_name = names
     count_name = "JNANO_PROCESSES" if env.get("JNANO_PROCESSES") else count_name
     rank_name = "JNANO_PROCESS" if env.get("JNANO_PROCESS") else rank_name
-    count = number_in(count_name, 1)
+    count = number_in(count_name, 1, 1)
     rank = number_in(rank_name, 0)
     coordinator = env.get("JNANO_COORDINATOR")
     described = bool(count_name and rank_name)
-    if coordinator and not described:
-        refuse("JNANO_COORDINATOR needs JNANO_PROCESSES and JNANO_PROCESS, too: see dev/hosts.md")
-    if count < 2 and not is_tpu_pod():
-        return
+    if (coordinator or count_name or rank_name) and not described:
+        wanted = "JNANO_COORDINATOR", "JNANO_PROCESSES", "JNANO_PROCESS"
+        missing = [name for name in wanted if not env.get(name)]
+        there = [name for name in wanted if env.get(name)]
+        refuse(f"{' and '.join(there)} without {' and '.join(missing)}: see dev/hosts.md")
     settings = "no variable that describes it"
     if described:
         settings = f"{count_name}={env[count_name]} {rank_name}={env[rank_name]}"
         settings += f" (if this is the only process, type  unset {count_name} {rank_name})"
     if described and rank not in range(count):
         refuse(f"there is no such process: {settings}")
+    if count < 2 and not is_tpu_pod():
+        return
 
     # Several processes on a host take one GPU each, unless the launcher shows only one to each.
     devices = []  # for JAX, all that it sees
@@ -576,7 +610,7 @@ def join() -> None:
     if env.get(local_rank_name) and not alone and sees_several:
         devices = [number_in(local_rank_name, 0)]
     if not coordinator and env.get("MASTER_ADDR"):  # torchrun itself listens at MASTER_PORT
-        coordinator = f"{env['MASTER_ADDR']}:{number_in('MASTER_PORT', 29500) + 1}"
+        coordinator = f"{env['MASTER_ADDR']}:{number_in('MASTER_PORT', 29500, 1, 65534) + 1}"
     place = {}  # if it stays empty, JAX asks the launcher or the TPU itself
     if coordinator and described:
         if rank == 0:
@@ -587,7 +621,7 @@ def join() -> None:
             "process_id": rank,
             "cluster_detection_method": "deactivate",
         }
-    wait = number_in("JNANO_WAIT", 300)
+    wait = number_in("JNANO_WAIT", 300, 1, 10**6)
 
     def give_up():
         text = (
@@ -618,13 +652,17 @@ def join() -> None:
     JOINED.set()
 
 
-def number_in(name: str, default: int) -> int:
-    """The number in an environment variable. Exits with status 2 if there is something else."""
+def number_in(name: str, default: int, least: int = -(2**31), most: int = 2**31 - 1) -> int:
+    """The number in an environment variable. Exits with status 2 if there is something else, or a
+    number out of its range."""
     text = os.environ.get(name) or default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         refuse(f"{name}={text} is no number: type  unset {name}  or set it right")
+    if not least <= number <= most:
+        refuse(f"{name}={text} is not from {least} to {most}: type  unset {name}  or set it right")
+    return number
 
 
 def try_to_listen(address: str) -> None:
@@ -875,4 +913,5 @@ def attention_errors(script: ModuleType, c: Any, narrow: bool = False) -> dict[s
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, PYTHONS_HANDLER)
     main(sys.argv[1:])

@@ -131,6 +131,7 @@ def parse(path: Path, body: str) -> Run:
                 continue
             if name == "resume":
                 losses = before_resume(losses, facts["resume"]["step"])
+                facts.pop("RESULT", None)
                 end = ""
     result = facts.get("RESULT")
     if result:

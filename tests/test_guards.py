@@ -112,6 +112,8 @@ WRONG = {  # values that a field cannot have, separated by spaces
     "steps": "99999999999",
     "compute head_forward head_backward": "fp32 fp8 int8 float64 complex64 a,b",
     "F bigrams": "0 -1 99999999999",
+    "vocab bigrams": "2147483647 134217729",
+    "vocab": "65537",
     "D H batch val_T": "0 -2",
     "vocab microbatch head_chunk val_every dc_window": "0 -1",
     "R eot copy deal save": "-1",
@@ -138,6 +140,7 @@ def test_values_that_only_the_program_would_refuse_are_refused_before_it(refusal
 def test_values_at_the_end_of_their_ranges_are_right():
     lines = "--seed 0 --copy 0 --lr_floor 0 --untie 0", "--seed 4294967295 --copy 256 --untie 9"
     lines += "--momentum_low 0 --momentum_warmup 0 --target -1 --R 0", "--compute float16"
+    lines += ("--vocab 65536 --bigrams 134217728",)
     for line in lines:
         guard.check_run(train_gpt, dataclasses.replace(CONFIGS["tiny"], **parsed(line)))
 

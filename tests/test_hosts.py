@@ -325,6 +325,6 @@ def test_a_signal_to_one_host_saves_the_run_of_all(ends):
     run = ends["ended"]
     (path,) = run.folder.glob("logs/*/*.state")
     assert f"INTERRUPTED by SIGTERM after step {int(path.stem)}" in run.out[0]
-    asked = "launch.py: the run will finish the steps that are under way"
+    asked = "launch.py: the run will finish what is under way"
     errors = [line for err in run.err for line in err.splitlines() if line]
     assert len(errors) == 1 and errors[0].startswith(asked) and run.out[1] == ""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -147,17 +148,23 @@ def start(tmp_path, request):
     return start
 
 
-def test_a_second_signal_ends_a_run_that_hangs(start):
+def test_a_second_signal_ends_a_run_that_hangs(start, tmp_path):
+    """Ctrl-C or SIGTERM after another signal is not the second one. The log has a last line."""
     process = start(STAND_INS + HUNG + HANGS, until="step:10/30 train_loss")
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGUSR1)  # as Slurm, before its limit
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.1)  # as mpirun, which sends a signal twice: that counts as one
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, _, err = end(process, 5)
     assert code == 130 and err.endswith("stopped without a new checkpoint\n")
+    (log,) = tmp_path.glob("logs/*.txt")
+    line = "INTERRUPTED by SIGINT without a new checkpoint; there is no checkpoint"
+    assert log.read_text().splitlines()[-1] == line
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -170,6 +177,15 @@ def test_a_signal_ends_compiling_at_once(name, start, tmp_path):
     assert code == 128 + signal.Signals[name]
     assert err == f"\nlaunch.py: {name}: stopped without a new checkpoint\n"
     assert not [*tmp_path.glob("logs/*/*")]
+
+
+def test_ctrl_c_while_jax_is_imported_shows_no_traceback(tmp_path):
+    (tmp_path / "jax.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+    heed = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, launched.LAUNCH, "train_gpt.py"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, preexec_fn=heed)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_signals_that_are_ignored_stay_so_but_for_ctrl_c(monkeypatch):
@@ -185,7 +201,7 @@ def test_a_copy_beside_train_gpt_runs_until_sigterm(start, tmp_path):
     process = start(STAND_INS + NAPS, until="step:10/30 train_loss", script="my idea.py")
     process.terminate()
     code, out, err = end(process)
-    assert code == 143 and "and save a checkpoint; a second signal" in err
+    assert code == 143 and "and save a checkpoint if steps are left; Ctrl-C or SIGTERM, " in err
     words = r"; to resume: \./run\.sh 'my idea\.py' tiny .* --resume logs/"
     assert re.search(words, out.splitlines()[-1])
     (log,) = tmp_path.glob("logs/*.txt")
@@ -382,6 +398,16 @@ ADVICE = r"\(if this is the only process, type  unset WORLD_SIZE RANK\)\n"
     (TORCH | dict(MASTER_PORT="http"), "MASTER_PORT=http is no number"),
     (TORCH | dict(LOCAL_WORLD_SIZE="2", LOCAL_RANK="x"), "LOCAL_RANK=x is no number"),
     (TORCH | dict(JNANO_WAIT="5 min"), "JNANO_WAIT=5 min is no number"),
+    (TORCH | dict(JNANO_WAIT="0"), "JNANO_WAIT=0 is not from 1 to 1000000"),
+    (TORCH | dict(JNANO_WAIT="1e9"), "JNANO_WAIT=1e9 is no number"),
+    (TORCH | dict(JNANO_WAIT="9" * 12), "JNANO_WAIT=9+ is not from 1 to"),
+    (TORCH | dict(MASTER_PORT="99999"), "MASTER_PORT=99999 is not from 1 to 65534"),
+    (TORCH | dict(MASTER_PORT="-1"), "MASTER_PORT=-1 is not from 1 to 65534"),
+    (dict(JNANO_PROCESSES="0", JNANO_PROCESS="0"), "JNANO_PROCESSES=0 is not from 1 to"),
+    (dict(JNANO_PROCESSES="1", JNANO_PROCESS="1"), "there is no such process: JNANO_PROCESSES=1 "),
+    (dict(JNANO_PROCESSES="2"), "JNANO_PROCESSES without JNANO_COORDINATOR and JNANO_PROCESS: see"),
+    (dict(JNANO_PROCESS="1"), "JNANO_PROCESS without JNANO_COORDINATOR and JNANO_PROCESSES: see"),
+    (dict(JNANO_COORDINATOR="a:7", JNANO_PROCESS="1"), ".* without JNANO_PROCESSES: see dev/hosts"),
     (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a"), "process 0 cannot listen at a, which"),
     (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a:99999"), "process 0 cannot listen at a:9"),
 ])  # fmt: skip
@@ -457,6 +483,8 @@ def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
     ("Unable to initialize backend 'cuda': INTERNAL: cuInit: error 802 SYSTEM_NOT_READY", "fabric"),
     ("operation cuInit(0) failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart the machine"),
     ("Unable to initialize backend 'cuda': no CUDA-capable device", "CUDA_VISIBLE_DEVICES"),
+    ("Backend 'CPU' is not in the list of known backends: ['cpu', 'tpu']", "unset JAX_PLATFORMS"),
+    ("Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so", "JAX_PLATFORMS"),
     ("Unable to initialize backend 'tpu': already in use by process 7", "restart the session"),
     ("something\nnew", "dev/README.md"),
 ])  # fmt: skip
@@ -469,8 +497,27 @@ def test_a_backend_that_does_not_start_is_one_line_with_a_cure(error, cure, monk
     assert " ".join(error.split()) in line and cure in line
 
 
+def test_a_device_that_jax_does_not_find_is_one_line(monkeypatch, capsys):
+    """JAX_PLATFORMS=cuda without CUDA is an AssertionError without a message."""
+    monkeypatch.setattr(jax, "devices", Mock(side_effect=AssertionError))
+    with pytest.raises(SystemExit):
+        launch.start_jax()
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"launch\.py: JAX cannot start: .*  unset JAX_PLATFORMS; .*\n", line)
+
+
+def test_the_launcher_starts_in_any_thread(monkeypatch):
+    """Only the main thread can handle signals."""
+    monkeypatch.setattr(launch, "protect_screen", Mock())
+    monkeypatch.setattr(launch, "leave", Mock())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch.main, ["--bogus"]).result()
+    launch.leave.assert_called_once_with(2)
+
+
 def test_options_of_jax_with_which_no_run_can_go_are_named(monkeypatch, capsys):
-    for name, value in launch.UNFIT.items():
+    pairs = [(name, value) for name, values in launch.UNFIT.items() for value in values]
+    for name, value in pairs:
         monkeypatch.setattr(jax, "config", SimpleNamespace(**{name: value}))
         with pytest.raises(SystemExit):
             launch.start_jax()

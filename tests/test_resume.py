@@ -294,6 +294,16 @@ NEVER = dict(
 )
 
 
+def test_a_run_that_has_ended_does_not_go_on(stopped, half, capsys):
+    """A script that queues it a second time passes --resume logs. By force it is another run."""
+    path = stopped / "logs" / half.path.name
+    path.write_text(half.path.read_text() + 'RESULT {"steps": 30}\n')
+    assert go(stopped, "--resume", "logs").code == 2
+    line = rf"launch\.py: --resume logs: this run has ended: .*{path.name} has its RESULT; .*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    assert go(stopped, "--resume", "logs", "--force", 1, stop=16).path.name != path.name
+
+
 def break_all(folder: Path) -> None:
     """Damages every checkpoint."""
     for path in folder.glob("logs/*/*"):
@@ -370,7 +380,7 @@ def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
     its run names it."""
     (path,) = stopped.glob("logs/*/*08.state")
     aside = shutil.copy(path, stopped / "aside.state")
-    go(stopped, "--resume", "logs", "--save_every", 7)
+    go(stopped, "--resume", "logs", "--save_every", 7, stop=28)
     log = go(stopped, "--resume", aside, stop=10)
     (path,) = re.findall("--resume ([^ ]*)", log.lines[-1])
     assert guard.load_checkpoint(stopped / path)[0]["step"] == 10
@@ -393,13 +403,26 @@ def test_times_of_files_decide_nothing(stopped, half, capsys):
     assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 20
 
 
+def test_a_copy_of_a_folder_is_not_newer_than_its_run(tmp_path):
+    """As a person makes before an experiment."""
+    run = "2026-11-26T23-41-00_0123abcd"
+    right = [f"{run} (copy)/0000002.state", f"{run}_old/0000004.state", f"{run}.bak/0000005.state"]
+    right += [f"{run}/0000005.state", f"{run}/0000006.state"]
+    right.insert(0, f"zz {run}/0000009.state")
+    for name in reversed(right):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert guard.states_below(tmp_path) == [tmp_path / name for name in right]
+
+
 def test_foreign_files_are_neither_deleted_nor_a_reason_to_fail(stopped, half, capsys):
     """Beside the checkpoints, or as folders of other names, which are not later than runs."""
     (run,) = [path for path in stopped.glob("logs/*") if path.is_dir()]
     first, last = half.states
     (stopped / "logs/zz backup").mkdir()
     shutil.copy(first, stopped / "logs/zz backup/0000029.state")
-    foreign = [run / name for name in ("best.state", "0000008 (1).state", "².state", "next.part")]
+    names = "best.state", "0000008 (1).state", "²²²²²²².state", "50.state", "next.part"
+    foreign = [run / name for name in names]
     for path in foreign:
         shutil.copy(first, path)
     (run / "0000099.state").mkdir()
@@ -534,15 +557,23 @@ def test_a_run_gives_back_what_it_takes(folder):
     assert go(folder, "--save_every", 10, "--resume", "logs").code == 0
 
 
-def test_a_log_has_one_writer(tmp_path, capsys):
-    """NFS locks only files that are open for writing."""
+@pytest.mark.parametrize("is_nfs", [False, True])
+def test_a_log_has_one_writer(is_nfs, tmp_path, monkeypatch, capsys):
+    """Also where an editor has replaced the log by a new file, and where folders cannot be locked:
+    NFS locks only files that are open for writing."""
     options = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
     path = tmp_path / "log.txt"
+    if is_nfs:
+        monkeypatch.setattr(guard.os, "open", Mock(side_effect=OSError(9, "as on NFS")))
     with guard.Guard(train_gpt, options) as first:
         first.lock_log(path)
-        assert first.lock.writable()
+        if not is_nfs:
+            path.with_name("new").touch()
+            path.with_name("new").rename(path)
         with pytest.raises(SystemExit):
             guard.Guard(train_gpt, options).lock_log(path)
+        assert path.with_suffix("").is_dir()  # of the run that goes on
+    assert not path.with_suffix("").exists()  # because it is empty
     line = f"launch.py: another process trains the run of {path}: wait for its end, or stop it\n"
     shown = capsys.readouterr().err
     assert shown.replace(f" ({os.getpid()})", "") == line

@@ -177,7 +177,9 @@ def test_a_resumed_run_replaces_what_it_repeats():
         ("val", 0, 6), ("train", 10, 4), ("val", 10, 5), ("train", 20, 2),
     ]  # fmt: skip
     assert run.end == ""
-    assert watch.parse(EXAMPLE, body + f"RESULT {json.dumps(RESULT)}\n").end.endswith(", resumed")
+    body += f"RESULT {json.dumps(RESULT)}\n"
+    assert watch.parse(EXAMPLE, body).end.endswith(", resumed")
+    assert watch.parse(EXAMPLE, f"{body}\n{more}").end == ""  # it trains its end a second time
 
 
 @pytest.mark.parametrize("line", [
