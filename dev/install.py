@@ -145,7 +145,8 @@ def wrong(minor: int, other_wheels: list) -> str:
     folder = f".venv/lib/python3.{sys.version_info[1]}/site-packages"
     if os.path.isdir(folder + "/pip") and not glob.glob(folder + "/pip-*.dist-info"):
         return "has only a part of pip"  # Ctrl-C stopped ensurepip
-    return lacking(folder, pins) or damage(folder)
+    # What others have made may find packages outside of .venv.
+    return (lacking(folder, pins) if is_ours else "") or damage(folder)
 
 
 def lacking(folder: str, pins: str) -> str:

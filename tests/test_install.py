@@ -96,6 +96,8 @@ def test_what_is_not_there_at_all_is_noticed(folder, monkeypatch):
     packages = folder / f".venv/lib/python3.{minor}/site-packages"
     for name in "pip", "numpy-2.4.6.dist-info":
         (packages / name).mkdir(parents=True)
+    (folder / ".venv/made-by-run.sh").touch()
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
     assert install.wrong(minor, []) == "has only a part of pip"
     (packages / "pip").rmdir()
     assert install.wrong(minor, []).startswith("has a damaged package (.venv/lib")  # no RECORD
@@ -104,7 +106,6 @@ def test_what_is_not_there_at_all_is_noticed(folder, monkeypatch):
     assert install.wrong(minor, []) == ""
     (folder / ".venv/installed-cpu").write_text("numpy==2.5\noptax==0.2.8\n")
     assert install.wrong(minor, []) == "lacks numpy 2.5"
-    (folder / ".venv/made-by-run.sh").touch()
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     assert install.wrong(minor, []) == "is no virtual environment any more"
 
