@@ -37,10 +37,11 @@ import runs
 import verify
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
-import facts  # noqa: E402
 import machine  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+# Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
+LOGGED_VARIABLES = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
 PARSE = "import sys, train_gpt; train_gpt.parse_config(sys.argv[1:])"  # a program for python -c
 RESERVED = {"lock", "logs", "plan.json", "plan.part"}  # names of others in a plan's folder
 
@@ -374,7 +375,7 @@ def main() -> None:
     if not args.resume:
         interpreter()  # refuses before a plan is made
     for name in sorted(os.environ):
-        if facts.RELEVANT.match(name) and not verify.NEUTRAL.fullmatch(name):
+        if LOGGED_VARIABLES.match(name) and not verify.NEUTRAL.fullmatch(name):
             print(f"{name} is set, so these runs will not count as a record")
     out = args.resume or make_plan(args)
     if not (out / "plan.json").is_file():

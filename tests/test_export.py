@@ -218,8 +218,8 @@ def test_the_card_of_a_trained_model(trained, tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     log = path.with_suffix(".txt").read_text()
     assert float(re.search(r"within (\S+) of", card)[1]) < 1e-4
-    facts = re.findall("^(?:versions|devices|seed|data) .*", log, re.M)
-    assert len(facts) == 4 and all(f"\n{fact}\n" in card for fact in facts)
+    facts = re.findall("^(?:versions|devices|driver|git|seed|data) .*", log, re.M)
+    assert len(facts) == 6 and all(f"\n{fact}\n" in card for fact in facts)
     assert log.splitlines()[-1].partition(', "weights')[0] in card  # the last line: RESULT
     assert "`transformers` library cannot load it" in card
     assert (ROOT / "LICENSE").read_text() in card

@@ -106,6 +106,7 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": ""})
     assert (status, err) == (1, "")  # "better" is no record: it has as many tokens
     assert "XLA_FLAGS is set, so these runs will not count as" in text.partition("[1/")[0]
+    assert f'"{run_ab.LOGGED_VARIABLES.pattern}"' in train_gpt.SOURCE
     plan = json.loads((out / "plan.json").read_text())
     assert plan["n"] == len(set(plan["seeds"])) == 4 and list(plan["arms"]) == ["old", "better"]
     assert plan["arguments"] == ["tiny", "--target", "0"]
