@@ -39,6 +39,7 @@ import math
 import os
 import re
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -2112,7 +2113,19 @@ class Log:
 
 
 def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
-    """Returns what it takes to run this again. ./run.sh adds what dev/facts.py finds."""
+    """Returns what it takes to run this again, without secrets."""
+    secret = re.compile("TOKEN|KEY|SECRET|PASS")
+    relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
+    home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
+    environment = {
+        name: home.sub("~", value)
+        for name, value in os.environ.items()
+        if relevant.match(name) and not secret.search(name)
+    }
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    # Not a repository that the folder of this file is only a part of.
+    folder = Path(__file__).resolve().parent
+    git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
     versions |= accelerator_wheels()
@@ -2120,12 +2133,26 @@ def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]
         "hosts": jax.process_count(),
         "versions": versions,
         "devices": [device.device_kind for device in devices],
+        "driver": "\n".join(re.findall(r"^\d[\d.]*$", drivers, re.MULTILINE)),
+        "git": output_of(*git, "describe", "--always", "--dirty", "--abbrev=40"),
+        "environment": environment,
         "argv": argv,
         "seed": c.seed,
         "config": {"preset": preset, **dataclasses.asdict(c)},
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
+
+
+def output_of(*command: str) -> str:
+    """What a command writes to stdout within a minute; "" if it cannot. It is not killed, because
+    a driver that hangs may keep a process that was killed, which would be waited for."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        output, _ = subprocess.Popen(command, **pipes).communicate(timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return output.decode(errors="replace").strip()
 
 
 def accelerator_wheels() -> dict[str, str]:
@@ -2137,7 +2164,8 @@ def accelerator_wheels() -> dict[str, str]:
 
 # ---- Run -----------------------------------------------------------------------------------------
 def main(argv: list[str]) -> Path | None:
-    """Trains in one process without a guard. Returns the path of the weights, if they are saved."""
+    """Trains without a guard, in one process. Returns the path of the weights, if they are
+    saved."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would train alone
         refuse("WORLD_SIZE is set, as by torchrun: start ./run.sh instead, or unset it")
     preset, c = parse_config(argv)

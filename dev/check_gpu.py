@@ -48,7 +48,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAF
 import train_gpt
 from dev import launch, watch
 from dev.cache import set_compilation_cache
-from dev.facts import machine_facts
 from train_gpt import LONG, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
@@ -383,10 +382,9 @@ def load_text(gpu: dict[str, str]) -> str:
 def software(c: Config, devices: list[jax.Device]) -> dict[str, Any]:
     """What else one has to know of a machine: versions, variables, cores and bytes of memory."""
     facts = train_gpt.run_facts("check", c, devices, sys.argv)
+    names = ("versions", "devices", "driver", "git", "environment")
     memory = [device.memory_stats() or {} for device in devices]
-    return machine_facts(Path(train_gpt.__file__).resolve().parent) | {
-        "versions": facts["versions"],
-        "devices": facts["devices"],
+    return {name: facts[name] for name in names} | {
         "libraries": library_versions(),
         "bytes_for_JAX": [stats.get("bytes_limit", 0) for stats in memory],
         "cores": os.cpu_count(),

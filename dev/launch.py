@@ -55,7 +55,6 @@ sys.path.append(str(ROOT / "dev"))
 import fits  # noqa: E402
 import machine  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
-from facts import machine_facts  # noqa: E402
 from flags import GUARD_FLAGS  # noqa: E402
 from guard import (  # noqa: E402
     SIGNALS,
@@ -194,7 +193,6 @@ def train_guarded(
     if preset in UNFINISHED:
         print(f"warning: {UNFINISHED[preset]}")
     print(layer_table(c))
-    guard.facts |= machine_facts(Path(script.__file__).resolve().parent)
     return script.run(preset, c, devices, shards, data, [*typed, *words], guard)
 
 

@@ -500,6 +500,54 @@ def test_versions_of_the_accelerators_wheels_are_in_the_log(monkeypatch):
     assert expected.items() <= facts["versions"].items()
 
 
+NOISY = "#!/bin/sh\necho 580.95.05\necho 'WARNING: infoROM is corrupted at gpu 0'\nexit 14\n"
+
+
+@pytest.mark.parametrize(
+    "nvidia_smi, driver",
+    [(NOISY, "580.95.05"), ("#!/bin/sh\nexec sleep 1000\n", ""), (None, "")],
+    ids=["it warns", "it hangs", "there is none"],
+)
+def test_an_odd_nvidia_smi_costs_no_run(tmp_path, monkeypatch, nvidia_smi, driver):
+    """It hangs where a GPU has fallen off the bus. Here a minute is short."""
+    if nvidia_smi:
+        (tmp_path / "nvidia-smi").write_text(nvidia_smi)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kw: run(*args, **kw | {"timeout": 0.5}))
+    assert train_gpt.run_facts("tiny", MINI, DEVICES, [])["driver"] == driver
+
+
+@pytest.mark.parametrize("folder", [".", "clone"])
+def test_the_commit_is_that_of_the_files_own_repository(tmp_path, monkeypatch, folder):
+    """A ZIP of the project may lie inside another repository, and GIT_DIR may name one."""
+    git = "git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(train_gpt, "__file__", str(tmp_path / folder / "train_gpt.py"))
+    found = train_gpt.run_facts("tiny", MINI, DEVICES, [])["git"]
+    assert len(found) == (40 if folder == "." else 0)
+
+
+@pytest.mark.parametrize(
+    "home, logged",
+    [
+        ("/home/me", "--to=~/x:~ /mnt/home/me /home/metoo"),
+        ("/", "--to=/home/me/x:/home/me /mnt/home/me /home/metoo"),
+        (None, "--to=/home/me/x:/home/me /mnt/home/me /home/metoo"),
+    ],
+)
+def test_the_home_folder_is_replaced_only_at_the_beginning_of_a_path(monkeypatch, home, logged):
+    monkeypatch.delenv("HOME")
+    if home:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("XLA_SOMETHING", "--to=/home/me/x:/home/me /mnt/home/me /home/metoo")
+    facts = train_gpt.run_facts("tiny", MINI, DEVICES, [])
+    assert facts["environment"]["XLA_SOMETHING"] == logged
+
+
 def test_first_and_second_steps_alternate_and_stages_follow_each_other(data, monkeypatch):
     """Every step has the shape of its stage. A validation is of the stage of the next step."""
     stages = (
