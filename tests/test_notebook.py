@@ -157,7 +157,8 @@ def test_it_trains_samples_and_resumes_on_a_cpu(tmp_path, monkeypatch):
     assert (log.with_suffix("") / "0000002.state").exists() and log.with_suffix(".npz").exists()
     assert "PASS machine" in shell.output and "[1 x " in shell.output  # the check and the sample
 
-    shutil.rmtree(tmp_path / "home/jnanogpt")  # the machine is gone
+    shutil.rmtree(tmp_path / "home/jnanogpt")  # the machine is gone, before the end of the run
+    log.write_text(log.read_text().rpartition("RESULT ")[0])
     shell = Shell(monkeypatch)
     settings = with_setting(settings, "RESUME", "--resume logs")
     for source in (settings, CODE[1], CODE[3]):
