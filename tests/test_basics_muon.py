@@ -11,6 +11,7 @@ import pytest
 from tests.tools import basic
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path):
     done = basic(tmp_path, "muon")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

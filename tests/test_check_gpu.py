@@ -502,6 +502,7 @@ def test_cycles_have_all_programs_of_a_stage(preset, cycle):
     assert programs == set(itertools.product(stages, cycle))
 
 
+@pytest.mark.slow
 def test_tiny_on_several_devices_must_be_that_of_one(monkeypatch):
     c = dataclasses.replace(C, layers=(Layer(LONG),), D=32, F=32, R=0, adam_every=1)
     train_batches = train_gpt.train_batches

@@ -100,6 +100,7 @@ def test_the_narrow_model_has_every_technique_of_the_layers():
     assert techniques(SMALL.layers) == techniques(MEDIUM.layers)
 
 
+@pytest.mark.slow
 def test_a_narrow_model_trains_equally_on_one_device_and_on_eight():
     one = losses(1)
     eight = losses(8)
