@@ -1297,8 +1297,8 @@ def param_table(c: Config) -> dict[str, Param]:
     muon = normuon(c)
     mlp_rates = [5, 1]  # of a and b
     if not any(start for _, start in c.mudd_head):
-        # In the last layer, the first one only scales x, which the norm before the head takes away.
-        # So at first its gradient is a rounding error, of which Adam would make a whole step.
+        # In the last layer, a only scales x, which the norm before the head takes away. So at first
+        # its gradient is a rounding error, of which Adam would make a whole step.
         mlp_rates = [[5, 1] for _ in c.layers]
         mlp_rates[-1] = [0, 1]
     # fmt: off
@@ -2164,8 +2164,7 @@ def accelerator_wheels() -> dict[str, str]:
 
 # ---- Run -----------------------------------------------------------------------------------------
 def main(argv: list[str]) -> Path | None:
-    """Trains without a guard, in one process. Returns the path of the weights, if they are
-    saved."""
+    """Trains in one process without a guard. Returns the path of the weights, if they are saved."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # each process would train alone
         refuse("WORLD_SIZE is set, as by torchrun: start ./run.sh instead, or unset it")
     preset, c = parse_config(argv)
