@@ -1,5 +1,5 @@
-"""One line where a script of data/ fails, instead of a traceback: what is wrong, where, and what to
-do about it."""
+"""One line where a tool fails, instead of a traceback: what is wrong, where and what to do; and text
+that reaches every terminal, file and pipe."""
 
 import argparse
 import contextlib
@@ -9,6 +9,7 @@ import pathlib
 import select
 import ssl
 import sys
+import traceback
 from collections.abc import Iterator
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError
@@ -29,11 +30,13 @@ class Fault(Exception):
 def is_of_system(error: Exception) -> bool:
     """Whether reason() knows what to do about an error."""
     no_thread = isinstance(error, RuntimeError) and NO_THREAD in str(error)
-    return no_thread or isinstance(error, OSError)
+    return no_thread or isinstance(error, (OSError, MemoryError))
 
 
-def reason(error: OSError | RuntimeError, known: pathlib.Path | None = None) -> str:
+def reason(error: OSError | RuntimeError | MemoryError, known: pathlib.Path | None = None) -> str:
     """Where an error of the system happened, unless it was at `known`; what it is; what to do."""
+    if isinstance(error, MemoryError):
+        return "not enough memory: stop other programs, or take a machine that has more"
     if not isinstance(error, OSError):
         return "no new threads: raise ulimit -u"
     name = error.filename2 or error.filename or known or ""
@@ -49,31 +52,50 @@ def reason(error: OSError | RuntimeError, known: pathlib.Path | None = None) -> 
 
 
 @contextlib.contextmanager
-def one_line(script: str, status: int = 1) -> Iterator[None]:
-    """Ends a script with one line if it raises Fault or an error that reason() knows, or is stopped
-    by Ctrl-C, and quietly, with the status of SIGPIPE, if nobody reads what it prints, as with
-    `| head`."""
-    if hasattr(sys.stdout, "reconfigure"):  # not if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # \xe9 where é cannot be shown, as stderr
+def one_line(script: str, status: int = 1, replacement: str = "backslashreplace") -> Iterator[None]:
+    """Ends a script with one line and `status` if it raises Fault or an error that reason() knows,
+    with 130 if Ctrl-C stops it, and quietly, with the status of SIGPIPE, if nobody reads what it
+    prints, as with `| head`. Another error prints its traceback, and has that status, too.
+    `replacement` names what replaces characters that a terminal does not know: \\xe9 for é, as on
+    stderr, unless a script names another handler of codecs."""
+    open_streams(replacement)
     try:
         yield
-        if sys.stdout:
-            sys.stdout.flush()
-    except (OSError, RuntimeError, Fault) as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            # Python flushes stdout once more at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(141)
-        if not isinstance(error, Fault) and not is_of_system(error):
-            raise
-        line = f"{script}: {error if isinstance(error, Fault) else reason(error)}"
-        if status == 1:
-            sys.exit(line)
-        print(line, file=sys.stderr)
-        sys.exit(status)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(130)  # sys.exit would wait for threads that read their shards to the end
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            discard_output()
+            sys.exit(141)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output()
+        if isinstance(error, Fault):
+            message = f"{script}: {error}"
+        elif is_of_system(error):
+            message = f"{script}: {reason(error)}"
+        else:
+            message = traceback.format_exc().rstrip()
+        print(message, file=sys.stderr)
+        sys.exit(status)
+
+
+def open_streams(replacement: str = "backslashreplace") -> None:
+    """Makes text reach every terminal: streams that are closed become empty, and characters that an
+    encoding does not have are replaced."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, mode))
+    if hasattr(sys.stdout, "reconfigure"):  # not that of a test
+        sys.stdout.reconfigure(errors=replacement)
+
+
+def discard_output() -> None:
+    """Sends what Python still flushes to stdout at its end nowhere, because stdout is broken."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def nobody_reads() -> bool:

@@ -59,11 +59,13 @@ def test_shards_are_the_committed_ones(built):
     assert [fault for *_, fault in shards_py.check(built[0], about, names)] == [None] * 3
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(source_code, "SHARDS", {})  # so that nothing is built
-    with pytest.raises(SystemExit, match="source_code.py: .*/file is a file, but a folder"):
+    with pytest.raises(SystemExit, match="1"):
         run(source_code, monkeypatch, "--out", tmp_path / "file" / "out")
+    line = "source_code.py: .*/file is a file, but a folder .*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_there_is_enough_of_it(shards):

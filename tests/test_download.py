@@ -79,7 +79,8 @@ def run(hub, tmp_path, monkeypatch, capfd):
             script.main()
         except SystemExit as stopped:
             status = 1
-            print(stopped.code, file=sys.stderr)
+            if isinstance(stopped.code, str):
+                print(stopped.code, file=sys.stderr)
         out, err = capfd.readouterr()
         return types.SimpleNamespace(status=status, out=out, err=err)
 
