@@ -1,5 +1,6 @@
-"""One line where a tool fails, instead of a traceback: what is wrong, where and what to do; and text
-that reaches every terminal, file and pipe."""
+"""One line where a tool fails, instead of a traceback: what is wrong, where and what to do.
+
+Text reaches every terminal, file and pipe."""
 
 import argparse
 import contextlib
