@@ -269,8 +269,10 @@ case ${1:-} in
     export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=33554432
     export MALLOC_TOP_PAD_=16777216
     # Three workers for two cores, because tests/test_hosts.py mostly waits. tests/conftest.py sorts
-    # the files, so xdist need not.
-    exec .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+    # the files, so xdist need not. A worker that crashes ends the suite with the name of its test:
+    # one that xdist starts in its place waits for ever.
+    set -- -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
+    exec .venv/bin/python -m pytest "$@"
     ;;
 esac
 
