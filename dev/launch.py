@@ -646,7 +646,8 @@ def join() -> None:
         cause = " ".join(str(error).split())[:300]
         cure = "set JNANO_COORDINATOR to HOST:PORT, as dev/hosts.md explains"
         refuse(f"this process cannot connect to others: {cause}; {cure}; it has {settings}")
-    timer.cancel()
+    finally:
+        timer.cancel()
     JOINED.set()
 
 
