@@ -2,6 +2,8 @@
 
 Text reaches every terminal, file and pipe."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import errno
