@@ -60,7 +60,8 @@ PEAKS = {
 BORDER = b"\n" + 100 * b"=" + b"\n"  # ends the source in a log
 # Facts follow it, in this and older versions, unless they are not written yet.
 START = re.compile(BORDER + rb"(?=(?:data|hosts|versions|resume) |\Z)")
-LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) train_time:(\d+)ms( step_avg:\S+ms)?")
+# A line may have more fields, of scripts that were changed.
+LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) (?:.* )?train_time:(\d+)ms(?: .*)?")
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░", "__--==##.")
@@ -396,12 +397,10 @@ def newest_run(shown: Path | None = None) -> Run | None:
     now = time.time()
     logs = []
     for path in Path("logs").glob("*.txt"):
-        try:
+        if path.is_file():
             changed = path.stat().st_mtime
-        except OSError:  # a link to nothing
-            continue
-        bonus = 60 if path == shown else 0
-        logs.append((changed + bonus, path, abs(now - changed) < 60))
+            bonus = 60 if path == shown else 0
+            logs.append((changed + bonus, path, abs(now - changed) < 60))
     last = None
     for _, path, is_recent in sorted(logs, reverse=True):
         if last and not is_recent:

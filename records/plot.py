@@ -57,11 +57,13 @@ STYLE = {
 }  # fmt: skip
 
 
-def plain(name: str) -> str:
-    """A name as matplotlib shows it without change. It would take $ for the start of a formula,
-    leave a label that begins with _ out of the legend, and write control characters, which an SVG
-    file may not contain."""
+def plain(name: str, longest: int = 80) -> str:
+    """A name as matplotlib shows it without change, and without its middle if it is too long. It
+    would take $ for the start of a formula, leave a label that begins with _ out of the legend, and
+    write control characters, which an SVG file may not contain."""
     text = "".join(letter if letter.isprintable() else "?" for letter in name)
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}\N{HORIZONTAL ELLIPSIS}{text[-longest // 2 :]}"
     space = " " if text.startswith("_") else ""
     return space + text.replace("$", r"\$")
 
@@ -108,7 +110,7 @@ def name_gaps(figure, series: list[tuple[str, list[Validation]]]) -> None:
         gaps = [f"{v.loss:g} at step {v.step}" for v in losses if not drawable([v])]
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
         if gaps:
-            lines.append(plain(f"not drawn, {name}: {', '.join(gaps[:3])}{more}"))
+            lines.append(plain(f"not drawn, {name}: {', '.join(gaps[:3])}{more}", 160))
     if lines:
         figure.supxlabel("\n".join(lines), fontsize=7, color="tab:red")
 
@@ -170,7 +172,7 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
         x = c.x[unit]
         color = colors[i % 10]
         style = "-" if i < 10 else "--"
-        axes.plot(x, c.mean, style, color=color, label=plain(c.name), linewidth=1.4, marker=".",
+        axes.plot(x, c.mean, style, color=color, label=plain(c.name, 40), linewidth=1.4, marker=".",
                   markersize=4)  # fmt: skip
         # The loss of a batch jumps: a thin line without a band, and only beside few other curves.
         if c.train and len(curves) < 3:
@@ -222,7 +224,7 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
         if n < 2:
             raise Fault(f"{name} has {n} seeds in common with {first_name}, but differences need 2")
         half = stats.critical(0.025, n - 1) * stdev(changes) / n**0.5
-        rows.append(Difference(fmean(changes), half, changes, plain(name.replace("_", " "))))
+        rows.append(Difference(fmean(changes), half, changes, plain(name.replace("_", " "), 40)))
     if not rows:
         raise Fault(f"differences need a second folder, whose seeds {first_name} has run as well")
     rows.sort()
@@ -253,7 +255,7 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final validation loss minus that of {plain(first_name)}, nats per {per}")
+    axes.set_xlabel(f"final validation loss minus that of {plain(first_name, 25)}, nats per {per}")
     axes.grid(axis="y", visible=False)
 
 
@@ -349,6 +351,8 @@ def main() -> None:
     variants = []
     for argument in args.folders:
         name, folder = name_and_folder(argument)
+        if name in dict(variants):
+            raise Fault(f"two curves are called {name}: name them by NAME=FOLDER")
         try:
             variants.append((name, verify.collect(folder)))
         except verify.Unreadable as error:

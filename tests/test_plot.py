@@ -87,9 +87,15 @@ def test_differences(tmp_path, drawn):
 
 def test_names_may_have_any_characters(tmp_path, drawn):
     folder = write_ours(tmp_path / "runs")
-    strange = ["a$x_{$", "_b", r"c\$d^\frac", "e\nf\x1b[1m\udce9"]
+    strange = ["a$x_{$", "_b", r"c\$d^\frac", "e\nf\x1b[1m\udce9", 99 * "l" + 12 * "n"]
     text = drawn(*(f"{name}={folder}" for name in strange), "--title", strange[0])
-    for name in strange[0], strange[2], " _b", "e?f?[1m?":
+    for name in (
+        strange[0],
+        strange[2],
+        " _b",
+        "e?f?[1m?",
+        f"{20 * 'l'}\N{HORIZONTAL ELLIPSIS}{12 * 'n'}",
+    ):
         assert f"{name} (n = 5)" in text
     assert text.endswith(strange[0])
     ElementTree.parse(tmp_path / "out.svg")  # a control character would be an error
@@ -123,6 +129,7 @@ def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
         f"{ours} --differences": "differences need a second folder",
         f"{ours} {others} --differences": "others has 0 seeds in common with ours",
         f"{ours} --target nan": "--target nan is no loss",
+        f"{ours} ours={theirs}": "two curves are called ours: name them by NAME=FOLDER",
         f"{ours}/logs/x": "/logs/x' names no folder",
         "x=": "'x=' names no folder",
         f"{tmp_path}": "has no log that can be read",

@@ -241,11 +241,12 @@ def test_of_several_runs_in_a_log_the_last_is_shown(log, end, number):
     assert bool(run.end) == (number == 1)
 
 
-def test_windows_line_ends_and_repeated_lines_change_nothing(log):
+def test_windows_line_ends_repeated_lines_and_more_fields_change_nothing(log):
     right = watch.read_run(log(ENDED))
     source, border, body = ENDED.partition("\ndata ")
     twice = [line for line in f"data {body}".splitlines() for _ in range(2)]
-    for text in (ENDED.replace("\n", "\r\n"), source + "\n" + "\n".join(twice)):
+    more = ENDED.replace(" train_time", " lr:0.1 train_time").replace("00ms", "00ms norm:1")
+    for text in (ENDED.replace("\n", "\r\n"), source + "\n" + "\n".join(twice), more):
         assert watch.read_run(log(text))._replace(age=right.age) == right
 
 
