@@ -182,7 +182,7 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
         high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         lowest.append(min(low))
-        highest.append(c.mean[len(c.mean) // 3])
+        highest.append(max(c.mean[len(c.mean) // 3 :]))
     if target is not None:
         axes.axhline(
             target, color="black", linewidth=0.9, linestyle=":", label=f"target {target:g}"

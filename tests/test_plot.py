@@ -63,6 +63,15 @@ def test_a_curve_is_the_mean_in_its_band(tmp_path):
     assert c.x["tokens"] == pytest.approx([step * 0.393216 for step in c.x["steps"]])
 
 
+def test_a_loss_that_rises_at_the_end_is_in_the_picture():
+    steps = dict(steps=[0, 1, 2, 3])
+    axes = plot.plt.subplots()[1]
+    plot.draw_curves(axes, [plot.Curve("x", steps, [9, 3, 2, 5], [0] * 4)], "steps", target=None)
+    low, high = axes.get_ylim()
+    plot.plt.close()
+    assert 1.5 < low < 2 and 5 < high < 5.5
+
+
 def test_differences(tmp_path, drawn):
     folders = []
     shifts = dict(base=0, better=-0.01, worse=0.02, nothing=0.001, awful=0.9)
