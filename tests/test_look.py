@@ -6,6 +6,7 @@ import runpy
 import sys
 
 import look
+import loss
 import numpy as np
 import plot
 import pytest
@@ -280,6 +281,13 @@ def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
     assert ax.get_ylabel() == "loss, nats per byte, logarithmic scale"
     assert "training loss, of one batch" == batches.get_label()
     assert "over the candidates" in record92.lines[0].get_label()
+
+
+def test_a_dollar_in_the_name_of_weights_is_no_formula(tmp_path):
+    """In the title of loss.py's picture."""
+    rows = np.array([[1, 1, 4, 2.5, 0.1], [2, 2, 4, 2, 0.1]])
+    loss.draw(rows, "a$x_{$", "byte", tmp_path / "loss")
+    assert "<!-- a$x_{$ -->" in (tmp_path / "loss.svg").read_text()
 
 
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import loss
-import numpy as np
 import plot
 import pytest
 import runs
@@ -103,9 +101,6 @@ def test_names_may_have_any_characters(tmp_path, drawn):
         assert f"{name} (n = 5)" in text
     assert text.endswith(strange[0])
     ElementTree.parse(tmp_path / "out.svg")  # a control character would be an error
-    rows = np.array([[1, 1, 4, 2.5, 0.1], [2, 2, 4, 2, 0.1]])
-    loss.draw(rows, strange[0], "byte", tmp_path / "loss")
-    assert f"<!-- {strange[0]} -->" in (tmp_path / "loss.svg").read_text()
 
 
 def test_folders_may_have_equals_signs(tmp_path, monkeypatch):
