@@ -293,16 +293,22 @@ def plot(
 
 def plot_log(run: Run, out: Path) -> None:
     """Draws the losses of one run from first to last, for evals/look.py: every logged batch as a
-    dot, their smoothed curve, the validations, and the target if the run has one."""
+    dot, their smoothed curve, the validations, and the target if the run has one. Raises Fault
+    without any loss."""
     training = drawable(run.training)
     validations = drawable(run.validations)
+    if not training and not validations:
+        raise Fault(f"{run.name} has no losses that can be drawn")
     steps = [v.step for v in training]
     batches = [v.loss for v in training]
     name = TRAINING_LOSS.get(run.config and run.config["preset"], "training loss")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
-        axes.plot(steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch")
-        axes.plot(steps, smooth(batches), color="tab:blue", label=f"{name}, {SMOOTHED}")
+        if training:
+            axes.plot(
+                steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch"
+            )
+            axes.plot(steps, smooth(batches), color="tab:blue", label=f"{name}, {SMOOTHED}")
         axes.plot([v.step for v in validations], [v.loss for v in validations], "o-",
                   color="tab:orange", markersize=5, label="validation loss")  # fmt: skip
         target = run.config and run.config["target"]

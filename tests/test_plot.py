@@ -162,6 +162,8 @@ def test_losses_that_are_no_numbers_are_named_in_the_picture(tmp_path):
     text = (tmp_path / "log.svg").read_text()
     assert "<!-- not drawn, training: inf at step 0, 0 at step 1, -1 at step 2, and 1 more" in text
     assert "<!-- a$x_{$ -->" in text
+    with pytest.raises(Fault, match="has no losses that can be drawn"):
+        plot.plot_log(run._replace(training=training[:4], validations=[]), tmp_path / "log")
 
 
 def test_losses_of_bytes_are_per_byte(tmp_path, drawn):
