@@ -9,8 +9,9 @@ In train_gpt.py  `attend` does not count the token itself in its window. `positi
 """
 
 import math
+import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -230,16 +231,17 @@ def what_a_leak_costs() -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(path: str, sizes: dict[str, np.ndarray]) -> None:
+def draw(file, sizes: dict[str, np.ndarray]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure, plots = plt.subplots(1, 4, figsize=(7.5, 2.4), sharey=True, layout="constrained")
     for plot, (name, size) in zip(plots, sizes.items(), strict=False):  # of the first four
         image = plot.imshow(size, norm="log", vmin=1e-12, vmax=10, interpolation="none")
         plot.set(title=name, xlabel="input j, token", ylabel="output i, token")
     figure.colorbar(image, label="|d out$_i$ / d in$_j$|; white: exactly 0", shrink=0.8)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -252,7 +254,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     sizes = who_sees_whom()
     count_work()

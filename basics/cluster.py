@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 
 import jax
 import jax.numpy as jnp
@@ -144,10 +144,11 @@ def make() -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
     return params, normal(ROWS, WIDTH), normal(ROWS), np.arange(ROWS, dtype=np.float32)
 
 
-def draw(path: str, alone: dict, different: dict, same: dict, loss_on_all_rows: float) -> None:
+def draw(file, alone: dict, different: dict, same: dict, loss_on_all_rows: float) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     _, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     axes.plot(alone["losses"], "C0", lw=5, alpha=0.4, label="one device")
     axes.plot(different["losses"], "C0", label="two processes of 4 devices")
@@ -155,7 +156,7 @@ def draw(path: str, alone: dict, different: dict, same: dict, loss_on_all_rows: 
     axes.plot(STEPS - 1, loss_on_all_rows, "C1o", label="of its weights, on all rows")
     axes.set(xlabel="step", ylabel="loss that is reported", yscale="log")
     axes.legend()
-    plt.savefig(path, metadata={"Date": None})
+    plt.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -169,7 +170,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--join", metavar="FOLDER", nargs="*", help="be one of several processes")
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     if flags.join is not None:
         join()

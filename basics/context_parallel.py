@@ -11,9 +11,10 @@ In train_gpt.py  `prefetch` gives every device whole sequences. They fit, becaus
 """
 
 import math
+import os
 import re
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -183,10 +184,11 @@ def check_messages(program_text: str) -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(work: dict[str, np.ndarray], path: str) -> None:
+def draw(work: dict[str, np.ndarray], file) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure, panels = plt.subplots(1, 2, figsize=(7, 3.5), layout="constrained", sharey=True)
     for panel, (name, met) in zip(panels, work.items(), strict=True):
         image = panel.imshow(met, cmap="Blues", vmin=0, vmax=8)  # light enough for black digits
@@ -195,7 +197,7 @@ def draw(work: dict[str, np.ndarray], path: str) -> None:
         panel.set(title=f"{name}: {N} rounds take {met.max(axis=0).sum()}", xlabel="round")
     panels[0].set(ylabel="device; in its row: whose keys visit it")
     figure.colorbar(image, ax=panels, label="work, pairs of chunks", values=range(5))
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -208,7 +210,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((N,), ("seq",), axis_types=(AxisType.Auto,))
     seq = P("seq")

@@ -9,9 +9,10 @@ In train_gpt.py  `whole_weights` casts what every device has whole to "varying":
         because `pack_documents` leaves no padding. The axis "nodes" of `make_mesh` is data parallel
 """
 
+import os
 import re
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from collections.abc import Callable
 
 import jax
@@ -182,10 +183,11 @@ def largest_error(result: tuple, expected: tuple) -> float:
     return max(jax.tree.leaves(jax.tree.map(distance, result, expected)))
 
 
-def draw(path: str, errors: dict[int, float], drifts: dict[str, list[float]]) -> None:
+def draw(file, errors: dict[int, float], drifts: dict[str, list[float]]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     _, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
     left.plot([*errors], [100 * error for error in errors.values()], "o-")
     left.set(title="Mean of means", xlabel="tokens in the shortest row", ylabel="error, %")
@@ -193,7 +195,7 @@ def draw(path: str, errors: dict[int, float], drifts: dict[str, list[float]]) ->
         right.plot(100 * np.array(drift), label=name)
     right.set(title="Weights of two devices", xlabel="step", ylabel="distance, %")
     right.legend()
-    plt.savefig(path, metadata={"Date": None})
+    plt.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -206,7 +208,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     check_both(mesh)

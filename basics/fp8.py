@@ -9,8 +9,9 @@ In train_gpt.py  `quantize` and `softcap` are as here. `scaled_matmul` rounds lo
         at a time. The scales are `x_scale`, `w_scale` and `g_scale`
 """
 
+import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from typing import NamedTuple
 
 import jax
@@ -206,10 +207,11 @@ def one_large_number(arguments: tuple, logits: Array) -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(path: str, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) -> None:
+def draw(file, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.5), layout="constrained")
     for dtype, values in numbers.items():
         positive = values[np.isfinite(values) & (values > 0)]
@@ -219,7 +221,7 @@ def draw(path: str, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray
     right.set(xlabel="scale of x; of the logits' gradient", ylabel="error", ylim=(0.03, 12))
     left.legend()
     right.legend(loc="upper left")
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -232,7 +234,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     numbers = show_formats()
     rng = np.random.default_rng(0)

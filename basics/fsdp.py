@@ -9,9 +9,10 @@ In train_gpt.py  `whole_weights` sends in bfloat16 (`compute`), once for all mic
         banks by whole matrices, because Muon, in `normuon`, needs whole matrices
 """
 
+import os
 import re
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -174,10 +175,11 @@ def distance(a: Array, b: Array) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def draw(path: str, memory: dict[str, MiB]) -> None:
+def draw(file, memory: dict[str, MiB]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     _, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
     left = np.zeros(len(memory))
     labels = "parameters", "gradients", "Adam's state", "temporary"
@@ -186,7 +188,7 @@ def draw(path: str, memory: dict[str, MiB]) -> None:
         left += sizes
     axes.set(xlabel="MiB on each of 8 devices", ylim=(2.5, -0.5))
     axes.legend()
-    plt.savefig(path, metadata={"Date": None})
+    plt.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -199,7 +201,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 

@@ -7,9 +7,10 @@ In train_gpt.py  `orthogonalize` is this one in bfloat16, after which `normuon` 
         sizes. `bank` shards by whole matrices, `apply_update` decays only weights that it shrinks
 """
 
+import os
 import re
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import jax
@@ -183,16 +184,17 @@ def train(
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(path: str, curves: dict[str, list[np.ndarray]]) -> None:
+def draw(file, curves: dict[str, list[np.ndarray]]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure, axes = plt.subplots(1, 2, figsize=(7, 3.5), sharey=True, layout="constrained")
     for ax, (name, curve) in zip(axes, curves.items(), strict=True):
         ax.semilogx(curve[0], np.transpose(curve), label=[f"{i} quintics" for i in range(6)])
         ax.set(title=name, xlabel="singular value before", ylabel="after", ylim=(-0.1, 2.6))
     axes[0].legend()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -205,7 +207,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     curves = lift_singular_values()
     shard_a_stack()

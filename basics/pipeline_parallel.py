@@ -12,8 +12,9 @@ In train_gpt.py  there is no pipeline, because the model fits on every device. W
         device computes at once
 """
 
+import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from collections.abc import Callable
 
 import jax
@@ -185,10 +186,11 @@ def measure(schedule: Callable, M: int, mesh: Mesh) -> int:
     return memory
 
 
-def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
+def draw(file, memory: dict[Callable, list[int]], M: int = 6) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure = plt.figure(figsize=(7.5, 3.4), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(3, 1))
     graph = figure.add_subplot(grid[:, 1])
@@ -208,7 +210,7 @@ def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
         graph.plot(COUNTS, np.array(memory[schedule]) / 1e3, markers[schedule], label=name)
     graph.set(xlabel="microbatches", ylabel="temporary memory, kB", ylim=0, xticks=COUNTS)
     graph.legend(loc="lower right")
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -221,7 +223,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
     print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")

@@ -11,9 +11,10 @@ In train_gpt.py  products are not split: a device has whole sequences and, from 
 """
 
 import math
+import os
 import re
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, FileType, RawDescriptionHelpFormatter
 from typing import NamedTuple
 
 import jax
@@ -179,10 +180,11 @@ def make() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     return weights, noise(B, T, D), noise(B, T, D)
 
 
-def draw(rows: list[dict], path: str) -> None:
+def draw(rows: list[dict], file) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 9})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.5), layout="constrained")
     corners = dict(q=(0, 9), k=(5, 9), v=(10, 9), out=(16, 9), up=(0, 1), down=(16, -6))
     sizes = dict(up=(12, 4), down=(4, 12))
@@ -200,7 +202,7 @@ def draw(rows: list[dict], path: str) -> None:
     right.set_xticks(np.arange(4) + 1 / 4, ["8 x 1", "4 x 2", "2 x 4", "2 x 4,\nwrong split"])
     right.set(xlabel="mesh: data x model", ylabel="kB on a device, in one step")
     right.legend()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -213,7 +215,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", DEVICES)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", metavar="FILE.svg", help="also draw the picture")
+    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     args = make()
     print("Below, 2 x 4,096 means: two arrays, of which every device has 4,096 numbers each")

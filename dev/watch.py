@@ -4,8 +4,9 @@
                             if that run has ended, the next one, too
     ./run.sh watch LOG      this log, of a run that goes on or of one that has ended
 
-On a terminal it refreshes every second until the run ends. Elsewhere, and with --once, it prints
-one summary. Python 3.8 is enough, and nothing has to be installed.
+On a terminal it refreshes every second until the run ends, and waits where a log is being copied.
+Elsewhere, and with --once, it prints one summary. Of several runs in one log, it shows the last.
+Python 3.8 is enough, and nothing has to be installed.
 
 Rates are those of training: the clock in a log stands still during validation. "Now" means over
 the last ten lines with a loss. The time left is that of the tokens that are left, at the rate of
@@ -28,13 +29,17 @@ import codecs
 import datetime
 import json
 import math
-import os
 import re
 import shutil
 import sys
 import time
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
+from messages import Fault, one_line  # noqa: E402
 
 # Dense bfloat16 operations per second, in 1e12, by the name that JAX gives to a device. Other
 # variants, such as laptop GPUs and MIG slices, have other rates and are left out.
@@ -53,13 +58,21 @@ PEAKS = {
     "TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918,
 }  # fmt: skip
 BORDER = b"\n" + 100 * b"=" + b"\n"  # ends the source in a log
-LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) train_time:(\d+)ms( step_avg:\S+ms)?")
-FIRST = re.compile(
-    "(data|hosts|versions|resume) "
-)  # begins what follows, in this and older versions
+# Facts follow it, in this and older versions, unless they are not written yet.
+START = re.compile(BORDER + rb"(?=(?:data|hosts|versions|resume) |\Z)")
+# A line may have more fields, of scripts that were changed.
+LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) (?:.* )?train_time:(\d+)ms(?: .*)?")
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░", "__--==##.")
+# Hints, and shorter forms of them for narrow terminals.
+NEXT_RUN = (
+    "Waiting for the log of the next run in logs/; Ctrl-C ends this.",
+    "Waiting for the next run; Ctrl-C ends this.",
+    "Ctrl-C ends this.",
+    "Ctrl-C",
+)
+INCOMPLETE = ("Waiting until the log can be read; Ctrl-C ends this.", *NEXT_RUN[2:])
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
@@ -84,6 +97,7 @@ class Run(NamedTuple):
     """What a log states so far."""
 
     path: Path
+    number: int  # of runs in the log; this is the last
     title: str  # preset and devices
     stages: list[Stage]
     losses: list[Loss]
@@ -94,33 +108,50 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path) -> Run:
-    """Reads a log. Raises OSError, or ValueError if the file is not a log or lacks a fact."""
-    _, border, body = path.read_bytes().partition(BORDER)
-    if not border:
-        raise ValueError(f"{path} is not a log: it has no line of 100 =, which ends the source")
-    text = body.decode("utf-8", "replace")
-    if text and not FIRST.match(text):
-        raise ValueError(
-            f"{path} is not a log of train_gpt.py: after its line of 100 = are no facts"
-        )
+    """Reads the last run of a log. Raises OSError, or Fault if the file is not a log or lacks a
+    fact."""
+    if path.is_dir():
+        raise Fault(f"{path} is a folder: name a log in it")
+    content = path.read_bytes().replace(b"\r\n", b"\n")
+    starts = [match.end() for match in START.finditer(content)]
+    if not starts and BORDER in content:
+        raise Fault(f"{path} is not a log of train_gpt.py: after its line of 100 = are no facts")
+    if not starts:
+        raise Fault(f"{path} is not a log: it has no line of 100 =, which ends the source")
+    text = content[starts[-1] :].decode("utf-8", "replace")
     try:
-        return parse(path, text)
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: a fact is missing or has another form: {error!r}") from error
+        return parse(path, text, len(starts))
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise Fault(f"{path}: a fact is missing or has another form: {error!r}") from error
 
 
-def parse(path: Path, body: str) -> Run:
+def parse(path: Path, body: str, number: int = 1) -> Run:
     """Reads what follows the source in a log. A line that is cut, because it is being written or
-    because the log is a part of one, does not count."""
+    because the log is a part of one, does not count, nor does one that repeats the line before it.
+    Where steps begin anew, so does another run: it is the one that is shown."""
     facts = {}
     losses = []
+    latest = {}  # steps, by kind of loss
+    previous = ""
     steps = 0
     end = ""
     for line in body.split("\n"):
         name, _, value = line.partition(" ")
         match = LOSS.fullmatch(line)
         if match:
-            losses.append(Loss(match[3], int(match[1]), float(match[4]), int(match[5]) / 1000))
+            if line == previous:
+                continue
+            previous = line
+            kind = match[3]
+            step = int(match[1])
+            if step <= latest.get(kind, -1):
+                number += 1
+                losses = []
+                latest = {}
+                facts.pop("RESULT", None)
+                end = ""
+            latest[kind] = step
+            losses.append(Loss(kind, step, float(match[4]), int(match[5]) / 1000))
             steps = int(match[2])
         elif name in ("INTERRUPTED", "NON-FINITE:"):
             end = line
@@ -131,6 +162,8 @@ def parse(path: Path, body: str) -> Run:
                 continue
             if name == "resume":
                 losses = before_resume(losses, facts["resume"]["step"])
+                latest = {}
+                previous = ""
                 facts.pop("RESULT", None)
                 end = ""
     result = facts.get("RESULT")
@@ -141,6 +174,7 @@ def parse(path: Path, body: str) -> Run:
     devices = facts.get("devices", ["unknown device"])
     return Run(
         path=path,
+        number=number,
         title=f"{config.get('preset', 'a run')} on {len(devices)} x {devices[0]}",
         stages=read_stages(facts, steps),
         losses=losses,
@@ -242,8 +276,15 @@ def duration(seconds: float) -> str:
 
 
 # ---- Text ----------------------------------------------------------------------------------------
-def summary(run: Run) -> list[str]:
-    """The lines that are shown for a run."""
+class Line(NamedTuple):
+    """A line of a summary."""
+
+    rank: int  # lines of the highest rank are left out first, where the terminal is too low
+    text: str
+
+
+def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -> list[str]:
+    """The lines that are shown for a run on a terminal of this size."""
     start = Loss("train", 0, math.nan, 0.0)
     last = run.losses[-1] if run.losses else start
     steps = run.stages[-1].end
@@ -251,39 +292,85 @@ def summary(run: Run) -> list[str]:
     average = speed(run, start, last)
     on_average = f"{show(average.tokens_per_second, ',.0f')} tokens/s on average"
     silence = f"{duration(run.age)} since the log's last line"
-    bar = round(40 * last.step / max(1, steps)) * "█"
-    lines = [f"{run.title}, {run.path}", f"{bar:░<40} step {last.step} of {steps}"]
+    place = f"the last of {run.number} runs in {run.path}" if run.number > 1 else run.path
+    lines = [Line(8, f"{run.title}, {place}"), Line(0, progress(last.step, steps, columns))]
     if run.end:
-        lines.append(run.end)
-        lines.append(
-            f"{show(tokens, ',.0f')} tokens in {last.seconds:,.1f} s, {on_average}, "
-            f"MFU {show(average.mfu, '.1%')}"
-        )
+        lines.append(Line(2, run.end))
+        text = f"{show(tokens, ',.0f')} tokens in {last.seconds:,.1f} s, {on_average}, "
+        lines.append(Line(6, f"{text}MFU {show(average.mfu, '.1%')}"))
     elif run.losses:
         now = speed(run, run.losses[-11:][0], last)  # over the last ten lines
         left = (work(run, steps)[0] - tokens) / (now.tokens_per_second or math.nan)
         rate = show(now.tokens_per_second, ",.0f")
-        lines.append(f"{rate} tokens/s and MFU {show(now.mfu, '.1%')} now, {on_average}")
-        lines.append(f"{duration(left)} of training left; {silence}")
+        lines.append(Line(7, f"{rate} tokens/s and MFU {show(now.mfu, '.1%')} now, {on_average}"))
+        lines.append(Line(6, f"{duration(left)} of training left; {silence}"))
     else:
-        lines.append(f"programs are compiled before the first loss; {silence}")
-    for kind, name in ("train", "training loss"), ("val", "validation loss"):
-        found = [f"{x.step}: {x.loss:.4f}" for x in run.losses if x.kind == kind]
-        if found:
-            lines.append(f"{name:15} by step  " + "  ".join(found[-3:]))
-    if run.losses and run.config.get("target"):
-        lines[-1] += f"  target {run.config['target']}"
-    return lines + curve([x for x in run.losses if x.kind == "train"] or run.losses)
+        lines.append(Line(6, f"programs are compiled before the first loss; {silence}"))
+    target = f"  target {run.config['target']}" if run.config.get("target") else ""
+    train = [loss for loss in run.losses if loss.kind == "train"]
+    val = [loss for loss in run.losses if loss.kind == "val"]
+    if train:
+        end = "" if val else target
+        lines.append(Line(4, newest("training loss", train, end, columns)))
+    if val:
+        lines.append(Line(5, newest("validation loss", val, target, columns)))
+    lines += [Line(9, text) for text in curve(train or run.losses, columns)]
+    if hint:
+        lines.append(Line(1, hint))
+    while len(lines) > rows:
+        highest = max(line.rank for line in lines)
+        lines = [line for line in lines if line.rank < highest]
+    return [cut(line.text, columns) for line in lines]
 
 
-def curve(losses: list[Loss]) -> list[str]:
+def progress(step: int, steps: int, columns: int) -> str:
+    """A bar of at most 40 columns, and the step."""
+    text = f"step {step} of {steps}"
+    width = max(0, min(40, columns - len(text) - 1))
+    filled = round(width * min(1.0, step / max(1, steps))) * "█"
+    return f"{filled.ljust(width, '░')} {text}".lstrip()
+
+
+def newest(name: str, losses: list[Loss], end: str, columns: int) -> str:
+    """A line with the last three losses, or with fewer where the terminal is too narrow."""
+    points = [f"{loss.step}: {loss.loss:.4f}" for loss in losses[-3:]]
+    forms = []
+    for i in range(len(points)):
+        forms.append(f"{name:15} by step  {'  '.join(points[i:])}{end}")
+    last = points[-1]
+    forms += [f"{name:15} by step  {last}", f"{name} {last}", last, f"{losses[-1].loss:.4f}"]
+    return first_that_fits(forms, columns)
+
+
+def first_that_fits(forms: Sequence[str], columns: int) -> str:
+    """The first of these texts that is not too wide, or else the last."""
+    for form in forms:
+        if cut(form, columns) == form:
+            return form
+    return forms[-1]
+
+
+def cut(text: str, columns: int) -> str:
+    """The beginning of a text that has room in so many columns, without control characters. Wide
+    characters, such as those of Chinese, take two columns, and accents that combine take none."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    width = 0
+    for i, letter in enumerate(text):
+        if unicodedata.category(letter) not in ("Mn", "Me"):
+            width += 2 if unicodedata.east_asian_width(letter) in "FW" else 1
+        if width > columns:
+            return text[:i]
+    return text
+
+
+def curve(losses: list[Loss], columns: int = 10**6) -> list[str]:
     """The losses as a picture of at most 68 columns and 5 lines. Where there are more losses than
     columns, a column is the mean over its share of the steps. The first tenth of the columns, where
     losses fall steeply, may be cut off at the top."""
     losses = [x for x in losses if math.isfinite(x.loss)]
-    if len(losses) < 2:
+    if len(losses) < 2 or columns < 30:
         return []
-    width = min(68, len(losses))
+    width = min(68, len(losses), columns - 9)  # the numbers at the left take 9
     start = losses[0].step
     share = (losses[-1].step + 1 - start) / width
     columns = []
@@ -305,7 +392,8 @@ def curve(losses: list[Loss]) -> list[str]:
 def newest_run(shown: Path | None = None) -> Run | None:
     """The run in logs/ whose log is being written: it goes on, and has a line of the last minute.
     Without one, the run whose log was written last. Where two runs go on, the one that is shown
-    stays. Names decide only between equal times, because a resumed run writes into its old log."""
+    stays. While its log is written anew, as by scp, it is None. Names decide only between equal
+    times, because a resumed run writes into its old log."""
     now = time.time()
     logs = []
     for path in Path("logs").glob("*.txt"):
@@ -319,7 +407,11 @@ def newest_run(shown: Path | None = None) -> Run | None:
             continue
         try:
             run = read_run(path)
-        except (FileNotFoundError, ValueError):  # deleted, another file, or its source is written
+        except OSError:  # deleted or unreadable
+            continue
+        except Fault:  # another file, or its source is written
+            if path == shown and is_recent:
+                return None
             continue
         if is_recent and not run.end:
             return run
@@ -336,7 +428,7 @@ class Screen:
     def show(self, lines: list[str]) -> None:
         if self.height:
             print(f"\x1b[{self.height}A\x1b[J", end="")  # up, and clear what is below
-        print("\n".join(lines), flush=True)
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
         self.height = len(lines)
 
 
@@ -346,19 +438,40 @@ def follow(path: Path | None) -> None:
     waiting = path is None
     run = None
     while True:
-        run = read_run(path) if path else newest_run(run and run.path)
-        ended = run is not None and run.end != ""
-        if run and not ended:
+        found = find_run(path, run)
+        run = found or run
+        ended = found is not None and found.end != ""
+        if found and not ended:
             waiting = False
-        lines = summary(run) if run else []
+        size = shutil.get_terminal_size()
+        columns = (size.columns or 80) - 1  # 0 in some containers; a longer line would wrap
+        rows = (size.lines or 24) - 1  # the cursor is below the last line
+        hint = ""
         if waiting:
-            lines.append("Waiting for the log of the next run in logs/; Ctrl-C ends this.")
-        elif ended:
-            screen.show(lines)
+            hint = first_that_fits(NEXT_RUN, columns)
+        elif not found:
+            hint = first_that_fits(INCOMPLETE, columns)
+        lines = summary(run, columns, rows, hint) if run else [cut(hint, columns)][:rows]
+        screen.show(lines)
+        if ended and not waiting:
+            if run.end not in lines:
+                print(run.end)  # on as many lines as it takes: it may name a command
             return
-        columns = shutil.get_terminal_size().columns or 80  # 0 in some containers
-        screen.show([line[: columns - 1] for line in lines])  # a longer one would wrap
         time.sleep(1)
+
+
+def find_run(path: Path | None, shown: Run | None) -> Run | None:
+    """The run to show, or None while no log can be read: it may be a copy that is being made. A
+    file that nobody writes raises Fault, unless it was a log before."""
+    if path is None:
+        return newest_run(shown and shown.path)
+    try:
+        return read_run(path)
+    except Fault:
+        is_recent = time.time() - path.stat().st_mtime < 60
+        if path.is_dir() or not (shown or is_recent):
+            raise
+        return None
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -375,29 +488,20 @@ def main(argv: list[str]) -> None:
     parser.add_argument("log", nargs="?", type=Path, metavar="LOG")
     parser.add_argument("--once", action="store_true", help="print one summary, do not wait")
     args = parser.parse_args(argv)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
-    codecs.register_error("in_ascii", in_ascii)
-    sys.stdout.reconfigure(errors="in_ascii")
     try:
         if sys.stdout.isatty() and not args.once:
             follow(args.log)
             return
-        run = read_run(args.log) if args.log else newest_run()
-        if run is None:
-            what = "log in logs/" if Path("logs").is_dir() else "folder logs/"
-            sys.exit(f"watch: there is no {what}; ./run.sh starts a run")
-        print("\n".join(summary(run)), flush=True)
-    except OSError as error:
-        if error.filename:
-            sys.exit(f"watch: {error.filename}: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's last flush
-        if not isinstance(error, BrokenPipeError):  # that of `| head`
-            sys.exit(f"watch: its output cannot be written: {error.strerror}")
-    except ValueError as error:
-        sys.exit(f"watch: {error}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the usual end, which needs no message
         sys.exit(130)
+    run = read_run(args.log) if args.log else newest_run()
+    if run is None:
+        what = "log in logs/" if Path("logs").is_dir() else "folder logs/"
+        raise Fault(f"there is no {what}; ./run.sh starts a run")
+    print("\n".join(summary(run)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    codecs.register_error("in_ascii", in_ascii)
+    with one_line("watch", status=1, replacement="in_ascii"):
+        main(sys.argv[1:])

@@ -22,7 +22,7 @@ from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_sha
 
 # isort: split
 import runs
-from plot import STYLE, plot_log, plt, save
+from plot import STYLE, check_place, plot_log, plt, save
 
 
 def text(w: Weights, place: Path) -> np.ndarray:
@@ -487,11 +487,10 @@ def main() -> None:
     plt.rcParams.update(STYLE)
     try:
         run = runs.read(log) if log.exists() else None
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(error)
     except runs.Unreadable as error:
         refuse(f"{log} is no log of a run: {error}")
+    out.mkdir(parents=True, exist_ok=True)
+    check_place(out / "loss")
     pictures = []
     if run:
         plot_log(run, out / "loss")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights
 
 # isort: split
-from plot import STYLE, plt, save
+from plot import STYLE, plain, plt, save
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
@@ -71,7 +71,8 @@ def draw(rows: np.ndarray, title: str, unit: str, out: Path) -> None:
         center = (first * last) ** 0.5  # on a logarithmic axis
         axes.errorbar(center, mean, error, marker="o", markersize=4, capsize=3)
         axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel="tokens of the document read", ylabel=f"nats per {unit}")
+        axes.set_title(plain(title))
+        axes.set(xlabel="tokens of the document read", ylabel=f"nats per {unit}")
         save(figure, out)
 
 

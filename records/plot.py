@@ -12,20 +12,23 @@ of fewer than 4 points are left out, because they do not show a shape. Writes OU
 import argparse
 import collections
 import csv
+import math
+import os
 import sys
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import stats
 import verify
+from messages import Fault, one_line
 from runs import Run, Validation
 
+# A notebook's backend cannot be imported here, and a user's settings would change the picture.
+os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)
 try:
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 except ImportError:
@@ -33,6 +36,7 @@ except ImportError:
     print(f"{Path(sys.argv[0]).name}: matplotlib is missing: {remedy}", file=sys.stderr)
     sys.exit(2)
 
+plt.style.use("default")  # without the settings in a file matplotlibrc of the current folder
 # Losses of record 21 are means of nine runs, of it and of scripts like it; times are of one run.
 UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
 FEWEST_POINTS = 4  # of a curve that is worth a panel beside the differences
@@ -53,6 +57,23 @@ STYLE = {
 }  # fmt: skip
 
 
+def plain(name: str, longest: int = 80) -> str:
+    """A name as matplotlib shows it without change, and without its middle if it is too long. It
+    would take $ for the start of a formula, leave a label that begins with _ out of the legend, and
+    write control characters, which an SVG file may not contain."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in name)
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}\N{HORIZONTAL ELLIPSIS}{text[-longest // 2 :]}"
+    space = " " if text.startswith("_") else ""
+    return space + text.replace("$", r"\$")
+
+
+def check_place(out: Path) -> None:
+    """Raises Fault if OUT.svg cannot be written."""
+    if not out.name or not os.access(out.absolute().parent, os.W_OK):
+        raise Fault(f"{out}.svg cannot be written: choose another --out, in a folder that is there")
+
+
 class Curve(NamedTuple):
     """Losses of a set of runs, at every step for which all of them have one."""
 
@@ -68,12 +89,30 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     """Returns the curve of a folder's complete runs, which validated at the same steps."""
     runs = evidence.ended
     if not runs:
-        sys.exit(f"plot.py: {evidence.folder} has no complete run")
-    label = f"{name} (n = {len(runs)})".replace("$", r"\$")
-    training = [run.training for run in runs]
-    train = mean_of(runs, training, "training loss") if all(training) else None
-    mean = mean_of(runs, [run.validations for run in runs], label)
-    return mean._replace(train=train, per=loss_per(runs[0]))
+        raise Fault(f"{evidence.folder} has no complete run")
+    mean = mean_of(runs, [run.validations for run in runs], f"{name} (n = {len(runs)})")
+    if not mean.mean:
+        raise Fault(f"the runs of {evidence.folder} have no common step")
+    train = mean_of(runs, [drawable(run.training) for run in runs], "training loss")
+    return mean._replace(train=train if train.mean else None, per=loss_per(runs[0]))
+
+
+def drawable(losses: list[Validation]) -> list[Validation]:
+    """Returns the losses that have a place on a logarithmic axis."""
+    return [v for v in losses if 0 < v.loss < math.inf]
+
+
+def name_gaps(figure, series: list[tuple[str, list[Validation]]]) -> None:
+    """Names the losses that are not drawable, in a line for each (name, losses), below the
+    panels."""
+    lines = []
+    for name, losses in series:
+        gaps = [f"{v.loss:g} at step {v.step}" for v in losses if not drawable([v])]
+        more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+        if gaps:
+            lines.append(plain(f"not drawn, {name}: {', '.join(gaps[:3])}{more}", 160))
+    if lines:
+        figure.supxlabel("\n".join(lines), fontsize=7, color="tab:red")
 
 
 def loss_per(run: Run) -> str:
@@ -98,8 +137,6 @@ def mean_of(runs: list[Run], losses: list[list[Validation]], name: str) -> Curve
         for v in losses_of_run:
             points[v.step].append(v)
     steps = [step for step, found in sorted(points.items()) if len(found) == len(runs)]
-    if not steps:
-        sys.exit(f"plot.py: the runs of {name} have no common step")
     x = dict(steps=steps, time=[fmean(v.ms for v in points[step]) / 1000 for step in steps])
     if runs[0].tokens:
         x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
@@ -132,12 +169,10 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
     lowest = []
     highest = []
     for i, c in enumerate(curves):
-        if unit not in c.x:
-            continue
         x = c.x[unit]
         color = colors[i % 10]
         style = "-" if i < 10 else "--"
-        axes.plot(x, c.mean, style, color=color, label=c.name, linewidth=1.4, marker=".",
+        axes.plot(x, c.mean, style, color=color, label=plain(c.name, 40), linewidth=1.4, marker=".",
                   markersize=4)  # fmt: skip
         # The loss of a batch jumps: a thin line without a band, and only beside few other curves.
         if c.train and len(curves) < 3:
@@ -147,15 +182,14 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
         high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         lowest.append(min(low))
-        highest.append(c.mean[len(c.mean) // 3])
+        highest.append(max(c.mean[len(c.mean) // 3 :]))
     if target is not None:
         axes.axhline(
             target, color="black", linewidth=0.9, linestyle=":", label=f"target {target:g}"
         )
         lowest.append(target)
-    if lowest:
-        room = 0.06 * (max(highest) - min(lowest))
-        axes.set_ylim(min(lowest) - room, max(highest) + room)
+    room = 0.06 * (max(highest) - min(lowest)) or 0.1  # one point has no height
+    axes.set_ylim(min(lowest) - room, max(highest) + room)
     axes.set_xlim(left=0)
     axes.set_xlabel(LABELS[unit])
     axes.set_ylabel(f"validation loss, nats per {curves[0].per}")
@@ -180,18 +214,22 @@ class Difference(NamedTuple):
 
 def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str) -> None:
     """Draws a row for each variant, sorted by the mean: the difference for every seed, their mean,
-    its 95 % interval. A mean far beyond the others is an arrow, which leaves their scale alone."""
+    its 95 % interval. A mean far beyond the others is an arrow, which leaves their scale alone.
+    Raises Fault if a variant has no interval."""
     first_name, first = variants[0]
     rows = []
     for name, variant in variants[1:]:
         changes = verify.changes(variant, first)
         n = len(changes)
-        if n > 1:
-            half = stats.critical(0.025, n - 1) * stdev(changes) / n**0.5
-            rows.append(Difference(fmean(changes), half, changes, name.replace("_", " ")))
+        if n < 2:
+            raise Fault(f"{name} has {n} seeds in common with {first_name}, but differences need 2")
+        half = stats.critical(0.025, n - 1) * stdev(changes) / n**0.5
+        rows.append(Difference(fmean(changes), half, changes, plain(name.replace("_", " "), 40)))
+    if not rows:
+        raise Fault(f"differences need a second folder, whose seeds {first_name} has run as well")
     rows.sort()
     reach = [max(abs(row.mean) + row.half, *map(abs, row.changes)) for row in rows]
-    widest = max((r for r in reach if r <= 4 * median(reach)), default=1.0) * 1.1
+    widest = 1.1 * max(r for r in reach if r <= 4 * median(reach)) or 1.0  # of equal losses
     for y, row in enumerate(rows):
         mean = f"{row.mean:+.4f}".replace("-", "\N{MINUS SIGN}")
         axes.text(1.02, y, mean, transform=axes.get_yaxis_transform(), va="center")
@@ -217,7 +255,7 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final validation loss minus that of {first_name}, nats per {per}")
+    axes.set_xlabel(f"final validation loss minus that of {plain(first_name, 25)}, nats per {per}")
     axes.grid(axis="y", visible=False)
 
 
@@ -225,12 +263,17 @@ def plot(
     variants: list[tuple[str, verify.Evidence]], out: Path, units: list[str],
     target: float | None, title: str = "", with_upstream: bool = False, differences: bool = False,
 ) -> None:  # fmt: skip
-    """Draws OUT.svg: a panel for each unit of the x axis, and one of the differences if wanted."""
+    """Draws OUT.svg: a panel for each unit of the x axis, and one of the differences if wanted.
+    Raises Fault if it cannot draw a curve."""
     curves = [curve(name, evidence) for name, evidence in variants]
     if with_upstream:
         curves.append(upstream())
     if differences and max(len(c.mean) for c in curves) < FEWEST_POINTS:
         units = []
+    for c in curves:
+        for unit in units:
+            if unit not in c.x:
+                raise Fault(f"{c.name} has no curve over {unit}, which its logs do not state")
     panels = len(units) + (1 if differences else 0)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, 4.4), squeeze=False,
@@ -241,29 +284,41 @@ def plot(
             draw_legend(axes[0, 0], len(curves))
         if differences:
             draw_differences(axes[0, -1], variants, curves[0].per)
-        figure.suptitle(title.replace("$", r"\$"))
+        figure.suptitle(plain(title))
+        if units and len(curves) < 3:  # draw_curves() draws training losses, too
+            runs = [run for _, evidence in variants for run in evidence.ended]
+            name_gaps(figure, [(f"training losses of {run.name}", run.training) for run in runs])
         save(figure, out)
 
 
 def plot_log(run: Run, out: Path) -> None:
     """Draws the losses of one run from first to last, for evals/look.py: every logged batch as a
-    dot, their smoothed curve, the validations, and the target if the run has one."""
-    steps = [v.step for v in run.training]
-    batches = [v.loss for v in run.training]
+    dot, their smoothed curve, the validations, and the target if the run has one. Raises Fault
+    without any loss."""
+    training = drawable(run.training)
+    validations = drawable(run.validations)
+    if not training and not validations:
+        raise Fault(f"{run.name} has no losses that can be drawn")
+    steps = [v.step for v in training]
+    batches = [v.loss for v in training]
     name = TRAINING_LOSS.get(run.config and run.config["preset"], "training loss")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
-        axes.plot(steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch")
-        axes.plot(steps, smooth(batches), color="tab:blue", label=f"{name}, {SMOOTHED}")
-        axes.plot([v.step for v in run.validations], [v.loss for v in run.validations], "o-",
+        if training:
+            axes.plot(
+                steps, batches, ".", color="tab:blue", alpha=0.3, label=f"{name}, of one batch"
+            )
+            axes.plot(steps, smooth(batches), color="tab:blue", label=f"{name}, {SMOOTHED}")
+        axes.plot([v.step for v in validations], [v.loss for v in validations], "o-",
                   color="tab:orange", markersize=5, label="validation loss")  # fmt: skip
         target = run.config and run.config["target"]
         if target:
             axes.axhline(target, color="black", lw=0.9, ls=":", label=f"target {target:g}")
         axes.legend()
-        axes.set(yscale="log", xlabel="training steps", title=run.name)
+        axes.set(yscale="log", xlabel="training steps", title=plain(run.name))
         axes.set_ylabel(f"loss, nats per {loss_per(run)}, logarithmic scale")
         axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        name_gaps(figure, [("training", run.training), ("validation", run.validations)])
         save(figure, out)
 
 
@@ -271,6 +326,17 @@ def save(figure, out: Path) -> None:
     """Writes OUT.svg. The same picture makes the same bytes."""
     figure.savefig(out.with_name(f"{out.name}.svg"), metadata={"Date": None})
     plt.close(figure)
+
+
+def name_and_folder(argument: str) -> tuple[str, Path]:
+    """Returns the name and the folder in [NAME=]FOLDER. Each of them may have a = of its own: the
+    longest folder that exists counts."""
+    parts = argument.split("=")
+    for i in range(len(parts)):
+        name, folder = "=".join(parts[:i]), "=".join(parts[i:])
+        if folder and Path(folder).is_dir():
+            return name or Path(folder).resolve().name, Path(folder)
+    raise Fault(f"{argument!r} names no folder")
 
 
 def main() -> None:
@@ -285,21 +351,26 @@ def main() -> None:
     cli.add_argument("--upstream", action="store_true")
     cli.add_argument("--differences", action="store_true")
     args = cli.parse_args()
-    if not args.out.absolute().parent.is_dir():
-        sys.exit(f"plot.py: make the folder of --out first: {args.out} cannot be written")
+    if args.target is not None and not math.isfinite(args.target):
+        raise Fault(f"--target {args.target} is no loss")
+    check_place(args.out)
     variants = []
-    for named_folder in args.folders:
-        name, _, folder = named_folder.rpartition("=")
+    for argument in args.folders:
+        name, folder = name_and_folder(argument)
+        if name in dict(variants):
+            raise Fault(f"two curves are called {name}: name them by NAME=FOLDER")
         try:
-            evidence = verify.collect(Path(folder))
+            variants.append((name, verify.collect(folder)))
         except verify.Unreadable as error:
-            sys.exit(f"plot.py: {error}")
-        variants.append((name or Path(folder).resolve().name, evidence))
+            raise Fault(error) from error
     plot(variants, args.out, args.x, args.target, args.title, args.upstream, args.differences)
     print(f"drew {', '.join(name for name, _ in variants)} in {args.out}.svg")
+    for name, evidence in variants:
+        broken = [f"{run.name}: {run.ended}" for run in evidence.runs if not run.complete]
+        for reason in broken + evidence.unreadable:
+            print(f"left out of {name}: {reason}")
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
-    main()
+    with one_line("plot.py", status=2):
+        main()

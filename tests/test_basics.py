@@ -33,6 +33,16 @@ def test_a_file_needs_no_other(name):
     assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names <= ALLOWED
 
 
+@pytest.mark.parametrize("name", [name for name in ORDER if name != "gpt2"])
+def test_it_draws_alike_everywhere(name):
+    """Also in a notebook, whose backend cannot be imported, and with settings of a user."""
+    text = (BASICS / f"{name}.py").read_text(encoding="utf-8")
+    before = text.partition("    import matplotlib.pyplot as plt\n")[0].splitlines()[-1]
+    assert 'os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)' in before
+    assert 'plt.style.use(["default", ' in text
+    assert '"--draw", type=FileType("wb")' in text  # refuses a bad place before the work
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_what_it_says_of_train_gpt_names_what_is_there(name):
     tree = ast.parse((BASICS / f"{name}.py").read_text(encoding="utf-8"))

@@ -9,7 +9,8 @@ from jax.sharding import AxisType
 from tests.tools import basic
 
 
-def test_it_runs(tmp_path):
+def test_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # in a notebook
     run = basic(tmp_path, "pipeline_parallel", "--draw", "pipeline.svg")
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert run.stdout.count("ok   ") == 19 and "WRONG" not in run.stdout

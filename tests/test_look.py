@@ -6,6 +6,7 @@ import runpy
 import sys
 
 import look
+import loss
 import numpy as np
 import plot
 import pytest
@@ -282,6 +283,13 @@ def test_losses_are_those_of_the_log(monkeypatch, tmp_path):
     assert "over the candidates" in record92.lines[0].get_label()
 
 
+def test_a_dollar_in_the_name_of_weights_is_no_formula(tmp_path):
+    """In the title of loss.py's picture."""
+    rows = np.array([[1, 1, 4, 2.5, 0.1], [2, 2, 4, 2, 0.1]])
+    loss.draw(rows, "a$x_{$", "byte", tmp_path / "loss")
+    assert "<!-- a$x_{$ -->" in (tmp_path / "loss.svg").read_text()
+
+
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
     folder, (w, *_), _ = trained
     for argv, message in {
@@ -290,7 +298,7 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
         f"{w.path} --data {folder}/none": "none is not a token shard, and has no *_val_*.bin",
         f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
         f"{w.path} --data {folder}/z": "z/z_val_000000.bin: largest token is 456 (--vocab 257)",
-        f"{w.path} --out {w.path}": "[Errno 17] File exists",
+        f"{w.path} --out {w.path}": ".npz is a file, but a folder belongs there: choose another",
     }.items():
         monkeypatch.setattr(sys, "argv", ["look.py", *argv.split()])
         with pytest.raises(SystemExit, match="^2$"):

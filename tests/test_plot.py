@@ -1,11 +1,19 @@
 """plot.py draws what it should, and the same bytes from the same logs."""
 
+import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import plot
 import pytest
+import runs
 import verify
 from fake_runs import LOSSES, write_ours, write_upstream
+from messages import Fault
 
 
 @pytest.fixture
@@ -31,8 +39,14 @@ def test_curves(tmp_path, drawn, capsys):
     parts = ["mine (n = 2)", "record 21 (n = 9)", "target 3.28", "Curves", "time, seconds"]
     for part in (*parts, "validation loss, nats per token"):
         assert part in text
-    drawn(*arguments)
-    assert (tmp_path / "out.svg").read_bytes() == svg
+    # The same in a notebook, with settings of a user, on a terminal that has no accents.
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfont.size: 20\nbackend: TkAgg\n")
+    settings = dict(MPLBACKEND="module://matplotlib_inline.backend_inline",
+                    MATPLOTLIBRC=str(tmp_path), PYTHONIOENCODING="ascii")  # fmt: skip
+    command = [sys.executable, plot.__file__, *arguments, "--out", "é"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | settings, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"drew mine in \\xe9.svg\n", b"")
+    assert (tmp_path / "é.svg").read_bytes() == svg
 
 
 def test_a_curve_is_the_mean_in_its_band(tmp_path):
@@ -47,25 +61,109 @@ def test_a_curve_is_the_mean_in_its_band(tmp_path):
     assert c.x["tokens"] == pytest.approx([step * 0.393216 for step in c.x["steps"]])
 
 
+def test_a_loss_that_rises_at_the_end_is_in_the_picture():
+    steps = dict(steps=[0, 1, 2, 3])
+    axes = plot.plt.subplots()[1]
+    plot.draw_curves(axes, [plot.Curve("x", steps, [9, 3, 2, 5], [0] * 4)], "steps", target=None)
+    low, high = axes.get_ylim()
+    plot.plt.close()
+    assert 1.5 < low < 2 and 5 < high < 5.5
+
+
 def test_differences(tmp_path, drawn):
     folders = []
     shifts = dict(base=0, better=-0.01, worse=0.02, nothing=0.001, awful=0.9)
     for i, (name, shift) in enumerate(shifts.items()):
         losses = [loss + shift + 0.001 * (i * j % 3) for j, loss in enumerate(LOSSES)]
         folders.append(write_ours(tmp_path / name, losses, hour=10 + i))
+    folders[0] = f"a$x_{{$={folders[0]}"
     text = drawn(*folders, "--differences")
     order = re.findall("^(better|worse|nothing|awful)$", text, re.M)
     assert order == ["better", "nothing", "worse", "awful"]
     text = text.replace("\N{MINUS SIGN}", "-")
-    label = "final validation loss minus that of base, nats per token"
+    label = "final validation loss minus that of a$x_{$, nats per token"
     for part in "+0.9008", "-0.0092", label, "one seed", "the mean is beyond the scale":
         assert part in text
     ticks = [float(tick) for tick in re.findall(r"^0\.\d+$", text, re.M)]
     assert ticks and max(ticks) < 0.1  # the scale leaves out "awful", which is an arrow
     # Curves of three points are left out, unless a longer one is beside them.
-    assert "base (n = 5)" not in text and "training steps" not in text
+    assert "(n = 5)" not in text and "training steps" not in text
     text = drawn(*folders, "--differences", "--upstream")
     assert "awful (n = 5)" in text and "training steps" in text
+
+
+def test_names_may_have_any_characters(tmp_path, drawn):
+    folder = write_ours(tmp_path / "runs")
+    strange = ["a$x_{$", "_b", r"c\$d^\frac", "e\nf\x1b[1m\udce9", 99 * "l" + 12 * "n"]
+    text = drawn(*(f"{name}={folder}" for name in strange), "--title", strange[0])
+    middle = "\N{HORIZONTAL ELLIPSIS}"  # in place of it
+    for name in (strange[0], " _b", strange[2], "e?f?[1m?", 20 * "l" + middle + 12 * "n"):
+        assert f"{name} (n = 5)" in text
+    assert text.endswith(strange[0])
+    ElementTree.parse(tmp_path / "out.svg")  # a control character would be an error
+
+
+def test_folders_may_have_equals_signs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/lr=0.01").mkdir(parents=True)
+    Path("0.01").mkdir()
+    for argument, right in {
+        "runs/lr=0.01": ("lr=0.01", "runs/lr=0.01"),
+        "mine=runs/lr=0.01": ("mine", "runs/lr=0.01"),
+        "lr=3=0.01": ("lr=3", "0.01"),
+        ".": (tmp_path.name, "."),
+    }.items():
+        name, folder = plot.name_and_folder(argument)
+        assert (name, str(folder)) == right
+
+
+def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
+    ours = write_ours(tmp_path / "ours")
+    others = write_ours(tmp_path / "others", seed=900, hour=15)
+    theirs = write_upstream(tmp_path / "theirs", [(3.2791, 79536)])
+    (tmp_path / "out.svg").mkdir()
+    for arguments, message in {
+        f"{theirs} --x tokens": "theirs (n = 1) has no curve over tokens",
+        f"{ours} {theirs} --x steps tokens": "theirs (n = 1) has no curve over tokens",
+        f"{ours} --differences": "differences need a second folder",
+        f"{ours} {others} --differences": "others has 0 seeds in common with ours",
+        f"{ours} --target nan": "--target nan is no loss",
+        f"{ours} ours={theirs}": "two curves are called ours: name them by NAME=FOLDER",
+        f"{ours}/logs/x": "/logs/x' names no folder",
+        "x=": "'x=' names no folder",
+        f"{tmp_path}": "has no log that can be read",
+    }.items():
+        with pytest.raises(Fault, match=re.escape(message)):
+            drawn(*arguments.split())
+    for out in (tmp_path / "none/x", Path("")):
+        with pytest.raises(Fault, match="cannot be written: choose another --out"):
+            plot.check_place(out)
+    (tmp_path / "out.svg").rmdir()
+    log = min((ours / "logs").iterdir())
+    log.write_text(log.read_text().partition("RESULT")[0])
+    (ours / "logs/notes.txt").write_text("")
+    diverged = max((ours / "logs").glob("2*"))
+    diverged.write_text(diverged.read_text().replace("train_loss:4.0000", "train_loss:nan"))
+    text = drawn(ours)
+    assert f"not drawn, training losses of {diverged.name}: nan at step 10" in text
+    curve = plot.curve("x", verify.collect(ours))
+    assert (curve.train.x["steps"], curve.train.mean) == ([20], [3])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0] == f"left out of ours: {log.name}: incomplete"
+    assert lines[1].startswith("left out of ours: notes.txt: it has no line of 100 =")
+
+
+def test_losses_that_are_no_numbers_are_named_in_the_picture(tmp_path):
+    folder = write_ours(tmp_path / "runs")
+    run = runs.read(min((folder / "logs").iterdir()))
+    losses = enumerate((math.inf, 0, -1, math.nan, 2))
+    training = [run.training[0]._replace(step=step, loss=loss) for step, loss in losses]
+    plot.plot_log(run._replace(training=training, path=Path("a$x_{$")), tmp_path / "log")
+    text = (tmp_path / "log.svg").read_text()
+    assert "<!-- not drawn, training: inf at step 0, 0 at step 1, -1 at step 2, and 1 more" in text
+    assert "<!-- a$x_{$ -->" in text
+    with pytest.raises(Fault, match="has no losses that can be drawn"):
+        plot.plot_log(run._replace(training=training[:4], validations=[]), tmp_path / "log")
 
 
 def test_losses_of_bytes_are_per_byte(tmp_path, drawn):

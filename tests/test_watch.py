@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import runs
 import watch
+from messages import Fault
 
 import train_gpt
 from tests.tools import MINI, ROOT
@@ -49,6 +49,8 @@ RESULT = {
     "resumed": True,
 }
 RUN = losses((0, 6, 0), kind="val") + losses((10, 4, 1000), (20, 3, 3000))
+ENDED = HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"
+GOES_ON = HEAD + facts() + RUN
 
 
 @pytest.fixture
@@ -67,14 +69,16 @@ def log(tmp_path, monkeypatch):
 
 
 def main(capsys, *arguments, terminal=False):
-    """What the program prints, on a terminal of 60 columns or elsewhere, and its exit status, which
-    is the message if there is one."""
+    """What the program prints, on a terminal of 60 columns or elsewhere, and its exit status or
+    what is wrong."""
     status = 0
     with mock.patch.object(sys.stdout, "isatty", lambda: terminal):
         try:
             watch.main([*map(str, arguments)])
         except SystemExit as end:
             status = end.code
+        except Fault as fault:
+            status = str(fault)
     return capsys.readouterr().out, status
 
 
@@ -213,11 +217,37 @@ def test_every_part_of_a_log_can_be_read(capsys, log):
 
 
 def test_files_that_are_not_there(capsys, log):
-    assert main(capsys, "logs/none.txt") == ("", "watch: logs/none.txt: No such file or directory")
-    assert main(capsys)[1] == "watch: there is no log in logs/; ./run.sh starts a run"
+    with pytest.raises(FileNotFoundError):
+        main(capsys, "logs/none.txt")
+    assert main(capsys, "logs")[1] == "logs is a folder: name a log in it"
+    assert main(capsys)[1] == "there is no log in logs/; ./run.sh starts a run"
     Path("logs").rename("none")
     Path("logs").symlink_to("nowhere")
-    assert main(capsys)[1] == "watch: there is no folder logs/; ./run.sh starts a run"
+    assert main(capsys)[1] == "there is no folder logs/; ./run.sh starts a run"
+
+
+@pytest.mark.parametrize("end, number", [
+    ("", 1),
+    (GOES_ON.replace("4.0000", "5.0000"), 2),  # as by cat
+    (RUN.replace("4.0000", "5.0000"), 2),  # a script that trains twice
+    (HEAD.partition("data")[0], 2),
+])  # fmt: skip
+def test_of_several_runs_in_a_log_the_last_is_shown(log, end, number):
+    run = watch.read_run(log(ENDED + end))
+    assert run.number == number
+    assert ("the last of" in watch.summary(run)[0]) == (number > 1)
+    losses = [6, 5, 3] if "5.0000" in end else []
+    assert [loss.loss for loss in run.losses] == (losses if end else [6, 4, 3])
+    assert bool(run.end) == (number == 1)
+
+
+def test_windows_line_ends_repeated_lines_and_more_fields_change_nothing(log):
+    right = watch.read_run(log(ENDED))
+    source, border, body = ENDED.partition("\ndata ")
+    twice = [line for line in f"data {body}".splitlines() for _ in range(2)]
+    more = ENDED.replace(" train_time", " lr:0.1 train_time").replace("00ms", "00ms norm:1")
+    for text in (ENDED.replace("\n", "\r\n"), source + "\n" + "\n".join(twice), more):
+        assert watch.read_run(log(text))._replace(age=right.age) == right
 
 
 # ---- Curve ---------------------------------------------------------------------------------------
@@ -259,6 +289,35 @@ def test_lines_fit_80_columns():
         assert [line for line in text if len(line) > 80] == [] and len(text) > 8
 
 
+def test_narrow_and_low_terminals_show_what_is_newest():
+    run = watch.parse(EXAMPLE, facts() + RUN)._replace(path=Path("训练" * 30))
+    wide = {columns: watch.summary(run, columns, hint="Ctrl-C") for columns in range(100)}
+    for columns, lines in wide.items():
+        assert all(watch.cut(line, columns) == line for line in lines)
+        if columns > 6:
+            assert any("3.0000" in line for line in lines)
+    assert wide[60][4] == "training loss   by step  10: 4.0000  20: 3.0000"
+    assert wide[40][4] == "training loss   by step  20: 3.0000"
+    assert wide[30][4] == "training loss 20: 3.0000"
+    assert (wide[20][4], wide[8][4]) == ("20: 3.0000", "3.0000")
+    whole = watch.summary(run, hint="Ctrl-C")
+    for rows in range(20):
+        lines = watch.summary(run, rows=rows, hint="Ctrl-C")
+        assert len(lines) <= rows and (rows < 2 or "Ctrl-C" in lines)
+        assert lines == [line for line in whole if line in lines]
+    assert watch.summary(run, 30, 1) == [16 * "█" + " step 20 of 20"]
+
+
+def test_text_is_cut_by_the_columns_that_it_takes():
+    for text, columns, right in [
+        ("abc", 2, "ab"),
+        ("训练", 3, "训"),
+        ("e\N{COMBINING ACUTE ACCENT}x", 1, "e\N{COMBINING ACUTE ACCENT}"),
+        ("\x1b[2J\n", 9, "?[2J?"),
+    ]:
+        assert watch.cut(text, columns) == right
+
+
 # ---- Watching ------------------------------------------------------------------------------------
 @pytest.fixture
 def script(monkeypatch):
@@ -292,7 +351,7 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
     text, status = main(capsys, terminal=True)
     assert status == 0 and left == []
     screens = text.split("\x1b[J")
-    assert screens[0] == "Waiting for the log of the next run in logs/; Ctrl-C ends t\n\x1b[1A"
+    assert screens[0] == "Waiting for the next run; Ctrl-C ends this.\n\x1b[1A"
     for screen in screens[1:3]:
         assert "end of schedule" in screen and "Waiting" in screen
     assert "compiled before the first loss" in screens[3] and "Waiting" not in screens[3]
@@ -302,10 +361,6 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
         above = int(before.rpartition("\x1b[")[2].rstrip("A"))
         shown = before.rpartition("\x1b[")[0].splitlines()
         assert above == len(shown) and max(map(len, shown)) < 60
-
-
-ENDED = HEAD + facts() + RUN + f"RESULT {json.dumps(RESULT)}\n"
-GOES_ON = HEAD + facts() + RUN
 
 
 @pytest.mark.parametrize("logs, right", [
@@ -330,6 +385,32 @@ def test_the_log_that_is_being_written_is_shown(capsys, log, logs, right):
     assert "-1 day" not in text
 
 
+def test_it_waits_while_a_log_is_copied(capsys, log, script):
+    for named in True, False:
+        path = log("")
+        arguments = [path] if named else []
+        os.utime(log(ENDED, "another.txt"), (1, 1))
+        left = script(
+            lambda: log(GOES_ON),
+            lambda: log(""),
+            lambda: log(HEAD[:9]),
+            lambda: log(ENDED),
+        )
+        text, status = main(capsys, *arguments, terminal=True)
+        screens = text.split("\x1b[J")
+        waits = ["Waiting until the log can be read; Ctrl-C" in screen for screen in screens]
+        assert (left, status, waits) == ([], 0, [named, False, True, True, False])
+        assert "step 20 of 20" in screens[2] and "end of schedule" in screens[4]
+        assert not any("another.txt" in screen for screen in screens[1:])
+
+
+def test_a_file_that_nobody_writes_is_not_waited_for(capsys, log, script):
+    path = log("no log")
+    os.utime(path, (1, 1))
+    script()
+    assert "is not a log" in main(capsys, path, terminal=True)[1]
+
+
 def test_of_two_runs_that_go_on_the_one_that_is_shown_stays(capsys, log, script):
     first = log(GOES_ON, "1.txt")
     script(lambda: log(GOES_ON, "2.txt"), lambda: log(ENDED, "1.txt"))
@@ -337,27 +418,29 @@ def test_of_two_runs_that_go_on_the_one_that_is_shown_stays(capsys, log, script)
     assert text.count("logs/1.txt") == 2 and text.count("logs/2.txt") == 1 and first.exists()
 
 
-def test_a_screen_without_blocks(capsys, log, monkeypatch):
+@pytest.mark.parametrize("redirection, status, message", [
+    ("", 141, ""),  # into a pipe that nobody reads, as after `| true`
+    (">&-", 0, ""),
+    (">/dev/full", 1, "watch: No space left on device: make room, or choose another disk\n"),
+])  # fmt: skip
+def test_a_closed_or_full_output(log, redirection, status, message):
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = f"{sys.executable} {ROOT}/dev/watch.py {log(ENDED)} {redirection}"
+    done = subprocess.run(
+        command, shell=True, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (status, message)
+
+
+def test_a_screen_without_blocks(log):
     cut = EXAMPLE.read_text().partition("step:130/")[0]
-    screen = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", screen)
-    watch.main([str(log(cut, "é.txt"))])
-    lines = screen.buffer.getvalue().decode().splitlines()
+    command = [sys.executable, f"{ROOT}/dev/watch.py", log(cut, "é.txt")]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    lines = subprocess.run(command, env=env, capture_output=True, text=True).stdout.splitlines()
     assert lines[0].endswith("logs/?.txt")
     assert lines[1] == 27 * "#" + 13 * "." + " step 120 of 180"
-
-
-@pytest.mark.parametrize("redirection, message", [
-    ("| head -1", ""),
-    (">&-", ""),
-    (">/dev/full", "watch: its output cannot be written: No space left on device\n"),
-])  # fmt: skip
-def test_a_closed_or_full_output(log, redirection, message):
-    path = log(ENDED)
-    command = f"{sys.executable} {ROOT}/dev/watch.py {path} {redirection}; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stderr == message
-    assert done.stdout.splitlines()[-1] == ("1" if message else "0")
 
 
 def test_a_finished_log_is_shown_once(capsys, log, script):
@@ -388,4 +471,10 @@ def test_it_needs_python_3_8_and_nothing_else():
     tree = ast.parse((ROOT / "dev/watch.py").read_text(), feature_version=(3, 8))
     names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    names = {name.partition(".")[0] for name in names}
+    assert names - sys.stdlib_module_names == {"messages"}
+    text = (ROOT / "data/messages.py").read_text()
+    tree = ast.parse(text, feature_version=(3, 8))
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     assert {*names} <= sys.stdlib_module_names
+    assert "\nfrom __future__ import annotations\n" in text  # else 3.8 does not read `int | str`

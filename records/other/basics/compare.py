@@ -7,6 +7,7 @@ Reads the logs here and those of `tiny`'s record. README.md says how they were m
 
 import argparse
 import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -112,9 +113,10 @@ def table() -> list[str]:
 def draw(path: str) -> None:
     """The picture in basics/README.md and in the main README. An arrow goes from the tokens at
     which GPT-2's short runs end to those at which `tiny` has the same loss."""
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "jNanoGPT", "font.size": 10})
+    plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 10}])
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     gpt2 = {name: [read(log)[1] for log in logs(f"{name}_seed")] for name in LENGTHS}
