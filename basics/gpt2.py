@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ import numpy as np
 import optax
 from jax import Array, P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+sys.path.append(str(DATA))
+import shards  # noqa: E402
+import source_code  # noqa: E402
 
 
 class Config(NamedTuple):
@@ -45,7 +51,6 @@ class Config(NamedTuple):
 # The fields of Config, and their names in the config.json of GPT-2s on the hub.
 NAMES = dict(L="n_layer", H="n_head", D="n_embd", T="n_positions", V="vocab_size")
 SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config(), "openai": Config()}
-DATA = Path(__file__).resolve().parent.parent / "data"
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -189,34 +194,121 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def read(path: Path, c: Config) -> dict[str, np.ndarray]:
-    """Weights from a model.safetensors with OpenAI's names. The format: 8 bytes with the size of a
-    JSON header, the header, the data."""
-    content = np.fromfile(path, np.uint8)
-    size = int(content[:8].view("<u8")[0])
-    header = json.loads(bytes(content[8 : 8 + size]))
-    data = content[8 + size :]
+def download() -> Path:
+    from huggingface_hub import snapshot_download
 
-    def array(name: str) -> np.ndarray:
-        start, end = header[name]["data_offsets"]
-        return data[start:end].view("<f4").reshape(header[name]["shape"])
-
-    params = {}
-    for name, (shape, *_) in table(c).items():
-        if name.startswith("h."):
-            whole = np.stack([array(f"h.{layer}.{name[2:]}") for layer in range(c.L)])
-        else:
-            whole = array(name)
-        params[name] = whole.reshape(shape)
-    return params
+    names = ["config.json", "model.safetensors"]
+    try:
+        return Path(snapshot_download("openai-community/gpt2", allow_patterns=names))
+    except Exception as error:  # some have several lines
+        why = " ".join(str(error).split())
+        raise shards.Fault(f"OpenAI's weights cannot be downloaded: {why}") from None
 
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
-    """What save() has written, or a model of the hub whose arrays have OpenAI's names."""
-    about = json.loads((folder / "config.json").read_text())
-    sizes = {field: about[name] for field, name in NAMES.items()}
-    c = Config(**sizes)
-    return c, read(folder / "model.safetensors", c)
+    """What save() or transformers has written. Raises Fault unless it is a GPT-2 in float32."""
+    present = sorted(path.name for path in folder.iterdir())
+    for name in ("config.json", "model.safetensors"):
+        if name not in present:
+            raise shards.Fault(f"has no {name}, but {present[:20]}: save one by transformers")
+    for name in ("tokenizer.json", "vocab.json"):
+        the = rb'(\xc4\xa0|\\u0120)the": ?262\b'  # token 262 is " the": U+0120 stands for the space
+        if name in present and not re.search(the, (folder / name).read_bytes()):
+            raise shards.Fault(f"has a {name} of other tokens than GPT-2's: use transformers")
+    try:
+        name = "config.json"
+        c = read_config(json.loads((folder / name).read_bytes()))
+        name = "model.safetensors"
+        return c, read(folder / name, c)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        with shards.open_file(folder / name) as file:
+            what = f"{name} that begins with {file.read(40)} ({error!s:.150})"
+        raise shards.Fault(f"has a broken {what}: get it again") from None
+
+
+def read_config(about: dict) -> Config:
+    """The sizes in a config.json. Raises Fault if another key changes transformers' GPT-2."""
+    sizes = {name: about.get(name, Config._field_defaults[key]) for key, name in NAMES.items()}
+    c = Config(*sizes.values())
+    integers = all(type(size) is int and 0 < size < 2**31 for size in sizes.values())
+    if not integers or c.D % c.H or c.T < 16:
+        raise shards.Fault(f"has unusable sizes in config.json: {sizes!r:.300}")
+    computed = {  # the values with which transformers' model is this one; the first is the default
+        "model_type": ["gpt2"],
+        "architectures": [None, ["GPT2LMHeadModel"], ["GPT2Model"]],
+        "auto_map": [None],  # code in place of transformers'
+        "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
+        "layer_norm_epsilon": [1e-5],
+        "scale_attn_weights": [True],
+        "scale_attn_by_inverse_layer_idx": [False],
+        "is_causal": [True],
+        "add_cross_attention": [False],
+        "tie_word_embeddings": [True],
+        "n_inner": [None, 4 * c.D],
+        "hidden_size": [c.D],  # other names of n_embd and so on
+        "num_attention_heads": [c.H],
+        "num_hidden_layers": [c.L],
+        "max_position_embeddings": [c.T],
+        "pruned_heads": [None, {}],
+        "quantization_config": [None],
+        "dtype": ["float32", None],
+        "torch_dtype": ["float32", None],  # of older versions
+    }
+    for key, values in computed.items():
+        value = about.get(key, values[0])
+        if value not in values:
+            what = f"{key} {value!r:.80} in config.json, and this file computes {values}"
+            raise shards.Fault(f"has {what}: use transformers")
+    return c
+
+
+def read(path: Path, c: Config) -> dict[str, np.ndarray]:
+    """Weights from a model.safetensors with OpenAI's names, before which transformers may have put
+    "transformer.". The format: 8 bytes with the size of a JSON header, the header, the data."""
+    content = np.fromfile(path, np.uint8)
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:begin].tobytes())
+    data = content[begin:]
+    header.pop("__metadata__", None)
+    spans = sorted(about["data_offsets"] for about in header.values())
+    edges = [0, *itertools.chain(*spans), len(data)]
+    if edges[::2] != edges[1::2]:
+        raise shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
+    prefix = "transformer." if "transformer.wte.weight" in header else ""
+
+    def array(name: str, shape: tuple) -> np.ndarray:
+        if name not in header:
+            raise shards.Fault(f"has no {name}, but {[*header][:5]}: get both files again")
+        found = header.pop(name)
+        start = found["data_offsets"][0]
+        end = start + 4 * math.prod(shape)
+        right = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
+        if found != right:
+            what = f"{name} as {found!r:.200}, and config.json needs {right}"
+            raise shards.Fault(f"has {what}: get both files in float32")
+        values = data[start:end].view("<f4").reshape(shape)
+        if not np.isfinite(values).all():
+            raise shards.Fault(f"has NaN or infinity in {name}: its training failed")
+        return values
+
+    params = {}
+    for name, (shape, *_) in table(c).items():
+        in_file = (*shape[:-2], 3 * c.D) if "c_attn" in name else shape  # q, k, v side by side
+        if name.startswith("h."):
+            layers = [array(f"{prefix}h.{n}.{name[2:]}", in_file[1:]) for n in range(c.L)]
+            params[name] = np.stack(layers).reshape(shape)
+        else:
+            params[name] = array(prefix + name, shape)
+    if "lm_head.weight" in header:
+        head = array("lm_head.weight", (c.V, c.D))
+        if not np.array_equal(head, params["wte.weight"]):
+            raise shards.Fault("has an lm_head.weight that is not wte.weight: use transformers")
+    mask = prefix + "h[.][0-9]+[.]attn[.](bias|masked_bias)"  # of older versions: constants
+    others = [name for name in header if not re.fullmatch(mask, name)]
+    if others:
+        what = f"other arrays than GPT-2, {len(others)} in all: {others[:5]}"
+        raise shards.Fault(f"has {what}: use transformers")
+    return params
 
 
 def save(folder: Path, params: dict[str, Array], c: Config) -> None:
@@ -227,10 +319,8 @@ def save(folder: Path, params: dict[str, Array], c: Config) -> None:
     arrays = {}
     for name, p in params.items():
         p = np.asarray(p, "<f4")  # this gathers what is split over devices
-        if name == "h.attn.c_attn.weight":
-            p = p.reshape(c.L, c.D, 3 * c.D)
-        if name == "h.attn.c_attn.bias":
-            p = p.reshape(c.L, 3 * c.D)
+        if "c_attn" in name:
+            p = p.reshape(*p.shape[:-2], 3 * c.D)
         if name.startswith("h."):
             arrays |= {f"h.{layer}.{name[2:]}": part for layer, part in enumerate(p)}
         else:
@@ -284,8 +374,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = cli.add_argument
+    folder = shards.folder_name
     add("--size", choices=SIZES, default="small", help="openai: 124M with its weights, 0.5 GB")
-    add("--data", type=Path, default=DATA / "source_code", help="folder of shards, as in data/")
+    add("--data", type=folder, default=DATA / "source_code", help="folder of shards, as in data/")
     add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
     add("--steps", type=int, default=184, help="updates of the weights")
     add("--batch", type=int, default=4, help="sequences in a microbatch: a multiple of DATA")
@@ -295,41 +386,32 @@ def main() -> None:
     add("--val_tokens", type=int, default=65536, help="validate on as many")
     add("--seed", type=int, default=0)
     add("--prompt", default="def ", help="what the sample continues")
-    add("--save", type=Path, metavar="FOLDER", help="write the weights for transformers to load")
-    add("--load", type=Path, metavar="FOLDER", help="sample from saved weights, without training")
+    add("--save", type=folder, metavar="FOLDER", help="write the weights for transformers to load")
+    add("--load", type=folder, metavar="FOLDER", help="sample from saved weights, without training")
     args = cli.parse_args()
-    sys.path.append(str(DATA))
-    import shards
-    import source_code
-
     jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))  # read on CPUs only
     mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
     print("gpt2.py", vars(args) | dict(data=args.data.name, jax=jax.__version__))
     c = SIZES[args.size]
-    trains = args.size != "openai" and not args.load
+    if args.size == "openai" and not args.load:
+        args.load = download()
     try:
         if args.save:  # now, because an error after the training would cost a run
             args.save.mkdir(parents=True, exist_ok=True)
         if args.load:
             c, weights = read_folder(args.load)
-        elif trains:
+        else:
             if args.data == DATA / "source_code":
                 source_code.make(args.data)
             texts = [shards.tokens(args.data, split) for split in ("train", "val")]
             about = shards.read_manifest(args.data) or shards.GPT2
             c = c._replace(V=about["vocab"])
             weights = initial(c, args.seed)
-        else:
-            from huggingface_hub import hf_hub_download
-
-            weights = read(hf_hub_download("openai-community/gpt2", "model.safetensors"), c)
         coder = shards.coder(c.V, c.V - 1)
-    except (shards.Fault, OSError) as fault:
-        sys.exit(f"gpt2.py: {args.load or args.data}: {fault}")
-    except (KeyError, ValueError) as error:
-        sys.exit(f"gpt2.py: {args.load or args.size} is not a GPT-2 in float32: {error!r}")
+    except shards.Fault as fault:
+        raise shards.Fault(f"{args.load or args.data}: {fault}") from None
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.arange(16)])
@@ -338,7 +420,7 @@ def main() -> None:
     change = np.abs(logits[0] - logits[1]).max(axis=-1)
     right = not change[:8].any() and change[8:].all()
     check("a token changes logits at its position and at all later ones, nothing before", right)
-    if trains:
+    if not args.load:
         params = train(params, c, mesh, texts, args)
     if args.save:
         save(args.save, params, c)
@@ -347,9 +429,9 @@ def main() -> None:
         check(f"{args.save} has these weights, for GPT2LMHeadModel.from_pretrained", same)
     prompt = [c.V - 1, *coder.encode(args.prompt)[-c.T // 2 :]]
     tokens = sample(params, prompt, 100, c, args.seed)
-    with shards.one_line("gpt2.py"):  # \u4e2d is printed where a terminal lacks 中
-        print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
+    print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
 
 
 if __name__ == "__main__":
-    main()
+    with shards.one_line("gpt2.py"):  # \u4e2d is printed where a terminal lacks 中
+        main()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from huggingface_hub import constants, hf_hub_download
+import shards
+from huggingface_hub import constants
 from jax.sharding import AxisType, NamedSharding
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -23,18 +25,20 @@ QUICK = "--steps", "4", "--val_every", "4", "--val_tokens", "1024"
 FEWER = "L=6, H=2, D=128, T=256", "L=2, H=2, D=64, T=64"  # a smaller model
 
 
-def test_it_trains_saves_and_samples(tmp_path):
-    """What it has saved continues the prompt with the same text. The samples of the file's own
-    model would take most of the time."""
-    flags = "--accumulate", "2", "--batch", "1", "--prompt", "def f(", "--save", "new/folder"
+def test_it_trains_saves_and_samples(tmp_path, monkeypatch):
+    """What it has saved continues the prompt with the same text, on a terminal that lacks some of
+    its characters. The samples of the file's own model would take most of the time."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    prompt = "--prompt", "\N{SQUARE ROOT}2 = f("
+    flags = "--accumulate", "2", "--batch", "1", *prompt, "--save", "new/folder"
     done = basic(tmp_path, "gpt2", *QUICK, *flags, plant=FEWER)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("ok   ") == 4 and "tokens:512 val_loss:" in done.stdout
-    text = done.stdout.partition("\ndef f(")[2]
+    text = done.stdout.partition("\n\\u221a2 = f(")[2]
     assert len(text) > 1
-    done = basic(tmp_path, "gpt2", "--load", "new/folder", "--prompt", "def f(", plant=FEWER)
+    done = basic(tmp_path, "gpt2", "--load", "new/folder", *prompt, plant=FEWER)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.partition("\ndef f(")[2] == text and "val_loss" not in done.stdout
+    assert done.stdout.partition("\n\\u221a2 = f(")[2] == text and "val_loss" not in done.stdout
 
 
 @pytest.mark.slow  # dev/faults.py plants another one
@@ -61,8 +65,10 @@ def test_bad_input_gets_a_line(tmp_path, missing, message):
 
 def test_a_folder_of_another_model_gets_a_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").touch()
     done = basic(tmp_path, "gpt2", "--load", ".")
-    assert done.stderr == "gpt2.py: . is not a GPT-2 in float32: KeyError('n_layer')\n"
+    what = "gpt2.py: .: has no model.safetensors, but ['basics', 'config.json', 'data', 'pytorch_mo"
+    assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
 # ---- OpenAI's model in NumPy, from its file ------------------------------------------------------
@@ -155,6 +161,217 @@ def test_a_saved_folder_is_like_openais_on_the_hub(tmp_path):
     assert c == SMALL._replace(compute="bfloat16") and params.keys() == gpt2.table(c).keys()
 
 
+# ---- Folders of strangers ------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as they are on the hub."""
+    write_folder(tmp_path, openai_names(SMALL, 0))
+    return tmp_path
+
+
+def write_folder(folder, file, **keys):
+    """`keys` go into config.json, which has only what a GPT-2 of other sizes needs."""
+    sizes = dict(n_layer=SMALL.L, n_head=SMALL.H, n_embd=SMALL.D, n_positions=SMALL.T)
+    sizes |= dict(vocab_size=SMALL.V, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    (folder / "config.json").write_text(json.dumps(sizes | keys))
+    file = {name: np.ascontiguousarray(p) for name, p in file.items()}
+    save_file(file, folder / "model.safetensors", {"format": "pt"})
+
+
+def logits_of(folder, tokens):
+    c, params = gpt2.read_folder(folder)
+    return gpt2.forward(jax.device_put(params), tokens, c._replace(compute="float32"))
+
+
+OTHER_MODELS = {
+    "activation_function": "relu",
+    "layer_norm_epsilon": 0.1,
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "is_causal": False,
+    "tie_word_embeddings": False,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "dtype": "float16",
+    "n_inner": 64,
+    "hidden_size": 64,
+    "max_position_embeddings": 48,
+    "quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
+    "model_type": "llama",
+    "architectures": ["GPT2CustomLMHeadModel"],
+    "auto_map": {"AutoModelForCausalLM": "modeling.Other"},
+    "add_cross_attention": True,
+    "pruned_heads": {"0": [1]},
+    "torch_dtype": "bfloat16",
+}
+CHANGES = [*OTHER_MODELS][:9]  # of others, transformers can load no such file, or reads code
+NO_CHANGES = dict(activation_function="gelu_pytorch_tanh", n_inner=4 * SMALL.D, n_ctx=8, dtype=None)
+NO_CHANGES |= dict(reorder_and_upcast_attn=True, attn_pdrop=0.5, hidden_act="relu", task="none")
+
+
+@pytest.mark.parametrize("key", OTHER_MODELS)
+def test_a_key_that_changes_the_model_is_refused_by_name(folder, key):
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {key: OTHER_MODELS[key]}))
+    with pytest.raises(shards.Fault, match=f"has {key} .* in config.json, and this file computes"):
+        gpt2.read_folder(folder)
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(n_head=5), dict(n_head=True), dict(n_layer=3.0), dict(n_embd=0), dict(vocab_size="61"),
+    dict(n_positions=8), dict(n_layer=None), dict(n_embd=10**400),
+])  # fmt: skip
+def test_sizes_are_positive_integers(folder, sizes):
+    write_folder(folder, {}, **sizes)
+    with pytest.raises(shards.Fault, match=f"has unusable sizes in config.json.*{[*sizes][0]}"):
+        gpt2.read_folder(folder)
+
+
+def test_a_missing_key_has_the_default_of_transformers(folder):
+    (folder / "config.json").write_text('{"n_head": 2}')
+    with pytest.raises(shards.Fault, match=r"wte.weight as .* needs .*\[50257, 768\]"):
+        gpt2.read_folder(folder)
+
+
+def test_what_transformers_saves_is_the_same_model(folder):
+    """Other names, masks of older versions, a copy of the head, and keys that change nothing."""
+    _, expected = gpt2.read_folder(folder)
+    file = {f"transformer.{name}": p for name, p in openai_names(SMALL, 0).items()}
+    file["transformer.h.1.attn.masked_bias"] = np.float32([-1e4])
+    file["lm_head.weight"] = file["transformer.wte.weight"]
+    write_folder(folder, file, **NO_CHANGES)
+    (folder / "config.json").write_bytes(b"\n" + (folder / "config.json").read_bytes())
+    c, params = gpt2.read_folder(folder)
+    assert c == SMALL._replace(compute="bfloat16") and params.keys() == expected.keys()
+    for name, p in params.items():
+        np.testing.assert_array_equal(p, expected[name])
+
+
+@pytest.mark.parametrize("name, change, message", [
+    ("lm_head.weight", np.ones((61, 32), np.float32), "has an lm_head.weight that is not wte"),
+    ("lm_head.bias", np.ones(61, np.float32), "other arrays than GPT-2, 1 in all: .'lm_head.bias"),
+    ("h.3.ln_1.weight", np.ones(32, np.float32), "1 in all: .'h.3.ln_1.weight"),
+    ("h.1.attn.c_attn.lora_A", np.ones((4, 32), np.float32), "1 in all: .'h.1.attn"),
+    ("transformer.wte.weight", np.ones((61, 32), np.float32), "no transformer.wpe.weight, but .'h"),
+    ("h.2.ln_2.bias", None, "has no h.2.ln_2.bias, but .'h"),
+    ("wpe.weight", np.ones((24, 32), np.float16), "has wpe.weight as {'dtype': 'F16', "),
+    ("wpe.weight", np.ones((48, 32), np.float32), r"\[48, 32\].* needs .*\[24, 32\]"),
+    ("ln_f.bias", np.full(32, np.nan, np.float32), "has NaN or infinity in ln_f.bias"),
+    ("h.1.mlp.c_fc.bias", np.full(128, -np.inf, np.float32), "infinity in h.1.mlp.c_fc.bias"),
+])  # fmt: skip
+def test_arrays_that_are_not_a_gpt2s_are_refused_by_name(folder, name, change, message):
+    file = openai_names(SMALL, 0) | {name: change}
+    write_folder(folder, {key: p for key, p in file.items() if p is not None})
+    with pytest.raises(shards.Fault, match=message):
+        gpt2.read_folder(folder)
+
+
+def test_a_folder_of_other_tokens_is_refused(folder):
+    """With the ids of some of GPT-2's tokens it is read, in both ways of writing them."""
+    (folder / "vocab.json").write_text('{"the": 1169, "\\u0120the": 262}')
+    vocab = {"the": 1169, "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}the": 262}
+    text = json.dumps(dict(model=dict(vocab=vocab)), ensure_ascii=False, indent=1)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    gpt2.read_folder(folder)
+    (folder / "tokenizer.json").write_text(text.replace("262", "2620"), encoding="utf-8")
+    with pytest.raises(shards.Fault, match="a tokenizer.json of other tokens than GPT-2's"):
+        gpt2.read_folder(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("config.json", b"", "config.json that begins with b'' "),
+    ("config.json", b"[]", r"config.json that begins with b'\[\]' .'list' object"),
+    ("config.json", POINTER, "config.json that begins with b'version https://git-lfs"),
+    ("config.json", b'{"n_layer": 3,', "config.json that .* property name .*: line 1 column 15"),
+    ("config.json", b'{"n_layer": ' + b"[" * 10**5, "config.json that .*recursion"),
+    ("config.json", b'{"n_layer": "\xff"}', "config.json that .*byte 0xff in position 13"),
+    ("model.safetensors", b"", "model.safetensors that begins with b'' "),
+    ("model.safetensors", POINTER, "model.safetensors that begins with b'version https://git-lfs"),
+    ("model.safetensors", b"\xff" * 8 + b'{"a": 1}', "model.safetensors that .*'int' object"),
+    ("model.safetensors", b"\xff" * 8 + b'{"a": {}}', "model.safetensors that .*data_offsets"),
+    ("model.safetensors", b"\xff" * 8 + b"{" + bytes(99), "model.safetensors that .*line 1 col"),
+])  # fmt: skip
+def test_a_broken_file_is_a_line_with_its_beginning_or_cause(folder, name, content, message):
+    (folder / name).write_bytes(content)
+    with pytest.raises(shards.Fault, match=message) as caught:
+        gpt2.read_folder(folder)
+    assert len(str(caught.value)) < 350 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("offsets, cut, message", [
+    (lambda start, end: [start, end], 1, "do not fill it"),
+    (lambda start, end: [start, end], -4, "do not fill it"),
+    (lambda start, end: [start + 4, end + 4], 0, "do not fill it"),
+    (lambda start, end: [start, 2**63], 0, "do not fill it"),
+    (lambda start, end: [float(start), float(end)], 0, "a broken model"),
+    (lambda start, end: [str(start), str(end)], 0, "a broken model"),
+    (lambda start, end: start, 0, "a broken model"),
+])  # fmt: skip
+def test_arrays_fill_the_file_without_gaps(folder, offsets, cut, message):
+    """Files that are `cut` by bytes, or longer than their headers say, or with other offsets."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    header["wpe.weight"]["data_offsets"] = offsets(*header["wpe.weight"]["data_offsets"])
+    text = json.dumps(header).encode()
+    data = content[size : len(content) - max(cut, 0)] + bytes(max(-cut, 0))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(shards.Fault, match=message):
+        gpt2.read_folder(folder)
+
+
+# ---- transformers, where it is installed ---------------------------------------------------------
+@pytest.fixture
+def theirs(folder, monkeypatch):
+    """The folder as transformers loads it."""
+    pytest.importorskip("transformers")
+    with monkeypatch.context() as patch:  # torch needs Python's profile.py, not that of dev/
+        patch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "dev"])
+        patch.delitem(sys.modules, "profile", raising=False)
+        from transformers import GPT2LMHeadModel
+
+        sys.modules.pop("profile", None)
+    return GPT2LMHeadModel.from_pretrained(folder).eval()
+
+
+def their_logits(model, tokens):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.double().numpy()
+
+
+TOKENS = np.random.default_rng(2).integers(0, SMALL.V, (2, SMALL.T))
+
+
+@pytest.mark.parametrize("part", ["model", "model.transformer"])
+def test_a_folder_that_transformers_saves_has_its_logits(theirs, part, tmp_path):
+    model = theirs if part == "model" else theirs.transformer
+    model.save_pretrained(tmp_path / "saved")
+    expected = their_logits(theirs, TOKENS)
+    gap = np.abs(logits_of(tmp_path / "saved", TOKENS) - expected).max()
+    print(f"largest difference of logits {gap:.2e}, their standard deviation {expected.std():.2f}")
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_is_refused_changes_transformers(theirs, folder, key):
+    expected = their_logits(theirs, TOKENS)
+    write_folder(folder, openai_names(SMALL, 0), **{key: OTHER_MODELS[key]})
+    changed = their_logits(type(theirs).from_pretrained(folder).eval(), TOKENS)
+    assert np.abs(changed - expected).max() > 1e-3
+
+
+def test_keys_that_are_not_refused_do_not_change_transformers(theirs, folder):
+    write_folder(folder, openai_names(SMALL, 0), **NO_CHANGES)
+    same = their_logits(type(theirs).from_pretrained(folder).eval(), TOKENS)
+    assert np.abs(same - their_logits(theirs, TOKENS)).max() < 1e-4
+
+
 def test_openais_own_weights_continue_a_text():
     """Where the hub can be reached: the same comparison, and a text with an obvious next token."""
     try:
@@ -162,9 +379,11 @@ def test_openais_own_weights_continue_a_text():
     except OSError:
         pytest.skip("no network: OpenAI's weights cannot be fetched")
     c = gpt2.SIZES["openai"]._replace(compute="float32")
-    path = Path(hf_hub_download("openai-community/gpt2", "model.safetensors"))
-    params = gpt2.read(path, c)
-    file = {k: v for k, v in load_file(path).items() if not k.endswith(".attn.bias")}
+    folder = gpt2.download()
+    found, params = gpt2.read_folder(folder)
+    assert found == gpt2.SIZES["openai"]
+    file = load_file(folder / "model.safetensors")
+    file = {k: v for k, v in file.items() if not k.endswith(".attn.bias")}
     text = gpt2_tokens("The quick brown fox jumps over the lazy dog. To be, or not to be, that is")
     logits = np.asarray(gpt2.forward(jax.device_put(params), text[None], c)[0])
     expected = reference(file, text, c.H)
