@@ -193,6 +193,7 @@ def open_on_cpu(path: Path, script: Path) -> weights.Weights:
     return weights.open_weights(path, script)
 
 
+@weights.shards.one_line("export.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument(
@@ -203,5 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("export.py", status=2):
-        main()
+    main()

@@ -105,6 +105,7 @@ def pad_batch(rows: tuple, spans: np.ndarray, batch: np.ndarray, T: int) -> tupl
     return tokens, padded_spans
 
 
+@shards.one_line("hellaswag.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or its .parquet")
@@ -132,5 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with shards.one_line("hellaswag.py", status=2):
-        main()
+    main()

@@ -65,6 +65,7 @@ def find_place(api: HfApi, repo: str, private: bool) -> str:
     return repo
 
 
+@weights.shards.one_line("share.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("repo", nargs="?", metavar="ME/MODEL", help="what to call it on the Hub")
@@ -96,5 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("share.py", status=2):
-        main()
+    main()
