@@ -129,6 +129,10 @@ def main() -> None:
         n = len(is_right)
         error = is_right.std() / n**0.5  # binomial
         print(f"{name:8} {k / n:.2%} +- {error:.2%} (standard error), {k} of {n}")
+    lowest = np.sort(sums, axis=1)
+    ties = np.count_nonzero(lowest[:, 0] == lowest[:, 1])
+    if ties:
+        print(f"{ties} have several endings with the lowest sum, of which acc takes the first")
     print(REMARKS[w.c.vocab])
 
 

@@ -289,7 +289,7 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
         f"{folder}/none.npz": "there is no file ",
         f"{w.path} --data {folder}/none": "no such file or folder: ",
         f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
-        f"{w.path} --data {folder}/z": "z/z_val_000000.bin has token 456, but the model knows 257 tokens",
+        f"{w.path} --data {folder}/z": "z/z_val_000000.bin has token 456, but the model knows 257",
         f"{w.path} --out {w.path}": "[Errno 17] File exists",
     }.items():
         monkeypatch.setattr(sys, "argv", ["look.py", *argv.split()])
