@@ -216,7 +216,8 @@ def check_names(found: dict[str, Header], shapes: dict, script: Path, hint: str)
 
 def check_finite(name: str, x: np.ndarray) -> None:
     """Raises Fault if values of an array are NaN or infinite."""
-    bad = x.size - np.count_nonzero(np.isfinite(x))
+    pieces = np.array_split(x.ravel("K"), 100)  # the record's largest array has 1.4 GB
+    bad = x.size - sum(np.count_nonzero(np.isfinite(piece)) for piece in pieces)
     if bad:
         raise Fault(
             f"has {bad} of {x.size} values of {name} that are not finite: if its log has losses of "
@@ -282,6 +283,8 @@ def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints
         raise Fault(f"and {script}: only one of them has the field {min(unshared)}; {hint}")
     try:
         c = make_config(code, config)
+        if result["steps"] not in range(c.total_steps + 1):
+            raise ValueError(f"{result['steps']} of {c.total_steps} steps")
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks

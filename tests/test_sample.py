@@ -358,7 +358,7 @@ BAD = {
     "a flipped bit": (flipped, "is damaged: get it again (BadZipFile: Bad CRC-32 for file"),
     "another's": (lambda *x: edited(*x, config=None), "has no config: another program wrote it"),
     "older": (lambda *x: edited(*x, result=None), "has no result: another program wrote it"),
-    "no config": (lambda *x: edited(*x, config="null"), "x.npz has null as its config: get again"),
+    "no config": (lambda *x: edited(*x, config="null"), "x.npz has null as its config: get"),
     "no result": (lambda *x: edited(*x, result="[]"), "x.npz has [] as its result: get it again"),
     "no text": (lambda *x: edited(*x, config=HEAD), "has a config of float32 (384, 32), which"),
     "half": (
@@ -376,7 +376,8 @@ BAD = {
     "another type": (
         lambda *x: edited(*x, config=dict(head_chunk="1")), "TypeError(\"head_chunk is '1'\")"),
     "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window 0 is no"),
-    "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "does not have the form that"),
+    "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "'None of 80 steps'"),
+    "NaN steps": (lambda *x: edited(*x, result=dict(steps=np.nan)), "'nan of 80 steps'"),
     "a field more": (
         lambda *x: edited(*x, config=dict(more=1)), "only one of them has the field more"),
     "another vocabulary": (
