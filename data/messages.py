@@ -87,7 +87,8 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
             message = f"{script}: {reason(error)}"
         else:
             message = traceback.format_exc().rstrip()
-        print(message, file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be full, too
+            print(message, file=sys.stderr)
         sys.exit(status)
 
 

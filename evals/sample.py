@@ -36,7 +36,8 @@ def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generato
         order = order[: args.top_k]
     if args.temperature == 0:
         return int(order[0])
-    p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature makes them -inf
+        p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
     p /= p.sum()
     p_before = np.cumsum(p) - p  # of all likelier tokens together
     p = np.where(p_before < args.top_p, p, 0)
@@ -128,6 +129,8 @@ def main() -> None:
     args = cli.parse_intermixed_args()  # the prompt may come after options
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
         refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
+    if args.samples > 10_000:
+        refuse("--samples ends at 10000: make more with another --seed")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:

@@ -233,6 +233,8 @@ def test_a_full_disk_is_one_line(call, monkeypatch):
     status, _, err = call("ABC")
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("sample.py: No space left on device: make room")
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert call("ABC")[0] == 2
 
 
 def test_prompts_in_a_row(call, monkeypatch):
@@ -422,6 +424,7 @@ def test_no_array_is_read_before_all_names_and_sizes_are_right(run, tmp_path, ca
     (["x", "--interactive"], "give a prompt or --interactive"),
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
+    (["x", "--samples", "1000000000000"], "--samples ends at 10000"),
     (["x", "--temperature", "-1"], "begins at 0"),
     (["x", "--temperature", "nan"], "begins at 0"),
     (["x", "--top_p", "0"], "--top_p is above 0"),
