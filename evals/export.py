@@ -181,7 +181,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
             about = dict(run=w.path.stem, result=json.dumps(w.result))
             write_safetensors(part / "model.safetensors", w.arrays, about)
             gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             refuse(f"evals/reference.py does not know {script}'s model ({error!r}): change it, too")
         if not gap < 0.01:  # also if it is NaN
             refuse(f"evals/reference.py does not compute {script}'s model: change it, too")

@@ -250,7 +250,7 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
 
 
 def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints: bool) -> Weights:
-    """Checks what an archive states, and then reads its weights. Raises Fault."""
+    """Reads the weights of an archive, after it has checked all names and sizes. Raises Fault."""
     headers = read_headers(archive)
     stored = {}  # the names that the parameters have in the archive
     is_checkpoint = "facts" in headers
