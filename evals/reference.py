@@ -318,7 +318,7 @@ def main():
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # nobody reads on
     except Exception as error:  # from the files, the vocabulary, the prompt or the disk
-        cli.error(f"{type(error).__name__}: {error}")
+        cli.error(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":
