@@ -65,7 +65,9 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
                     raise ValueError('it needs a "ctx", four "endings" and a "label" of 0 to 3')
     except ImportError:
         raise shards.Fault(f"{path} needs the package pyarrow: ./run.sh hellaswag has it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno:  # not from pyarrow, about its content
+            raise
         raise shards.Fault(f"{place} is no example of HellaSwag: {error}") from None
 
 

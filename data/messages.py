@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError
+NO_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's, which is a RuntimeError
 CURES = {  # what to do about errors of the system; about others, see reason()
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "make room, or choose another disk",
     (errno.EACCES, errno.EPERM): "check the permissions of it and of its folders",
@@ -33,12 +34,18 @@ class Fault(Exception):
 def is_of_system(error: Exception) -> bool:
     """Whether reason() knows what to do about an error."""
     no_thread = isinstance(error, RuntimeError) and NO_THREAD in str(error)
-    return no_thread or isinstance(error, (OSError, MemoryError))
+    return no_thread or isinstance(error, OSError) or lacks_memory(error)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether Python, NumPy or XLA found too little memory."""
+    of_xla = isinstance(error, RuntimeError) and NO_MEMORY in str(error)
+    return of_xla or isinstance(error, MemoryError)
 
 
 def reason(error: OSError | RuntimeError | MemoryError, known: pathlib.Path | None = None) -> str:
     """Where an error of the system happened, unless it was at `known`; what it is; what to do."""
-    if isinstance(error, MemoryError):
+    if lacks_memory(error):
         return "not enough memory: stop other programs, or take a machine that has more"
     if not isinstance(error, OSError):
         return "no new threads: raise ulimit -u"
@@ -82,7 +89,8 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
             message = f"{script}: {reason(error)}"
         else:
             message = traceback.format_exc().rstrip()
-        print(message, file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be full, too
+            print(message, file=sys.stderr)
         sys.exit(status)
 
 

@@ -3,8 +3,10 @@ model card, and reference.py, the model in NumPy."""
 
 import dataclasses
 import json
+import math
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +16,10 @@ from huggingface_hub import EvalResult, ModelCardData
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import reference
 import weights
-from weights import ROOT, refuse
+from weights import ROOT, refuse, shards
 
-FILES = {"reference.py", "config.json", "model.safetensors", "README.md"}
+# reference.py comes first: with it, an export that was interrupted is recognized and replaced.
+FILES = "reference.py", "config.json", "model.safetensors", "README.md"
 
 
 class Text(NamedTuple):
@@ -156,35 +159,49 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
 
 
 def export(w: weights.Weights, script: Path, out: Path) -> None:
-    """Writes FILES into `out` and prints the command that tries them. Exits with status 2 if `out`
-    is not empty and not an export, or if reference.py does not compute the script's model."""
-    log = w.path.with_suffix(".txt")
+    """Writes FILES into `out`, all or none, and prints the command that tries them. Exits with
+    status 2 if `out` is not empty and not an export, or if reference.py does not compute the
+    script's model."""
+    for name in ("val_loss", "tokens"):
+        value = w.result.get(name)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            refuse(f"{w.path} has {value} as {name} in its RESULT: export a run that ended well")
     present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
-    is_export = "reference.py" in present and present <= FILES
+    is_export = "reference.py" in present and present <= {*FILES}
     if out.is_file() or (present and not is_export):
         refuse(f"{out} is neither empty nor an export: name a new folder")
-    try:
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
-        result = json.dumps(w.result)
-        fields = result[1:-1]  # without braces, because RESULT in the log has more fields
-        if text and fields not in text:
-            refuse(f"{log} is not the log of {w.path}: put the right one there, or none")
-        out.mkdir(parents=True, exist_ok=True)
-        # reference.py comes first: with it, an interrupted export is recognized and replaced.
-        (out / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
-        config = describe(w)
-        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        about = dict(run=w.path.stem, result=result)
-        write_safetensors(out / "model.safetensors", w.arrays, about)
-        gap = largest_gap(w, out)  # not 0 if the script was changed and reference.py was not
+    log = read_log(w)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="_unfinished_", dir=out) as folder:
+        part = Path(folder)
+        (part / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
+        try:
+            config = describe(w)
+            (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+            about = dict(run=w.path.stem, result=json.dumps(w.result))
+            write_safetensors(part / "model.safetensors", w.arrays, about)
+            gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            refuse(f"evals/reference.py does not know {script}'s model ({error!r}): change it, too")
         if not gap < 0.01:  # also if it is NaN
             refuse(f"evals/reference.py does not compute {script}'s model: change it, too")
-        (out / "README.md").write_text(write_card(config, w, text, gap), encoding="utf-8")
-    except Exception as error:  # from the disk, the log, or a model unknown to reference.py
-        refuse(f"{out} is incomplete, because the export failed: {type(error).__name__}: {error}")
+        (part / "README.md").write_text(write_card(config, w, log, gap), encoding="utf-8")
+        for name in FILES:
+            (part / name).replace(out / name)
     print(f"wrote {', '.join(sorted(FILES))} to {out}")
     prompt = training_text(config).prompt
     print(f"next: .venv/bin/python '{out}/reference.py' '{prompt}'")
+
+
+def read_log(w: weights.Weights) -> str:
+    """The run's log, or "" if it is not beside the weights. Exits with status 2 if it is not of
+    this run."""
+    path = w.path.with_suffix(".txt")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    fields = json.dumps(w.result)[1:-1]  # without braces, because RESULT in the log has more fields
+    if text and fields not in text:
+        refuse(f"{path} is not the log of {w.path}: put the right one there, or none")
+    return text
 
 
 def open_on_cpu(path: Path, script: Path) -> weights.Weights:
@@ -193,15 +210,14 @@ def open_on_cpu(path: Path, script: Path) -> weights.Weights:
     return weights.open_weights(path, script)
 
 
+@shards.one_line("export.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
-    cli.add_argument(
-        "out", type=Path, metavar="OUT", help="a new or empty folder, or an old export"
-    )
+    what = "a new or empty folder, or an old export"
+    cli.add_argument("out", type=shards.folder_name, metavar="OUT", help=what)
     args = cli.parse_args()
     export(open_on_cpu(args.weights, args.script), args.script, args.out)
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("export.py", status=2):
-        main()
+    main()

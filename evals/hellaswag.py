@@ -105,6 +105,7 @@ def pad_batch(rows: tuple, spans: np.ndarray, batch: np.ndarray, T: int) -> tupl
     return tokens, padded_spans
 
 
+@shards.one_line("hellaswag.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or its .parquet")
@@ -128,9 +129,12 @@ def main() -> None:
         n = len(is_right)
         error = is_right.std() / n**0.5  # binomial
         print(f"{name:8} {k / n:.2%} +- {error:.2%} (standard error), {k} of {n}")
+    lowest = np.sort(sums, axis=1)
+    ties = np.count_nonzero(lowest[:, 0] == lowest[:, 1])
+    if ties:
+        print(f"{ties} have several endings with the lowest sum, of which acc takes the first")
     print(REMARKS[w.c.vocab])
 
 
 if __name__ == "__main__":
-    with shards.one_line("hellaswag.py", status=2):
-        main()
+    main()

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights
 
 # isort: split
+from messages import lacks_memory
 from plot import STYLE, plain, plt, save
 
 
@@ -76,6 +77,7 @@ def draw(rows: np.ndarray, title: str, unit: str, out: Path) -> None:
         save(figure, out)
 
 
+@weights.shards.one_line("loss.py", status=2)
 def main() -> None:
     """Prints the losses that the command line asks for, and draws them."""
     cli = weights.parser(__doc__)
@@ -110,14 +112,20 @@ def main() -> None:
     piece = weights.tokenizer(c).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     unit = "byte" if lengths.max() == 1 else "token"
-    tokens, losses = measure(w, shard, S, L, T, count)
+    try:
+        tokens, losses = measure(w, shard, S, L, T, count)
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        weights.refuse(f"--T {T} needs more memory than there is: lower it, because attention's "
+                       "memory grows with its square")  # fmt: skip
     targets = tokens[:, 1:]
     loss = losses.mean(dtype="f8")
     size = lengths[targets].sum()
-    bits = loss * targets.size / np.log(2) / size
+    bits = f"{loss * targets.size / np.log(2) / size:.4f}" if size else "no"
     ends = np.count_nonzero(targets == c.eot)
     rows = by_position(tokens, losses, c.eot)
-    print(f"{loss:.4f} nats per {unit}, {bits:.4f} bits per byte")
+    print(f"{loss:.4f} nats per {unit}, {bits} bits per byte")
     print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
     print(f"position      to    tokens {f'nats/{unit}':>11} +- standard error")
@@ -127,5 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("loss.py", status=2):
-        main()
+    main()

@@ -29,7 +29,11 @@ def load(folder):
     for name in header.keys() - {"__metadata__"}:
         first, last = header[name]["data_offsets"]
         values = file[start + first : start + last]
+        if header[name]["dtype"] != "F32":
+            raise ValueError(f"{name} is {header[name]['dtype']}, and only F32 is read")
         weights[name] = values.view("<f4").reshape(header[name]["shape"])
+        if not np.isfinite(weights[name]).all():
+            raise ValueError(f"{name} has numbers that are not finite")
     return c, weights
 
 
@@ -272,29 +276,19 @@ def mix(weights_TN, streams):
     return sum(w[:, None] * x for w, x in zip(weights_TN.T, streams, strict=True))
 
 
-def main():
-    cli = argparse.ArgumentParser(description="Continues a prompt.")
-    cli.error = lambda message: cli.exit(2, f"reference.py: {message}\n")
-    cli.add_argument("prompt")
-    cli.add_argument("--tokens", type=int, default=100, help="of the continuation, at most")
-    cli.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest tokens")
-    cli.add_argument("--seed", type=int, default=0, help="another one makes another text")
-    args = cli.parse_args()
-    out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
-    try:
-        c, weights = load(Path(__file__).resolve().parent)
-        encode = lambda text: [*text.encode()]
-        piece = lambda token: bytes([token])
-        if c.tokenizer != "bytes":
-            import tiktoken  # its vocabulary comes from the network, or TIKTOKEN_CACHE_DIR
+def pieces(args):
+    """Yields the bytes of the prompt, and those of each token of its continuation."""
+    c, weights = load(Path(__file__).resolve().parent)
+    encode = lambda text: [*text.encode()]
+    piece = lambda token: bytes([token])
+    if c.tokenizer != "bytes":
+        import tiktoken  # its vocabulary comes from the network, or TIKTOKEN_CACHE_DIR
 
-            vocabulary = tiktoken.get_encoding(c.tokenizer)
-            encode = vocabulary.encode_ordinary
-            piece = vocabulary.decode_single_token_bytes
-        tokens = [c.eot, *encode(args.prompt)]
-    except Exception as error:  # from the files, the vocabulary or the prompt
-        cli.error(f"{type(error).__name__}: {error}")
-    out.write(args.prompt.encode())
+        vocabulary = tiktoken.get_encoding(c.tokenizer)
+        encode = vocabulary.encode_ordinary
+        piece = vocabulary.decode_single_token_bytes
+    tokens = [c.eot, *encode(args.prompt)]
+    yield args.prompt.encode()
     rng = np.random.default_rng(args.seed)
     for _ in range(args.tokens):
         z_V = logits(tokens, c, weights)[-1]
@@ -303,8 +297,28 @@ def main():
         tokens.append(int(np.argmax(z_V + args.temperature * noise_V)))
         if tokens[-1] == c.eot:
             break
-        out.write(piece(tokens[-1]))
-    out.write(b"\n")
+        yield piece(tokens[-1])
+    yield b"\n"
+
+
+def main():
+    cli = argparse.ArgumentParser(description="Continues a prompt.")
+    cli.error = lambda message: cli.exit(2, f"reference.py: {message}\n")
+    cli.add_argument("prompt")
+    cli.add_argument("--tokens", type=int, default=100, help="of the continuation, at most")
+    cli.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest tokens")
+    cli.add_argument("--seed", type=int, default=0, help="another one makes another text")
+    args = cli.parse_args()
+    if args.tokens < 1 or args.seed < 0 or not 0 <= args.temperature < math.inf:
+        cli.error("--tokens begins at 1, --seed and --temperature at 0")
+    try:
+        out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
+        for piece in pieces(args):
+            out.write(piece)
+    except (BrokenPipeError, KeyboardInterrupt):
+        pass  # nobody reads on
+    except Exception as error:  # from the files, the vocabulary, the prompt or the disk
+        cli.error(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 import codecs
 import contextlib
 import itertools
-import os
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ import numpy as np  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights  # noqa: E402
-from weights import refuse  # noqa: E402
+from weights import refuse, shards  # noqa: E402
 
 
 def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
@@ -37,7 +36,8 @@ def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generato
         order = order[: args.top_k]
     if args.temperature == 0:
         return int(order[0])
-    p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature makes them -inf
+        p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
     p /= p.sum()
     p_before = np.cumsum(p) - p  # of all likelier tokens together
     p = np.where(p_before < args.top_p, p, 0)
@@ -113,22 +113,8 @@ def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleN
     print(f"[{args.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
+@shards.one_line("sample.py", status=2, replacement="replace")
 def main() -> None:
-    """Runs the command line."""
-    for name in ("stdout", "stderr"):  # None if they are closed
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
-    try:
-        run_command_line()
-        sys.stdout.flush()
-    except OSError as error:
-        if error.filename:
-            refuse(f"{error.filename}: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's last flush
-        if not isinstance(error, BrokenPipeError):  # that of `| head`
-            refuse(f"the text cannot be written: {error.strerror}")
-
-
-def run_command_line() -> None:
     """Prints the samples that the command line asks for."""
     cli = weights.parser(__doc__)
     cli.add_argument("prompt", nargs="?", default="", help="the beginning of the text")
@@ -143,12 +129,12 @@ def run_command_line() -> None:
     args = cli.parse_intermixed_args()  # the prompt may come after options
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
         refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
+    if args.samples > 10_000:
+        refuse("--samples ends at 10000: make more with another --seed")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
-    if args.interactive and not sys.stdin:
-        refuse("--interactive reads prompts from stdin, which is closed")
     w = weights.open_weights(args.weights, args.script, checkpoints=True)
     coder = weights.tokenizer(w.c)
 
@@ -157,7 +143,6 @@ def run_command_line() -> None:
 
     run = weights.runner(w, last_logits, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the text, not the process
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
     if not args.interactive:
         print_samples(args.prompt, run, w, coder, args)
         return

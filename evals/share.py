@@ -7,17 +7,36 @@ Log in once before: .venv/bin/hf auth login. Or set HF_TOKEN to a token that may
 """
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors
+from huggingface_hub import HfApi, errors, get_token
+from huggingface_hub.utils import validate_repo_id
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import export
 import weights
-from weights import refuse
+from weights import refuse, shards
+
+
+def check_arguments(repo: str) -> None:
+    """Exits with status 2 if no hub could accept the name or the token. Raises OSError."""
+    try:
+        validate_repo_id(repo)
+    except errors.HFValidationError:
+        refuse(
+            f"a model cannot be called {repo!r}: pass ME/MODEL of letters, digits and single - _ . "
+            "inside, 96 characters for each part"
+        )
+    # huggingface_hub has removed line breaks and spaces around it.
+    if not re.fullmatch(r"[\w.~+/=-]*", get_token() or "", re.ASCII):
+        refuse(
+            "your token has characters that no token has, such as quotes: set HF_TOKEN to it "
+            "without them, or type .venv/bin/hf auth login"
+        )
 
 
 def explain(error: Exception, hub: str, repo: str) -> str:
@@ -30,11 +49,18 @@ def explain(error: Exception, hub: str, repo: str) -> str:
         return f"{hub} does not accept your token: type .venv/bin/hf auth login, or set HF_TOKEN"
     if status == 403:
         return f"your token may not write to {repo}: take one that may, or another name ({why})"
+    if status and (status == 429 or status >= 500):
+        return f"{hub} is busy or out of order: try again later ({why})"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
-    if isinstance(error, errors.HTTPError) and status is None:
-        return f"cannot reach {hub}: check the network and try again ({why})"
-    return f"the upload to {repo} failed, try again ({type(error).__name__}: {why})"
+    fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
+    if fault:
+        return fault
+    if isinstance(error, (errors.HTTPError, ConnectionError, TimeoutError)) and status is None:
+        return f"cannot reach {hub}: check the network and HF_ENDPOINT, and try again ({why})"
+    if shards.is_of_system(error) and status is None:
+        return shards.reason(error)
+    return f"{hub} did not take the upload to {repo} ({type(error).__name__}: {why})"
 
 
 @contextlib.contextmanager
@@ -65,21 +91,24 @@ def find_place(api: HfApi, repo: str, private: bool) -> str:
     return repo
 
 
+@shards.one_line("share.py", status=2)
 def main() -> None:
     cli = weights.parser(__doc__)
     cli.add_argument("repo", nargs="?", metavar="ME/MODEL", help="what to call it on the Hub")
     cli.add_argument("--private", action="store_true", help="only you see the model's page")
-    cli.add_argument("--out", type=Path, help="the export's folder; default: <run>_export")
+    what = "the export's folder; default: <run>_export"
+    cli.add_argument("--out", type=shards.folder_name, help=what)
     args = cli.parse_intermixed_args()  # flags may come before ME/MODEL, too
     api = HfApi()
     repo = args.repo
-    if repo:  # before the export, because that may take minutes
+    if repo is not None:  # before the export, because that may take minutes
         with errors_as_lines(api.endpoint, repo):
+            check_arguments(repo)
             repo = find_place(api, repo, args.private)
     w = export.open_on_cpu(args.weights, args.script)
     out = args.out or w.path.with_name(f"{w.path.stem}_export")
     export.export(w, args.script, out)
-    if not repo:
+    if repo is None:
         command = ["./run.sh", "share", *sys.argv[1:], "YOUR_NAME/my-gpt"]
         print(f"to upload it: {shlex.join(command)}")
         return
@@ -96,5 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("share.py", status=2):
-        main()
+    main()

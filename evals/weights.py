@@ -5,8 +5,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import shlex
+import struct
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,14 +24,34 @@ from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / folder) for folder in ("data", "dev", "records")]
+import guard  # noqa: E402
 import shards  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
+from shards import Fault  # noqa: E402
 
 NEEDS = (  # what the tools call of a script
     "Layer Stage param_table rope_frequencies make_mesh whole_weights forward ngram_rows "
     "norm softcap attend attention in_heads block mlp run_net weighted_sum "
     "fit_kernels copied_term"
 )
+LARGEST_TEXT = 2**24  # bytes of JSON in a file
+OTHERS = {  # how files begin that are no archives of arrays: what they are, and what to do about it
+    (b"version https://git-lfs",): "a Git LFS pointer: type git lfs pull in the clone it is from",
+    (b"PK",): "the beginning of a file that was cut off: get it again",
+    (b"\x80",): "a pickle, which could run programs: name a run's logs/<run>.npz",
+    (b"\x93NUMPY",): "a single array: name a run's logs/<run>.npz",
+    (struct.pack("<i", shards.MAGIC),): "a shard of tokens: weights come first, as logs/<run>.npz",
+    (b"<",): "HTML or XML, perhaps a server's error message: get it again",
+    (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
+    shards.PACKED: "packed by gzip, bzip2, xz or zstd: unpack it",
+}
+
+
+class Header(NamedTuple):
+    """What an archive states of an array before its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class Weights(NamedTuple):
@@ -80,7 +103,8 @@ def open_script(path: Path) -> ModuleType:
 
 
 def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
-    """The script's Config from JSON, in which tuples are lists, and layers and stages are dicts."""
+    """The script's Config from JSON, in which tuples are lists, and layers and stages are dicts.
+    Raises an error if the script could not train it."""
 
     def as_tuples(value):
         return tuple(as_tuples(x) for x in value) if isinstance(value, list) else value
@@ -91,7 +115,16 @@ def make_config(code: ModuleType, config: dict[str, Any]) -> Any:
         for row in config[name]:
             rows.append(kind(**{key: as_tuples(value) for key, value in row.items()}))
         config[name] = tuple(rows)
-    return code.Config(**config)
+    for name, value in config.items():
+        default = getattr(code.Config, name, None)
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if default is not None and not isinstance(value, kinds):
+            raise TypeError(f"{name} is {value!r}")
+    c = code.Config(**config)
+    for holds, message in guard.rules(code, c):
+        if not holds:
+            raise ValueError(message)
+    return c
 
 
 def is_of_record_92(config: dict[str, Any]) -> bool:
@@ -103,78 +136,169 @@ def is_of_record_92(config: dict[str, Any]) -> bool:
     return any(layer.get("narrow_qk") or layer.get("mlps", 1) != 1 for layer in layers)
 
 
-def as_weights(facts: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The facts and arrays of a checkpoint in the form of a file of weights, except that parameters
-    are padded. See dev/guard.py, and save_weights() in train_gpt.py."""
+def recognise(start: bytes) -> str:
+    """What a file is that is no archive, by its first bytes, and what to do about it."""
+    if not start:
+        return "empty: get it again"
+    for firsts, what in OTHERS.items():
+        if start.lstrip().startswith(firsts):
+            return what
+    if start[8:9] == b"{":
+        return "one of safetensors: name the logs/<run>.npz that it was exported from"
+    return f"begins with {start[:16]!r}: name a run's logs/<run>.npz"
+
+
+def read_headers(archive: zipfile.ZipFile) -> dict[str, Header]:
+    """The headers of all arrays in an archive, by name. The numbers are not read, because a small
+    archive may unpack to more than the memory. Raises Fault."""
+    found = {}
+    for entry in archive.infolist():
+        name = entry.filename.removesuffix(".npy")
+        if name == entry.filename:
+            raise Fault(f"holds {name}, which is no array of NumPy: name a run's logs/<run>.npz")
+        if name in found:
+            raise Fault(f"holds {name} twice: get it again")
+        with archive.open(entry) as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError(f"{name} has another version of NumPy's format")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            size = file.tell() + dtype.itemsize * math.prod(shape)
+        if dtype.hasobject:
+            raise Fault(f"holds {name} as a pickle, which could run programs: get it again")
+        if entry.file_size != size:
+            raise ValueError(f"{name} has {entry.file_size} bytes, not {size}")
+        found[name] = Header(shape, dtype)
+    return found
+
+
+def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """An array of an archive. It is read to its end, where zipfile compares its checksum."""
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def read_json(archive: zipfile.ZipFile, headers: dict, name: str, kind: type) -> Any:
+    """What an archive states as JSON text. Raises Fault if it is not of this kind."""
+    if name not in headers:
+        raise Fault(f"has no {name}: another program wrote it, or an older train_gpt.py")
+    shape, dtype = headers[name]
+    if shape != () or dtype.kind != "U" or dtype.itemsize > LARGEST_TEXT:
+        raise Fault(f"has a {name} of {dtype} {shape}, which is no JSON text: get it again")
+    value = json.loads(read_array(archive, name).item())
+    if not isinstance(value, kind):
+        raise Fault(f"has {json.dumps(value)[:40]} as its {name}: get it again")
+    return value
+
+
+def about_checkpoint(facts: dict[str, Any]) -> tuple[dict, dict, int]:
+    """The config, the result and the source of a checkpoint. See dev/guard.py."""
     config = {"data": "", "save": 0}  # the fields that a checkpoint leaves out
     for name, value in facts["identity"].items():
         if name.startswith("--"):
             config[name[2:]] = value
-    about = {"config": config, "result": {"steps": facts["step"]}}
-    about["source"] = facts["identity"]["the source"]
-    arrays = {name: np.array(json.dumps(value)) for name, value in about.items()}
-    for name, array in state.items():
-        if name.startswith(".params["):
-            arrays[name.removeprefix(".params['").removesuffix("']")] = array
-    return arrays
+    return config, {"steps": facts["step"]}, facts["identity"]["the source"]
+
+
+def check_names(found: dict[str, Header], shapes: dict, script: Path, hint: str) -> None:
+    """Raises Fault unless arrays have the names and shapes of a script's parameters."""
+    for name in shapes | found:
+        if name not in shapes:
+            raise Fault(f"has an array {name}, but {script} has none: {hint}")
+        if name not in found:
+            raise Fault(f"has no array {name}, but {script} has one: {hint}")
+        shape, dtype = found[name]
+        if dtype != np.float32:
+            numbers = f"{dtype.name} ({dtype.str})"
+            raise Fault(f"has {name} as {numbers}, but a run writes float32: take the run's file")
+        if shape != shapes[name]:
+            raise Fault(f"has {name} of shape {shape}, but {script} has {shapes[name]}: {hint}")
+
+
+def check_finite(name: str, x: np.ndarray) -> None:
+    """Raises Fault if values of an array are NaN or infinite."""
+    pieces = np.array_split(x.ravel("K"), 100)  # the record's largest array has 1.4 GB
+    bad = x.size - sum(np.count_nonzero(np.isfinite(piece)) for piece in pieces)
+    if bad:
+        raise Fault(
+            f"has {bad} of {x.size} values of {name} that are not finite: if its log has losses of "
+            "nan, the run has diverged, and another is needed; if not, get the file again"
+        )
 
 
 def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights:
     """Reads logs/<run>.npz, or a checkpoint if the tool allows it; exits with status 2 if the file
-    is damaged, or its model is not the script's."""
+    is damaged, its model is not the script's, or a number is not finite."""
     if path.is_dir():
         names = "*.npz or *.state" if checkpoints else "*.npz"
         refuse(f"{path} is a folder: name a file of weights in it, {names}")
-    if not path.is_file():
-        refuse(f"no such file: {path}")
     if path.suffix == ".txt":
         refuse(f"{path} is a log: a run writes its weights, *.npz, when it ends")
     try:
-        with np.load(path) as file:
-            broken = file.zip.testzip()  # np.load checks only what it reads to the end
-            if broken:
-                raise ValueError(f"{broken} has a wrong checksum")
-            arrays = dict(file)
-        padded = "facts" in arrays
-        if padded:
-            facts = json.loads(arrays["facts"].item())
-            if not checkpoints:
-                refuse(
-                    f"{path} is a checkpoint, which only sample and loss read; this makes weights: "
-                    f"{facts['command']} --resume {shlex.quote(str(path))}"
-                )
-            arrays = as_weights(facts, arrays)
-        config = json.loads(arrays.pop("config").item())
-        result = json.loads(arrays.pop("result").item())
-        source = json.loads(arrays.pop("source").item())
-    except Exception as error:
+        with shards.open_file(path) as file:
+            if not zipfile.is_zipfile(file):
+                file.seek(0)
+                raise Fault(f"is no file of weights, but {recognise(file.read(512))}")
+            with zipfile.ZipFile(file) as archive:
+                return read_weights(archive, path, script, checkpoints)
+    except Fault as fault:
+        refuse(f"{path} {fault}")
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of zipfile, zlib, NumPy or json
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
-        refuse(f"{path} is not a complete file of weights from this train_gpt.py: {why}")
-    if "tables" in arrays or is_of_record_92(config):
-        refuse(
-            f"{path} is of record 92's model, which this tool cannot read: see "
-            "records/upstream92/README.md"
+        refuse(f"{path} is damaged: get it again ({why})")
+
+
+def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints: bool) -> Weights:
+    """Reads the weights of an archive, after it has checked all names and sizes. Raises Fault."""
+    headers = read_headers(archive)
+    stored = {}  # the names that the parameters have in the archive
+    is_checkpoint = "facts" in headers
+    if is_checkpoint:
+        facts = read_json(archive, headers, "facts", dict)
+        if not checkpoints:
+            raise Fault(
+                "is a checkpoint, which only sample and loss read; this makes weights: "
+                f"{facts['command']} --resume {shlex.quote(str(path))}"
+            )
+        config, result, source = about_checkpoint(facts)
+        for key in headers:
+            if key.startswith(".params["):
+                stored[key.removeprefix(".params['").removesuffix("']")] = key
+    else:
+        config = read_json(archive, headers, "config", dict)
+        result = read_json(archive, headers, "result", dict)
+        source = read_json(archive, headers, "source", int)
+        for key in headers:
+            if key not in ("config", "result", "source"):
+                stored[key] = key
+    if "tables" in headers or is_of_record_92(config):
+        raise Fault(
+            "is of record 92's model, which this tool cannot read: see records/upstream92/README.md"
         )
     code = open_script(script)
     hint = "name the script that trained it with --script"
     unshared = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
     if unshared:
-        refuse(f"{path} and {script}: only one of them has the field {min(unshared)}; {hint}")
+        raise Fault(f"and {script}: only one of them has the field {min(unshared)}; {hint}")
     try:
         c = make_config(code, config)
+        if result["steps"] not in range(c.total_steps + 1):
+            raise ValueError(f"{result['steps']} of {c.total_steps} steps")
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
-        if padded:
-            arrays |= code.unpad(arrays, c)
     except Exception as error:  # for instance a layer with a field that the script lacks
-        refuse(f"{path} does not have the form that {script} writes: {error!r}; {hint}")
-    found = {name: x.shape for name, x in arrays.items() if x.dtype == np.float32}
-    shapes = {name: param.model_shape for name, param in table.items()}
-    for name in shapes | arrays:
-        shape = found.get(name)
-        expected = shapes.get(name)
-        if shape != expected:
-            refuse(f"{path}: the shape of {name} is {shape}, but {script} has {expected}; {hint}")
+        raise Fault(f"does not have the form that {script} writes: {error!r}; {hint}") from None
+    shapes = {}
+    for name, param in table.items():
+        shapes[name] = param.shape if is_checkpoint else param.model_shape
+    check_names({name: headers[key] for name, key in stored.items()}, shapes, script, hint)
+    arrays = {}
+    for name, key in stored.items():
+        arrays[name] = read_array(archive, key)
+        check_finite(name, arrays[name])
+    if is_checkpoint:
+        arrays = code.unpad(arrays, c)
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has changed, {hint}",
               file=sys.stderr)  # fmt: skip
@@ -188,13 +312,18 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     """The tokens of a shard, or of the first *_val_*.bin in a folder. Exits with status 2 if it is
     incomplete, or the run's model cannot read it in sequences of T tokens."""
     path = min(place.glob("[!.]*_val_*.bin"), default=place)
+    if not place.exists():
+        refuse(f"no such file or folder: {place}")
     if not path.is_file():
         refuse(f"{place} is not a token shard, and has no *_val_*.bin: see data/README.md")
     shard = w.code.open_shard(path)
     largest = int(shard.max())
     starts = np.flatnonzero(shard == w.c.eot)
-    if largest >= w.c.vocab or len(starts) == 0:
-        refuse(f"{path}: largest token is {largest} (--vocab {w.c.vocab}), {len(starts)} are --eot")
+    cure = "name a text in this model's tokens, data/README.md"
+    if largest >= w.c.vocab:
+        refuse(f"{path} has token {largest}, but the model knows {w.c.vocab} tokens: {cure}")
+    if len(starts) == 0:
+        refuse(f"{path} has no token {w.c.eot}, which starts a document: {cure}")
     # positions() in train_gpt.py can tell 4,095 documents of a sequence apart.
     if np.any(starts[4095:] - starts[:-4095] < T):
         refuse(f"{path}: a sequence of {T} tokens would hold more than 4,095 documents")
@@ -239,9 +368,20 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
     def run(tokens, *more):
         tokens = jnp.asarray(tokens, "int32")
         rows = table[np.asarray(ngram_rows(tokens[:, :-1]))]
-        return program(whole, (tokens, jnp.asarray(rows), *more))
+        return check_outputs(w, program(whole, (tokens, jnp.asarray(rows), *more)))
 
     return run
+
+
+def check_outputs(w: Weights, outputs: Any) -> Any:
+    """The outputs of a model as arrays of NumPy. Raises Fault if a number is not finite."""
+    outputs = jax.tree.map(np.asarray, outputs)
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
+        raise Fault(
+            f"{w.path}: the model computes numbers that are not finite, because its weights are "
+            f"too large for {w.c.compute}: train another run"
+        )
+    return outputs
 
 
 def logits(w: Weights, x: Array, head: Array) -> Array:

@@ -6,11 +6,13 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import export
 import numpy as np
@@ -246,16 +248,62 @@ def test_the_card_names_a_known_text_and_how_to_try_the_model(
     assert made.printed.endswith(f"next: .venv/bin/python '{made.out}/reference.py' '{prompt}'\n")
 
 
+@pytest.mark.parametrize("name, value", [("val_loss", np.nan), ("val_loss", None), ("tokens", "9")])
+def test_a_run_without_a_loss_is_not_exported(exports, tmp_path, capsys, name, value):
+    w = weights.open_weights(exports["tiny"].path, TRAIN)
+    with pytest.raises(SystemExit, match="2"):
+        export.export(w._replace(result=w.result | {name: value}), TRAIN, tmp_path / "new")
+    assert f"has {value} as {name} in its RESULT: export" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_that_fails_leaves_nothing_and_the_old_one(exports, tmp_path, monkeypatch):
+    made = exports["tiny"]
+    shutil.copytree(made.out, tmp_path / "old")
+    (tmp_path / "old/README.md").write_text("older")
+    monkeypatch.setattr(export, "largest_gap", lambda *_: np.nan)
+    for folder, left in ("old", {*export.FILES}), ("new", set()):
+        with pytest.raises(SystemExit, match="2"):
+            call(export, made.path, tmp_path / folder)
+        assert {path.name for path in (tmp_path / folder).iterdir()} == left
+    assert (tmp_path / "old/README.md").read_text() == "older"
+
+
+@pytest.mark.parametrize("error, status, message", [
+    (BrokenPipeError(32, "Broken pipe"), None, ""),
+    (OSError(28, "No space left"), 2, "reference.py: OSError: [Errno 28] No space left\n"),
+])  # fmt: skip
+def test_a_text_that_cannot_be_printed(exports, monkeypatch, capsys, error, status, message):
+    """Nobody reads it, or the disk is full."""
+    made = exports["tiny"]
+    monkeypatch.setattr(reference, "__file__", made.out / "reference.py")
+    screen = mock.Mock(write=mock.Mock(side_effect=error))
+    monkeypatch.setattr(reference, "open", lambda *_, **__: screen, raising=False)
+    ended = None
+    try:
+        call(reference, "x")
+    except SystemExit as stopped:
+        ended = stopped.code
+    assert (ended, capsys.readouterr().err) == (status, message)
+
+
 # The last column begins with the tool that is called.
 @pytest.mark.parametrize("before, argv, message", [
     ("rm -r out; touch out", "w.npz out", "export.py: out is neither empty nor an export"),
     ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
     ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
-    ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is not a complete file"),
+    ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is no file of weights"),
     ("echo x > w.txt", "w.npz out", "export.py: w.txt is not the log of w.npz: put the right"),
     ("true", "w.npz", "export.py: the following arguments are required: OUT"),
     ("true", "w.npz new", "export.py: evals/reference.py does not compute"),
+    ("true", "w.npz w.npz/x", "export.py: w.npz is a file, but a folder belongs there"),
+    ("true", "w.npz ''", "export.py: argument OUT: the name of the folder is empty: pass one"),
     ("cd out; head -c 9999 model.* >x; mv x model.*", "x", "reference.py: ValueError"),
+    ("sed -i s/F32/F16/ out/model.*", "x", "reference.py: ValueError: embed is F16, and only F32"),
+    ("cd out; truncate -s -4 model.*; printf '\\0\\0\\300\\177' >>model.safetensors", "x",
+     "reference.py: ValueError: gates_input.b2 has numbers that are not finite"),
+    ("true", "x --seed -1", "reference.py: --tokens begins at 1, --seed and --temperature at 0"),
+    ("true", "x --temperature nan", "reference.py: --tokens begins at 1, --seed and"),
     ("rm out/config.json", "x", "reference.py: FileNotFoundError"),
     ("true", "", "reference.py: the following arguments are required: prompt"),
 ])  # fmt: skip
@@ -271,6 +319,6 @@ def test_bad_input_is_refused_in_a_line(
     monkeypatch.setattr(reference, "__file__", tmp_path / "out/reference.py")
     subprocess.run(before, shell=True, check=True)
     with pytest.raises(SystemExit) as stopped:
-        call(sys.modules[message.partition(".")[0]], *argv.split())
+        call(sys.modules[message.partition(".")[0]], *shlex.split(argv))
     err = capsys.readouterr().err
     assert (stopped.value.code, err.count("\n")) == (2, 1) and err.startswith(message)

@@ -167,7 +167,9 @@ def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # 
     monkeypatch.setattr(weights, "runner", lambda *_: run)
     monkeypatch.setattr(sys, "argv", ["hellaswag.py", "x", "--file", str(file)])
     hellaswag.main()
-    assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in out
+    assert "\n1 have several endings with the lowest sum, of which acc takes the first\n" in out
     for ending, tokens, span in zip(row["endings"], *calls[0], strict=False):
         wanted = gpt2.encode_ordinary("A man") + gpt2.encode_ordinary(f" {ending}")
         assert [*tokens] == wanted + [0] * (65 - len(wanted)) and [*span] == [2, len(wanted)]
@@ -177,18 +179,20 @@ def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, monkeypatch):
     changes = [dict(endings=["a", "b", "c"]), dict(endings=["a", "b", "c", 4]), dict(label=4)]
     changes += [dict(label=""), *(dict(ctx=ctx) for ctx in ("", None, "\ud800", "a" * 2029))]
     bad = [json.dumps(ROWS[0] | change).encode() for change in changes]
-    for line in (b"{", b"[1]", b"", b'"\xe9"', *bad):
+    for line in (b"{", b"[1]", b"", b'"\xe9"', b"[" * 99_999, *bad):
         file = tmp_path / "x"
         file.write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
         messages = f"{file}:2 is no example of HellaSwag: ", "row 2 has 2050 tokens, more than 2049"
         assert fault_of(file).startswith(messages)
-    good, bad, other, gone = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z", "gone"))
+    with pytest.raises(FileNotFoundError):  # which one_line() explains
+        read(tmp_path / "none.jsonl")
+    good, bad, other = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z"))
     rows = [row | dict(label=str(row["label"])) for row in ROWS]  # as the hub has it
     parquet.write_table(pyarrow.Table.from_pylist(rows), good)
     assert read(good) == read(its.file)
     bad.write_bytes(b"PAR1 no")
     parquet.write_table(pyarrow.table(dict(text=["a"])), other)
-    for path, message in (bad, f"{bad} is no"), (other, f"{other}:1 is no"), (gone, "gone.parquet"):
+    for path, message in (bad, f"{bad} is no"), (other, f"{other}:1 is no"):
         assert message in fault_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "./run.sh hellaswag has it" in fault_of(good)

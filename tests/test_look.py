@@ -295,9 +295,9 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
     for argv, message in {
         f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
         f"{folder}/none.npz": "there is no file ",
-        f"{w.path} --data {folder}/none": "none is not a token shard, and has no *_val_*.bin",
+        f"{w.path} --data {folder}/none": "no such file or folder: ",
         f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
-        f"{w.path} --data {folder}/z": "z/z_val_000000.bin: largest token is 456 (--vocab 257)",
+        f"{w.path} --data {folder}/z": "z/z_val_000000.bin has token 456, but the model knows 257",
         f"{w.path} --out {w.path}": ".npz is a file, but a folder belongs there: choose another",
     }.items():
         monkeypatch.setattr(sys, "argv", ["look.py", *argv.split()])

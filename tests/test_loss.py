@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -150,6 +151,30 @@ def test_bits_per_byte(run, tmp_path, monkeypatch, capsys, old, new):
     assert capsys.readouterr().out.startswith(right) == (old == "")
 
 
+def test_a_text_without_bytes_has_no_bits(run, tmp_path, monkeypatch, capsys):
+    shard = write_shard(tmp_path / "x.bin", [256] * 9)
+    loss = load()
+    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]))
+    monkeypatch.setattr(sys, "argv", f"loss.py {run.path} {shard} --T 7 --tokens 7".split())
+    loss.main()
+    assert capsys.readouterr().out.startswith("4.0000 nats per byte, no bits per byte\n7 tokens,")
+
+
+def test_too_little_memory_is_one_line(run, monkeypatch, capsys):
+    """XLA's error, and that of NumPy."""
+    for error in (
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+        MemoryError(),
+    ):
+        loss = load()
+        loss.measure = mock.Mock(side_effect=error)
+        monkeypatch.setattr(sys, "argv", ["loss.py", str(run.path), str(run.folder)])
+        with pytest.raises(SystemExit, match="2"):
+            loss.main()
+        line = "loss.py: --T 64 needs more memory than there is: lower it, because attention's "
+        assert capsys.readouterr().err == f"{line}memory grows with its square\n"
+
+
 def test_from_the_shell(run):
     done = run.start(ROOT / "evals/loss.py", run.path, run.folder, "--S", 5, "--tokens", 700)
     assert (done.returncode, done.stderr) == (0, "")
@@ -169,9 +194,12 @@ def test_from_the_shell(run):
     ("at least 0 tokens", "{run} --L -1"), ("--tokens 63 is less than --T 64", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("choose another --out", "{run} --out {here}/none/x"),
     ("not a complete shard", "{here}/cut.bin"),
-    ("largest token is 50256 (--vocab 257)", "{here}/gpt2.bin")])  # fmt: skip
+    ("gpt2.bin has token 50256, but the model knows 257 tokens: name a", "{here}/gpt2.bin"),
+    ("no_eot.bin has no token 256, which starts a document: name a", "{here}/no_eot.bin"),
+    ("no such file or folder: typo.bin", "typo.bin")])  # fmt: skip
 def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, message, argv):
     write_shard(tmp_path / "gpt2.bin", [50256, *range(2000)])
+    write_shard(tmp_path / "no_eot.bin", [*range(200)])
     write_shard(tmp_path / "cut.bin", [256, *range(200)], count=300)
     arguments = argv.format(run=run.folder, here=tmp_path).split()
     monkeypatch.setattr(sys, "argv", ["loss.py", str(run.path), *arguments])

@@ -8,10 +8,13 @@ import json
 import re
 import subprocess
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import messages
 import numpy as np
 import pytest
 import sample
@@ -211,29 +214,27 @@ def test_a_full_context_is_told(wanted, token, told, model, capsys):
     assert capsys.readouterr().err.partition("[1 x")[0] == told * line
 
 
-class Broken(io.StringIO):
-    """A screen of which nobody reads more than a few characters, or a full disk."""
+def test_without_streams_it_ends_as_at_the_end_of_the_input(call, monkeypatch):
+    for name in ("stdin", "stdout"):  # closed, as by <&- and >&-
+        monkeypatch.setattr(sys, name, None)
+    assert call("--interactive") == (0, "", "")
 
-    error = BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+class Full(io.StringIO):
+    """A screen on a full disk."""
 
     def write(self, text):
-        if self.tell() > 3:
-            raise self.error
-        return super().write(text)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("screen, status, message", [
-    (None, 0, ""),
-    (Broken(), 0, ""),
-    (type("Full", (Broken,), {"error": OSError(errno.ENOSPC, "No space left")})(), 2,
-     "sample.py: the text cannot be written: No space left\n"),
-])  # fmt: skip
-def test_a_screen_that_is_closed_or_full(screen, status, message, call, monkeypatch):
-    monkeypatch.setattr(sample.os, "dup2", lambda *_: None)  # it would close pytest's
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sample, "run_command_line", lambda: print("ABC") or print("DEF"))
-    ended, _, err = call()
-    assert (ended, err) == (status, message)
+def test_a_full_disk_is_one_line(call, monkeypatch):
+    monkeypatch.setattr(messages, "discard_output", lambda: None)  # it would close pytest's
+    monkeypatch.setattr(sys, "stdout", Full())
+    status, _, err = call("ABC")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("sample.py: No space left on device: make room")
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert call("ABC")[0] == 2
 
 
 def test_prompts_in_a_row(call, monkeypatch):
@@ -286,7 +287,7 @@ def test_a_checkpoint_is_sampled(run, tmp_path, call, capsys):
     assert (status, out) == (0, ALPHABET + "\n") and err.startswith("[1 x 14 tokens, ")
     more = checkpoint(run, tmp_path, gain=np.ones(3, "f4"))
     status, out, err = call("ABC", path=more)
-    assert (status, out) == (2, "") and "the shape of gain is (3,), but" in err
+    assert (status, out) == (2, "") and "has an array gain, but" in err
     with pytest.raises(SystemExit):  # as other tools do
         weights.open_weights(path, TRAIN)
     assert f"this makes weights: ./run.sh tiny --resume {path}\n" in capsys.readouterr().err
@@ -299,32 +300,86 @@ def cut(run, tmp_path, size: int) -> Path:
 
 
 def flipped(run, tmp_path) -> Path:
-    """A copy with a wrong bit in an array's header, which np.load would not notice."""
+    """A copy with a wrong bit in an array."""
     data = bytearray(run.path.read_bytes())
-    data[data.find(b"head.npy") + 60] ^= 1
+    data[data.find(b"head.npy") + 999] ^= 1
     (tmp_path / "x.npz").write_bytes(data)
     return tmp_path / "x.npz"
 
 
+def content(tmp_path, data: bytes) -> Path:
+    """A file of other content."""
+    (tmp_path / "x.npz").write_bytes(data)
+    return tmp_path / "x.npz"
+
+
+def archive(run, tmp_path, name: str, data: bytes) -> Path:
+    """A copy of the weights with one more entry."""
+    path = content(tmp_path, run.path.read_bytes())
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(path, "a") as file:
+        file.writestr(name, data)
+    return path
+
+
+def with_value(run, tmp_path, name: str, value: float) -> Path:
+    """A copy of the weights in which one number of an array is another."""
+    array = np.load(run.path)[name]
+    array.flat[5] = value
+    return edited(run, tmp_path, **{name: array})
+
+
+def npy(x: np.ndarray) -> bytes:
+    """The file that np.save writes."""
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
+HEAD = np.ones((384, 32), "f4")
 OF_92 = "x.npz is of record 92's model, which this tool cannot read: see records/upstream92/"
 BAD = {
     "averages": (lambda *x: edited(*x, config=dict(averages=[1])), OF_92),
     "narrow heads": (lambda *x: edited(*x, config=dict(layers=[dict(narrow_qk=True)])), OF_92),
     "no MLP": (lambda *x: edited(*x, config=dict(layers=[dict(mlps=0)])), OF_92),
     "a large table": (lambda *x: edited(*x, tables=np.array("{}")), OF_92),
-    "no file": (lambda *_: Path("none.npz"), "no such file: none.npz"),
+    "no file": (lambda *_: Path("none.npz"), "none.npz: No such file or directory"),
     "a log": (lambda run, _: run.path.with_suffix(".txt"), "is a log: a run writes its weights"),
     "a folder": (lambda _, tmp_path: tmp_path, "is a folder: name a file of weights in it"),
-    "nothing": (lambda *x: cut(*x, 0), "is not a complete file of weights"),
-    "truncated": (lambda *x: cut(*x, 50_000), "is not a complete file of weights"),
-    "a flipped bit": (flipped, "head.npy has a wrong checksum"),
-    "another's": (lambda *x: edited(*x, config=None), "KeyError: 'config'"),
-    "older": (lambda *x: edited(*x, result=None), "KeyError: 'result'"),
-    "another width": (lambda *x: edited(*x, config=dict(D=64)), "the shape of embed is (384, 32)"),
-    "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "the shape of gain is (3,), but"),
-    "one less": (lambda *x: edited(*x, qk=None), "the shape of qk is None, but"),
+    "a device": (lambda *_: Path("/dev/null"), "/dev/null: It is a pipe or a device"),
+    "nothing": (lambda *x: cut(*x, 0), "is no file of weights, but empty: get it again"),
+    "truncated": (lambda *x: cut(*x, 50_000), "but the beginning of a file that was cut off"),
+    "a pointer": (lambda _, x: content(x, b"version https://git-lfs.github.com/"), "git lfs pull"),
+    "a page": (lambda _, x: content(x, b"\n<!DOCTYPE html>"), "but HTML or XML, perhaps a"),
+    "a pickle": (lambda _, x: content(x, b"\x80\4."), "but a pickle, which could run programs"),
+    "an export": (lambda _, x: content(x, bytes(8) + b'{"head"'), "but one of safetensors: name"),
+    "PyTorch's": (lambda *x: archive(*x, "x/data.pkl", b""), "holds x/data.pkl, which is no array"),
+    "twice": (lambda *x: archive(*x, "head.npy", b""), "holds head twice"),
+    "a size that lies": (
+        lambda *x: archive(*x, "a.npy", npy(np.ones(3)) + bytes(2)), "a has 154 bytes, not 152"),
+    "objects": (lambda *x: edited(*x, head=np.array([{}])), "holds head as a pickle"),
+    "a flipped bit": (flipped, "is damaged: get it again (BadZipFile: Bad CRC-32 for file"),
+    "another's": (lambda *x: edited(*x, config=None), "has no config: another program wrote it"),
+    "older": (lambda *x: edited(*x, result=None), "has no result: another program wrote it"),
+    "no config": (lambda *x: edited(*x, config="null"), "x.npz has null as its config: get"),
+    "no result": (lambda *x: edited(*x, result="[]"), "x.npz has [] as its result: get it again"),
+    "no text": (lambda *x: edited(*x, config=HEAD), "has a config of float32 (384, 32), which"),
+    "half": (
+        lambda *x: edited(*x, head=HEAD.astype("f2")),
+        "x.npz has head as float16 (<f2), but a run writes float32: take the run's file"),
+    "big-endian": (lambda *x: edited(*x, head=HEAD.astype(">f4")), "head as float32 (>f4), but a"),
+    "nan": (lambda *x: with_value(*x, "vo", np.nan), "has 1 of 4096 values of vo that"),
+    "inf": (lambda *x: with_value(*x, "head", -np.inf), "has 1 of 12288 values of head that"),
+    "another width": (
+        lambda *x: edited(*x, config=dict(D=64)), "has embed of shape (384, 32), but"),
+    "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "has an array gain, but"),
+    "one less": (lambda *x: edited(*x, qk=None), "has no array qk, but"),
     "another layer": (
         lambda *x: edited(*x, config=dict(layers=[dict(window="long", z=1)])), "the form that"),
+    "another type": (
+        lambda *x: edited(*x, config=dict(head_chunk="1")), "TypeError(\"head_chunk is '1'\")"),
+    "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window 0 is no"),
+    "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "'None of 80 steps'"),
+    "NaN steps": (lambda *x: edited(*x, result=dict(steps=np.nan)), "'nan of 80 steps'"),
     "a field more": (
         lambda *x: edited(*x, config=dict(more=1)), "only one of them has the field more"),
     "another vocabulary": (
@@ -341,10 +396,35 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     assert err.startswith("sample.py: ") and message in err
 
 
+def test_outputs_that_are_not_finite_are_refused(model):
+    """They would become a score: the lowest of losses that are NaN is the first."""
+    w, _ = model
+    outputs = [np.ones(2), {"loss": jnp.zeros(3)}]
+    assert weights.check_outputs(w, outputs)[1]["loss"].tolist() == [0, 0, 0]
+    outputs[1]["loss"] = jnp.array([0, jnp.nan, 0])
+    with pytest.raises(messages.Fault, match="the model computes numbers that are not"):
+        weights.check_outputs(w, outputs)
+
+
+def test_no_array_is_read_before_all_names_and_sizes_are_right(run, tmp_path, call, monkeypatch):
+    """A small file may unpack to more than the memory."""
+    names = []
+    read = weights.read_array
+
+    def read_array(archive, name):
+        names.append(name)
+        return read(archive, name)
+
+    monkeypatch.setattr(weights, "read_array", read_array)
+    call("x", path=edited(run, tmp_path, gain=np.ones(3, "f4")))
+    assert names == ["config", "result", "source"]
+
+
 @pytest.mark.parametrize("argv, message", [
     (["x", "--interactive"], "give a prompt or --interactive"),
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
+    (["x", "--samples", "1000000000000"], "--samples ends at 10000"),
     (["x", "--temperature", "-1"], "begins at 0"),
     (["x", "--temperature", "nan"], "begins at 0"),
     (["x", "--top_p", "0"], "--top_p is above 0"),

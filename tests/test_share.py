@@ -241,15 +241,42 @@ def full(monkeypatch, hub):
     hub.is_full = True
 
 
+def busy(monkeypatch, hub):
+    monkeypatch.setattr(hub, "answer", lambda *_: (503, "Service Unavailable"))
+
+
+def odd(monkeypatch, hub):
+    monkeypatch.setattr(hub, "create", lambda **_: (400, "Invalid name"))
+
+
+# Nothing is sent to the Hub.
+@pytest.mark.parametrize("name", [
+    "", "  ", "my gpt", "me/a--b", "-a", "a.git", "a/b/c", "https://x.y/me/a", "a" * 97, "me/\xe9",
+])  # fmt: skip
+def test_a_name_that_no_hub_accepts_gets_a_line(share_it, hub, name):
+    status, out, err = share_it(f"--out={hub.endpoint}", "--", name)
+    assert (status, out, hub.requests, err.count("\n")) == (2, "", [], 1)
+    assert err.startswith(f"share.py: a model cannot be called {name!r}: pass ME/MODEL of letters")
+
+
+@pytest.mark.parametrize("token", ["\u201cgood\u201d", "'good'", "go od", "go\x00od"])
+def test_a_token_that_no_hub_gives_gets_a_line_without_it(share_it, hub, monkeypatch, token):
+    monkeypatch.setattr(share, "get_token", lambda: token)
+    status, out, err = share_it("me/a")
+    assert (status, out, hub.requests, err.count("\n")) == (2, "", [], 1)
+    assert err.startswith("share.py: your token has characters that no") and "good" not in err
+
+
 @pytest.mark.parametrize("trouble, argv, message", [
     (nobody, "me/a", "you are not logged in: type .venv/bin/hf auth login, or set HF_TOKEN"),
     (stranger, "me/a", "does not accept your token: type .venv/bin/hf auth login, or set"),
     (public, "me/a --private", "me/a exists and is public: change that on"),
     (None, "you/a", "your token may not write to you/a: take one that may, or another name"),
     (others, "you/a", "your token may not write to you/a: take one that may, or another name"),
-    (offline, "me/a", "check the network and try again"),
+    (offline, "me/a", "check the network and HF_ENDPOINT, and try again"),
     (full, "me/a", "your token may not write to me/a: take one that may, or another name (403 F"),
-    (None, "a/b/c", "the upload to a/b/c failed, try again (HFValidationError: Repo id must"),
+    (busy, "me/a", "is busy or out of order: try again later (Server error '503"),
+    (odd, "me/a", "did not take the upload to me/a (BadRequestError: "),
 ])  # fmt: skip
 def test_what_the_hub_refuses_gets_a_line(share_it, hub, monkeypatch, trouble, argv, message):
     if trouble:
