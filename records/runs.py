@@ -268,10 +268,10 @@ def why_no_log(content: bytes) -> str:
     if b"\n" + BORDER.replace(b"\n", b"\r\n") in content:
         return "some of its lines end in CRLF, others do not: restore the file as it was written"
     if re.search(rb"^s:\d+ t[er]l:\d", content, re.M):
-        return f"it is a log of llm.c: {missing}"
+        return f"{missing}: it is a log of llm.c"
     if re.search(rb"step:\d+/\d+ val_loss:", content):
-        return f"it has losses, but as a terminal shows them: {missing}"
-    return f"it is no log: {missing}"
+        return f"{missing}: it has losses as a terminal shows them"
+    return f"{missing}, and no losses"
 
 
 class Lines:
@@ -462,6 +462,8 @@ def our_facts(stated: dict[str, Any], name: str) -> dict[str, Any]:
     missing = [key for key in FACTS if key not in stated]
     if missing:
         raise Unreadable(f"it does not state {', '.join(missing)}")
+    if stated["config"]["seed"] != stated["seed"]:
+        raise Unreadable("its config has another seed")
     facts = {key: stated[key] for key in FACTS}
     facts["config"] = {key: value for key, value in stated["config"].items() if key != "seed"}
     facts["argv"] = without_seed(facts["argv"])

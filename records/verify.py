@@ -158,6 +158,9 @@ def read_plan_file(file: Path) -> dict[str, Any]:
     runs.require(plan, {"flags": {str: [str]}, "added": {str: str}}, str(file))
     if not plan["arms"]:
         raise Unreadable(f"{file} has no variants")
+    for time in [plan["created"], *plan["added"].values()]:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time):
+            raise Unreadable(f"{file} has another form of time than 2026-11-21T12:59:00Z: {time!r}")
     return plan
 
 

@@ -186,3 +186,24 @@ def test_a_comparison(place, tmp_path, capsys):
     path.write_text(path.read_text().replace('"jax": "0.12.0.1"', '"jax": "0.10.2"'))
     assert "the runs fail as shown above" in refusal(tmp_path / "all")
     assert "- same: **FAIL** different versions: jax" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_named(place, tmp_path):
+    folder = write_ours(tmp_path / "new")
+    (folder / "notes.md").write_bytes(b"## Idea\n\ncaf\xe9\n")
+    with pytest.raises(Fault, match="notes.md is not UTF-8"):
+        pack.main([str(folder), "--name", "new"])
+    earlier = place / "tracks/tiny/2026-11-20_old/result.json"
+    earlier.parent.mkdir(parents=True)
+    for content, message in (
+        ("[]", r"result.json cannot be \[\]"),
+        ('{"kind": "record", "number": "1"}', "result.json has no name"),
+        ('{"kind": "record"', "result.json is broken"),
+    ):
+        earlier.write_text(content)
+        with pytest.raises(Fault, match=message):
+            pack.main([str(folder), "--name", "new"])
+    plan = write_ours(tmp_path / "all" / "a").parent / "plan.json"
+    plan.write_text('{"n": 5')
+    with pytest.raises(Fault, match="plan.json is broken"):
+        pack.main([str(plan.parent), "--name", "all"])

@@ -309,6 +309,41 @@ def test_a_plan_is_not_changed(unfinished):
     assert "was begun on another machine" in run("--resume", unfinished)[2]
 
 
+def test_a_plan_of_another_form_is_refused(unfinished_plan):
+    file, plan = unfinished_plan
+    assert run_ab.read_plan(file.parent)["keep_weights"] is False
+    for name, value in ("salt", None), ("keep_weights", "no"), ("seeds", {}), ("flags", []):
+        file.write_text(json.dumps(plan | {name: value}))
+        with pytest.raises(Fault, match=f"{name} of .*plan.json cannot be"):
+            run_ab.read_plan(file.parent)
+
+
+@pytest.fixture
+def unfinished_plan(tmp_path) -> tuple[Path, dict]:
+    """A plan without runs: its file, and what it states."""
+    variants = {"a": run_ab.Variant(b"\n", [])}
+    plan = dict(created=run_ab.now(), n=2, seeds=[1, 2], arguments=["tiny"], salt="", machine="",
+                arms={}, flags={}, added={})  # fmt: skip
+    run_ab.write_plan(tmp_path, plan, variants)
+    return tmp_path / "plan.json", plan
+
+
+def test_flags_may_have_quotes_and_a_file_crlf(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\n")
+    specs = [f"{tmp_path}/a.py", "b=--data 'my folder' --lr=3"]
+    variants = run_ab.read_variants(specs, first=b"", taken=set())
+    assert variants["b"] == run_ab.Variant(b"x = 1\n", ["--data", "my folder", "--lr=3"])
+    with pytest.raises(Fault, match="No closing quotation"):
+        run_ab.read_flags("--data 'my")
+
+
+def test_a_judge_that_was_killed_has_no_verdict(unfinished_plan, monkeypatch):
+    file, _ = unfinished_plan
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    monkeypatch.setattr(run_ab.subprocess, "run", lambda command: killed)
+    assert run_ab.judge(file.parent) == 128 + signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_the_real_script(tmp_path):
     """train_gpt.py itself is started by the launcher, reads data by a relative path, and finds the
