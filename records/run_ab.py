@@ -203,8 +203,8 @@ def make_plan(args: argparse.Namespace) -> Path:
     out = args.out or ROOT / "logs" / f"ab_{created.removesuffix('Z').replace(':', '-')}"
     try:
         out.mkdir(parents=True)
-    except OSError as error:
-        refuse(f"cannot make {out} ({error.strerror}); to continue its plan: --resume {out}")
+    except FileExistsError:
+        refuse(f"{out} is there already: choose another --out, or continue with --resume {out}")
     salt = secrets.token_hex(8)
     seeds = []
     while len(seeds) < args.n:
@@ -273,7 +273,9 @@ def finished_seeds(variant: Path) -> set[int]:
     for path in sorted((variant / "logs").glob("*.txt")):
         try:
             run = runs.read(path)
-        except runs.Unreadable:  # interrupted before its facts were written
+        except runs.Unreadable as error:  # interrupted before its facts were written, or changed
+            if re.search(rb"^RESULT \{", path.read_bytes(), re.M):
+                refuse(f"{path} has a RESULT, but cannot be read: {error}; restore this file")
             run = None
         if run and (run.complete or run.ended == "not finite"):
             seeds.add(run.seed)

@@ -95,7 +95,8 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
                     content = tar.extractfile(member).read()
                     found.append(ArchivedLog(Path(member.name).name, content))
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise Unreadable(f"{archive} is damaged: {error}") from error
+        why, *_ = f"{error}\n".split("\n")  # of several lines, where it is no archive
+        raise Unreadable(f"{archive} is damaged: {why}") from error
     return sorted(found)
 
 

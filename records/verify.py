@@ -135,7 +135,8 @@ def collect(folder: Path) -> Evidence:
         raise Unreadable(f"there is no folder {folder}")
     found, unreadable = read_logs(folder)
     if not found:
-        raise Unreadable("; ".join([f"{folder} has no log that can be read", *unreadable]))
+        why = "; ".join(unreadable) or "it has no file *.txt"
+        raise Unreadable(f"{folder} has no log that can be read: {why}")
     return Evidence(folder, found, unreadable, read_plan(folder))
 
 
@@ -158,9 +159,10 @@ def read_plan_file(file: Path) -> dict[str, Any]:
     runs.require(plan, {"flags": {str: [str]}, "added": {str: str}}, str(file))
     if not plan["arms"]:
         raise Unreadable(f"{file} has no variants")
-    for time in [plan["created"], *plan["added"].values()]:
+    times = {"created": plan["created"]} | plan["added"]
+    for name, time in times.items():
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time):
-            raise Unreadable(f"{file} has another form of time than 2026-11-21T12:59:00Z: {time!r}")
+            raise Unreadable(f"{name} of {file} is no time like 2026-11-21T12:59:00Z: {time!r}")
     return plan
 
 
@@ -191,7 +193,10 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"unreadable log {text}")
     for run in e.runs:
         if not run.complete:
-            yield fail(f"{run.name}: {run.ended}")
+            where = ""
+            if run.validations:
+                where = f", with its last loss at step {run.validations[-1].step} of {run.steps}"
+            yield fail(f"{run.name}: {run.ended}{where}")
     for run in e.ended:
         if run.resumed:
             yield fail(f"{run.name}: resumed, so its time is a sum over several processes; repeat "

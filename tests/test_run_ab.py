@@ -309,6 +309,14 @@ def test_a_plan_is_not_changed(unfinished):
     assert "was begun on another machine" in run("--resume", unfinished)[2]
 
 
+def test_a_finished_run_is_not_repeated_because_its_log_was_changed(unfinished):
+    log, *_ = (unfinished / "old" / "logs").iterdir()
+    log.write_text(log.read_text().replace("\nRESULT", "\nRESULT {}\nRESULT"))
+    with pytest.raises(Fault, match="has a RESULT, but cannot be read: line .*; restore this file"):
+        run_ab.finished_seeds(unfinished / "old")
+    assert log.exists()
+
+
 def test_a_plan_of_another_form_is_refused(unfinished_plan):
     file, plan = unfinished_plan
     assert run_ab.read_plan(file.parent)["keep_weights"] is False

@@ -52,7 +52,7 @@ ERAS = {  # name: (log, what is read: end, final loss, seconds, devices; or why 
         TRACK_3.replace("step_avg", "val_loss:3.1 step_avg"),
         "line 27: a loss or RESULT has another form, or not its own line: 'step:0/250 val_loss"),
     "three runs": (TRACK_3 + 2 * RUN, "it holds 3 runs: split it into logs of one run"),
-    "llm.c": ("s:0 tel:10.9689\ns:0 trl:10.9656 lr:0.1\n", "which ends the source: it is a log of llm.c"),
+    "llm.c": ("s:0 tel:10.9689\ns:0 trl:10.9656 lr:0.1\n", "the source: it is a log of llm.c"),
     "a terminal": (RUN, "ends the source: it has losses as a terminal shows them"),
     "no log": ("numpy\ntqdm\n", "it has no line of 100 =, which ends the source, and no losses"),
     "our own": (ours(1, 1.46), ("end of schedule", 1.46, 90.0004, 1)),
