@@ -194,8 +194,8 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
     for run in e.runs:
         if not run.complete:
             where = ""
-            if run.validations:
-                where = f", with its last loss at step {run.validations[-1].step} of {run.steps}"
+            if run.validations and run.validations[-1].step < run.steps:
+                where = f", after the loss of step {run.validations[-1].step} of {run.steps}"
             yield fail(f"{run.name}: {run.ended}{where}")
     for run in e.ended:
         if run.resumed:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import run_ab
 import verify
+from fake_runs import write_ours
 from messages import Fault
 
 import train_gpt
@@ -309,11 +310,12 @@ def test_a_plan_is_not_changed(unfinished):
     assert "was begun on another machine" in run("--resume", unfinished)[2]
 
 
-def test_a_finished_run_is_not_repeated_because_its_log_was_changed(unfinished):
-    log, *_ = (unfinished / "old" / "logs").iterdir()
+def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path):
+    folder = write_ours(tmp_path / "a")
+    log, *_ = (folder / "logs").iterdir()
     log.write_text(log.read_text().replace("\nRESULT", "\nRESULT {}\nRESULT"))
     with pytest.raises(Fault, match="has a RESULT, but cannot be read: line .*; restore this file"):
-        run_ab.finished_seeds(unfinished / "old")
+        run_ab.finished_seeds(folder)
     assert log.exists()
 
 
