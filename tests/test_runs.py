@@ -1,6 +1,8 @@
 """runs.py reads logs of all eras, and names the line and the reason where it reads none."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +187,9 @@ def test_what_is_not_utf8_is_named_by_its_line(tmp_path):
     text = ours(1, 1.46).encode().replace(b"RESULT", b"caf\xe9\nRESULT")
     assert why_not(tmp_path, text) == "line 41 is not UTF-8"
     assert why_not(tmp_path, SOURCE + BORDER) == "it ends with the source"
+
+
+def test_an_older_python_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    with pytest.raises(SystemExit, match="2"):
+        importlib.reload(runs)
