@@ -43,7 +43,7 @@ LOSS = re.compile(
     re.ASCII,
 )
 # What is in no other line of a log than in those that LOSS and RESULT are to match.
-COUNTS = re.compile(r"step:\d+/\d+ (?:val|train)_loss:|RESULT \{")
+COUNTS = re.compile(r"\b(?:val|train)_loss:|RESULT \{")
 OURS = re.compile("^(data|versions|environment|argv|RESULT) ", re.M)  # in no log of upstream
 FACTS = {  # the forms of what a log states: see require()
     "versions": {str: str},
@@ -318,7 +318,8 @@ class Lines:
         """Takes a line with a loss. A log whose losses are out of order is not judged."""
         match = LOSS.fullmatch(line)
         names = re.findall(r"(?:^| )(\w+):", line)
-        if not match or len(names) > len({*names}):
+        is_whole = "step_avg" in names or "train_loss" in names
+        if not match or not is_whole or len(names) > len({*names}):
             raise Unreadable(
                 f"a loss or RESULT has another form, or not its own line: {line[:60]!r}"
             )

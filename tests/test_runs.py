@@ -53,6 +53,8 @@ ERAS = {  # name: (log, what is read: end, final loss, seconds, devices; or why 
     "a loss twice": (
         TRACK_3.replace("step_avg", "val_loss:3.1 step_avg"),
         "line 27: a loss or RESULT has another form, or not its own line: 'step:0/250 val_loss"),
+    "two lines in one": (
+        TRACK_3.replace(" step_avg:nanms\n", "\n"), "line 27: a loss or RESULT has another form"),
     "three runs": (TRACK_3 + 2 * RUN, "it holds 3 runs: split it into logs of one run"),
     "llm.c": ("s:0 tel:10.9689\ns:0 trl:10.9656 lr:0.1\n", "the source: it is a log of llm.c"),
     "a terminal": (RUN, "ends the source: it has losses as a terminal shows them"),
@@ -63,6 +65,7 @@ ERAS = {  # name: (log, what is read: end, final loss, seconds, devices; or why 
     "after a progress bar": (
         ours(1, 1.46).replace("step:250", " 50 %\rstep:250"),
         r"line 39: a loss or RESULT has another form, or not its own line: ' 50 %\rstep:250/500"),
+    "damaged": (ours(1, 1.46).replace("step:10/", "st:10/"), "line 37: a loss or RESULT has ano"),
     "of srun -l": (ours(1, 1.46).replace("step:", "0: step:"), "line 36: a loss or RESULT has ano"),
     "with what came after it": (
         ours(1, 1.46) + "\n  \nslurmstepd: done\n\n", ("end of schedule", 1.46, 90.0004, 1)),
