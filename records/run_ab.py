@@ -123,7 +123,7 @@ def read_variants(specs: list[str], first: bytes, taken: set[str]) -> dict[str, 
 
 
 def read_flags(text: str) -> list[str]:
-    """Returns flags as a shell reads them: quotes may hold spaces."""
+    """Returns flags as a shell reads them: spaces may be in quotes."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -321,13 +321,13 @@ class Lines:
         is_whole = "step_avg" in names or "train_loss" in names
         if not match or not is_whole or len(names) > len({*names}):
             raise Unreadable(
-                f"a loss or RESULT has another form, or not its own line: {line[:60]!r}"
+                f"a loss or RESULT has another form, or other text beside it: {line[:60]!r}"
             )
         self.check_end(line)
         step, steps, kind, loss, time, unit = match.groups()
         ms = float(time) * {"ms": 1, "s": 1000}[unit]
         new = Validation(int(step), int(steps), float(loss), ms)
-        if not 0 <= new.step <= new.steps or new.steps == 0:
+        if new.step > new.steps or new.steps == 0:
             raise Unreadable(f"there is no step {step} of {steps}")
         if kind == "train" and not self.ours:
             return
@@ -336,7 +336,7 @@ class Lines:
             last = found[-1]
             in_order = last.step < new.step and last.ms <= new.ms
             if not in_order or last.steps != new.steps:
-                raise Unreadable(f"its validations are out of order at step {step}")
+                raise Unreadable(f"its losses are out of order at step {step}")
         found.append(new)
 
     def go_on(self, step: int) -> None:
@@ -380,7 +380,7 @@ def read_lines(text: str, first: int) -> Lines:
 
 
 def count_runs(text: str) -> int:
-    """Returns how many runs follow each other in a text, each from the same first step."""
+    """Returns how many runs a text has, one after another, all from the same first step."""
     steps = [int(step) for step in re.findall(r"^step:(\d{1,12})/\d+ val_loss:", text, re.M)]
     starts = 1 + sum(a >= b for a, b in itertools.pairwise(steps))
     is_same = starts == steps.count(steps[0]) if steps else False
@@ -395,7 +395,7 @@ def read(path: Path | ArchivedLog) -> Run:
         raise Unreadable("it ends with the source")
     n = count_runs(text)
     if n > 1:
-        raise Unreadable(f"it holds {n} runs: split it into logs of one run, each with the source")
+        raise Unreadable(f"it has {n} runs: split it into logs of one run, all with the source")
     lines = read_lines(text, first=content.count(b"\n") - text.count("\n") + 1)
     if not lines.ours and not lines.validations and not re.search("^Running P", text, re.M):
         raise Unreadable("it is not a log of train_gpt.py or modded-nanogpt")

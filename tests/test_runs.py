@@ -52,19 +52,19 @@ ERAS = {  # name: (log, what is read: end, final loss, seconds, devices; or why 
     "ended early": (TRACK_3.replace("/250", "/300"), ("incomplete", 4.1244, 41.354, 8)),
     "a loss twice": (
         TRACK_3.replace("step_avg", "val_loss:3.1 step_avg"),
-        "line 27: a loss or RESULT has another form, or not its own line: 'step:0/250 val_loss"),
+        "line 27: a loss or RESULT has another form, or other text beside it: 'step:0/250"),
     "two lines in one": (
         TRACK_3.replace(" step_avg:nanms\n", "\n"), "line 27: a loss or RESULT has another form"),
-    "three runs": (TRACK_3 + 2 * RUN, "it holds 3 runs: split it into logs of one run"),
+    "three runs": (TRACK_3 + 2 * RUN, "it has 3 runs: split it into logs of one run"),
     "llm.c": ("s:0 tel:10.9689\ns:0 trl:10.9656 lr:0.1\n", "the source: it is a log of llm.c"),
     "a terminal": (RUN, "ends the source: it has losses as a terminal shows them"),
     "no log": ("numpy\ntqdm\n", "it has no line of 100 =, which ends the source, and no losses"),
-    "our own": (ours(1, 1.46), ("end of schedule", 1.46, 90.0004, 1)),
-    "our own, with colours": (
-        ours(1, 1.46).replace("RESULT", "\x1b[1mRESULT"), r"not its own line: '\x1b[1mRESULT {"),
+    "ours": (ours(1, 1.46), ("end of schedule", 1.46, 90.0004, 1)),
+    "ours, with colours": (
+        ours(1, 1.46).replace("RESULT", "\x1b[1mRESULT"), r"text beside it: '\x1b[1mRESULT {"),
     "after a progress bar": (
         ours(1, 1.46).replace("step:250", " 50 %\rstep:250"),
-        r"line 39: a loss or RESULT has another form, or not its own line: ' 50 %\rstep:250/500"),
+        r"line 39: a loss or RESULT has another form, or other text beside it: ' 50 %\rstep:250"),
     "damaged": (ours(1, 1.46).replace("step:10/", "st:10/"), "line 37: a loss or RESULT has ano"),
     "of srun -l": (ours(1, 1.46).replace("step:", "0: step:"), "line 36: a loss or RESULT has ano"),
     "with what came after it": (

@@ -58,5 +58,5 @@ def test_runs_needed_is_the_first_number_that_suffices():
         assert stats.power(effect, n) >= 0.8
         if n > 2:
             assert stats.power(effect, n - 1) < 0.8
-    assert stats.runs_needed(1e16) == 2  # at once: the losses of two runs may hardly differ
+    assert stats.runs_needed(1e16) == 2  # soon: the losses of two runs may hardly differ
     assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))

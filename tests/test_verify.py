@@ -266,7 +266,7 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "no log": (lambda f: add_log(f, "hello"), "it has no line of 100 ="),
     "cut within a fact": (lambda f: replace_in(f, '"val_tokens".*', ""), "not state config, param"),
     "cut before a fact": (lambda f: replace_in(f, "config.*", ""), "it does not state config"),
-    "two runs in a log": (lambda f: log(f).write_text(2 * log(f).read_text()), "it holds 2 runs"),
+    "two runs in a log": (lambda f: log(f).write_text(2 * log(f).read_text()), "it has 2 runs"),
     "two mixed runs": (lambda f: replace_in(f, "step:10/500", "step:30/500"), "out of order at"),
     "a step too many": (
         lambda f: replace_in(f, "step:250/500", "step:750/500"), "line 39: there is no step 750"),
