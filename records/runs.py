@@ -42,8 +42,6 @@ LOSS = re.compile(
     r" train_time:(\d{1,12}(?:\.\d+)?)(m?s)(?: \w+:\S+)*",
     re.ASCII,
 )
-# What is in no other line of a log than in those that LOSS and RESULT are to match.
-COUNTS = re.compile(r"\b(?:val|train)_loss:|RESULT \{")
 OURS = re.compile("^(data|versions|environment|argv|RESULT) ", re.M)  # in no log of upstream
 FACTS = {  # the forms of what a log states: see require()
     "versions": {str: str},
@@ -293,7 +291,8 @@ class Lines:
     def take(self, line: str) -> None:
         """Takes a line; raises Unreadable."""
         name, _, value = line.partition(" ")
-        if COUNTS.search(line) and name != "RESULT":
+        has_loss = "val_loss:" in line or "train_loss:" in line
+        if has_loss or ("RESULT {" in line and name != "RESULT"):
             self.take_loss(line)
         elif self.ours and name in BREAKS:
             self.ended = BREAKS[name]
@@ -434,8 +433,9 @@ def with_result(run: Run, result: dict[str, Any]) -> Run:
         time_differs = not abs(result["train_time_ms"] - last.ms) <= 1
         if loss_differs or time_differs or result["steps"] != last.step:
             raise Unreadable("its RESULT does not agree with its last validation")
-        if result["seed"] != run.seed:
-            raise Unreadable("its RESULT does not agree with its seed")
+        count = len(run.devices)
+        if result["seed"] != run.seed or result.get("devices", count) != count:
+            raise Unreadable("its RESULT does not agree with its seed or its devices")
     return run._replace(
         loss=result["val_loss"],
         seconds=result["train_time_ms"] / 1000,

@@ -142,6 +142,7 @@ def test_a_fact_of_another_form_is_named(tmp_path, name, value, reason):
     ("tokens", "0", "RESULT has no tokens"),
     ("steps", "499", "does not agree with its last validation"),
     ("seed", "2", "does not agree with its seed"),
+    ("devices", "8", "or its devices"),
     ("reason", '"incomplete"', "an unknown reason"),
 ])  # fmt: skip
 def test_a_result_that_is_no_number_or_another_one_does_not_count(tmp_path, name, value, reason):
