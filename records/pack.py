@@ -29,9 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 import verify
+from messages import Fault, one_line
 from verify import TRACKS, Evidence
 
 HERE = Path(__file__).resolve().parent
+RESULT = {  # the form of a record's result.json: see runs.require()
+    "name": str,
+    "date": str,
+    "number": int,
+    "machine": str,
+    "n": int,
+    "mean": float,
+    "sd": float,
+    "p": float,
+    "seconds": float,
+    "tokens": int,
+    "source": str,
+}
 NOTES = """\
 ## Idea
 
@@ -45,13 +59,16 @@ NOTES = """\
 
 # ---- What goes into a record ---------------------------------------------------------------------
 def read_notes(folder: Path) -> str:
-    """Returns the text of notes.md; exits where a question in it is not answered."""
+    """Returns the text of notes.md; raises Fault where a question in it is not answered."""
     file = folder / "notes.md"
     if not file.is_file():
         file.write_text(NOTES, "utf-8")
-    text = file.read_text("utf-8")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise Fault(f"{file} is not UTF-8: save it as UTF-8") from None
     if "<!--" in text:
-        sys.exit(f"pack.py: answer the questions in {file}, then repeat this command")
+        raise Fault(f"answer the questions in {file}, then repeat this command")
     return text.strip()
 
 
@@ -110,20 +127,21 @@ def write_archive(path: Path, logs: dict[str, bytes]) -> None:
 def require_better(
     this: Evidence, base: Evidence | None, metric: str, name: str, last: dict
 ) -> None:
-    """Exits unless the runs beat the last record, which has this name and this result.json.
+    """Raises Fault unless the runs beat the last record, which has this name and this result.json.
     verify.report compares times with those of the baseline; here it must be the last record."""
     if metric == "tokens" and this.tokens[0] >= last["tokens"]:
-        sys.exit(f"pack.py: not a record, because {name} takes {last['tokens']:,} tokens")
+        raise Fault(f"not a record, because {name} takes {last['tokens']:,} tokens")
     is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
     if not is_last_record or not verify.interleaved(this, base):
-        sys.exit(f"pack.py: a record needs --baseline, with {name} in the same plan")
+        raise Fault(f"a record needs --baseline, with {name} in the same plan")
 
 
 def describe(e: Evidence, target: float) -> dict[str, Any]:
     """Returns what result.json states of a set of runs."""
     run = e.runs[0]
-    versions = [f"{name} {run.versions[name].split()[0]}" for name in ("jax", "python")]
-    machine = ", ".join([f"{len(run.devices)} x {run.devices[0]}", *versions])
+    machine = f"{len(run.devices)} x {run.devices[0]}"
+    for name in ("jax", "python"):
+        machine += f", {name} {run.versions.get(name, 'unknown').partition(' ')[0]}"
     return dict(machine=machine, n=len(e.runs), mean=fmean(e.losses), sd=stdev(e.losses),
                 p=stats.below(e.losses, target).p, seconds=fmean(e.seconds), tokens=run.tokens,
                 steps=run.steps, source=run.source_sha256)  # fmt: skip
@@ -143,23 +161,25 @@ class Plan(NamedTuple):
 
 
 def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
-    """Collects the runs of a folder, or of every variant of a plan; exits unless they hold."""
+    """Collects the runs of a folder, or of every variant of a plan; raises Fault unless they
+    hold."""
     is_study = verify.is_plan(folder)
     variants = [""]
     if is_study:
-        variants = list(json.loads((folder / "plan.json").read_text("utf-8"))["arms"])
+        variants = list(verify.read_plan_file(folder / "plan.json")["arms"])
     sets = {variant: verify.collect(folder / variant) for variant in variants}
     this = sets[variants[0]]
     base = verify.collect(baseline) if baseline else None
     track = verify.infer_track(this)
     if not track or not this.plan:
-        sys.exit("pack.py: these runs do not fit any track, or have no plan")
+        raise Fault("these runs do not fit any track, or have no plan")
     if is_study:
         holds, report = verify.study(folder)
     else:
         holds, report = verify.report(this, base, TRACKS[track], TRACKS[track].target)
     if not holds:
-        sys.exit(f"{report}\n\npack.py: nothing is packed, because the runs fail as shown above")
+        print(report)
+        raise Fault("nothing is packed, because the runs fail as shown above")
     number = 1
     parent = None  # the folder of the last record
     earlier = records_of(track)
@@ -200,7 +220,7 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
     track = TRACKS[plan.track]
     to = HERE / "tracks" / plan.track / f"{plan.result['date']}_{name}"
     if to.exists():
-        sys.exit(f"pack.py: {to} is there already; choose another --name, or remove it")
+        raise Fault(f"{to} is there already; choose another --name, or remove it")
     notes = read_notes(folder)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
@@ -247,9 +267,13 @@ def page(plan: Plan, notes: str) -> str:
 def records_of(track: str) -> list[tuple[Path, dict[str, Any]]]:
     """Returns the records of a track, folder and result.json; the last is the one to beat."""
     paths = HERE.glob(f"tracks/{track}/*/result.json")
-    found = [(path.parent, json.loads(path.read_text("utf-8"))) for path in paths]
-    records = [entry for entry in found if entry[1]["kind"] == "record"]
-    return sorted(records, key=lambda entry: entry[1]["number"])
+    found = []
+    for path in paths:
+        result = runs.read_json(path, {"kind": str})
+        if result["kind"] == "record":
+            runs.require(result, RESULT, str(path))
+            found.append((path.parent, result))
+    return sorted(found, key=lambda entry: entry[1]["number"])
 
 
 def history(track: str) -> str:
@@ -320,15 +344,11 @@ def main(argv: list[str]) -> None:
     args = cli.parse_args(argv)
     if not args.tables:
         if not args.folder or not re.fullmatch("[a-z0-9][a-z0-9_-]*", args.name):
-            sys.exit("pack.py: give a folder, and a --name of small letters, digits, _ and -")
-        try:
-            make(args.folder, args.name, args.baseline)
-        except (OSError, runs.Unreadable) as error:  # for example: there is such a record
-            sys.exit(f"pack.py: {error}")
+            raise Fault("give a folder, and a --name of small letters, digits, _ and -")
+        make(args.folder, args.name, args.baseline)
     renew()
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
-    main(sys.argv[1:])
+    with one_line("pack.py", status=2):
+        main(sys.argv[1:])

@@ -38,6 +38,7 @@ import verify
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
 import machine  # noqa: E402
+import messages  # noqa: E402 - runs.py adds its folder to the path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
@@ -47,9 +48,8 @@ RESERVED = {"lock", "logs", "plan.json", "plan.part"}  # names of others in a pl
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the program before it has run anything."""
-    print(f"run_ab.py: {message}", file=sys.stderr)
-    sys.exit(2)
+    """Ends the program with one line."""
+    raise messages.Fault(message)
 
 
 def machine_hash(salt: str) -> str:
@@ -114,12 +114,20 @@ def read_variants(specs: list[str], first: bytes, taken: set[str]) -> dict[str, 
         if not first and (has_flags or value.endswith(".patch")):
             refuse(f"{spec}: the first variant must be a train_gpt.py, which the others change")
         if has_flags:
-            variants[name] = Variant(first, value.split())
+            variants[name] = Variant(first, read_flags(value))
             check_flags(variants[name].flags)
         else:
             variants[name] = Variant(read_source(Path(value), first), [])
         first = first or variants[name].source
     return variants
+
+
+def read_flags(text: str) -> list[str]:
+    """Returns flags as a shell reads them: spaces may be in quotes."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        refuse(f"{text}: {error}")
 
 
 def name_of(path: Path) -> str:
@@ -132,13 +140,11 @@ def name_of(path: Path) -> str:
 
 def read_source(path: Path, first: bytes) -> bytes:
     """Returns the source in a file or of a folder, or the first one changed by a patch."""
-    try:
-        file = runs.source_file(path) if path.is_dir() else path
-    except runs.Unreadable as error:
-        refuse(str(error))
+    file = runs.source_file(path) if path.is_dir() else path
     if not file.is_file():
         refuse(f"no such file: {file}")
     source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()
+    source = runs.without_cr(source)  # as a log will state it
     if not source.endswith(b"\n") or b"\n" + runs.BORDER in source:
         refuse(f"{file} must end with a newline and have no line of 100 =, so that its end can be "
                "found in a log")  # fmt: skip
@@ -153,7 +159,7 @@ def patched(first: bytes, patch: Path) -> bytes:
         # If the folder lay in a repository, git would look for the file at the repository's top.
         env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
         git = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=env,
-                             capture_output=True, text=True)  # fmt: skip
+                             capture_output=True, errors="replace")  # fmt: skip
         text = file.read_bytes()
     if git.returncode or text == first:
         refuse(f"{patch} does not apply to the first variant: {git.stderr.strip()}")
@@ -169,7 +175,7 @@ def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "train_gpt.py").write_bytes(variant.source)
             command = [interpreter(), "-c", PARSE, *all_arguments]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace")
         if done.returncode:
             _, _, why = done.stderr.strip().rpartition("\n")
             refuse(f"{name} cannot run with {shlex.join(all_arguments)}: {why}; correct this, and "
@@ -197,8 +203,8 @@ def make_plan(args: argparse.Namespace) -> Path:
     out = args.out or ROOT / "logs" / f"ab_{created.removesuffix('Z').replace(':', '-')}"
     try:
         out.mkdir(parents=True)
-    except OSError as error:
-        refuse(f"cannot make {out} ({error.strerror}); to continue its plan: --resume {out}")
+    except FileExistsError:
+        refuse(f"{out} is there already: choose another --out, or continue with --resume {out}")
     salt = secrets.token_hex(8)
     seeds = []
     while len(seeds) < args.n:
@@ -248,9 +254,11 @@ def write_plan(out: Path, plan: dict[str, Any], variants: dict[str, Variant]) ->
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """Returns a plan. Plans of earlier versions lack three entries."""
-    plan = json.loads((out / "plan.json").read_text())
-    return dict(keep_weights=False, flags={}, added={}) | plan
+    """Returns a plan. Plans of earlier versions lack `keep_weights`."""
+    file = out / "plan.json"
+    plan = dict(keep_weights=False) | verify.read_plan_file(file)
+    runs.require(plan, {"salt": str, "machine": str, "keep_weights": bool}, str(file))
+    return plan
 
 
 def now() -> str:
@@ -265,7 +273,9 @@ def finished_seeds(variant: Path) -> set[int]:
     for path in sorted((variant / "logs").glob("*.txt")):
         try:
             run = runs.read(path)
-        except runs.Unreadable:  # interrupted before its facts were written
+        except runs.Unreadable as error:  # interrupted before its facts were written, or changed
+            if re.search(rb"^RESULT \{", path.read_bytes(), re.M):
+                refuse(f"{path} has a RESULT, but cannot be read: {error}; restore this file")
             run = None
         if run and (run.complete or run.ended == "not finite"):
             seeds.add(run.seed)
@@ -293,9 +303,9 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     env |= machine.decide(machine.find_machine()).environment  # what run.sh sets for GPUs
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
-    source = (variant / "train_gpt.py").read_text(encoding="utf-8")
+    source = (variant / "train_gpt.py").read_bytes()
     command = [python, "train_gpt.py", *arguments]
-    if re.search(r"^def main\(.*\bcommand\b", source, re.M):  # older versions launch themselves
+    if re.search(rb"^def main\(.*\bcommand\b", source, re.M):  # older versions launch themselves
         command.insert(1, str(ROOT / "dev/launch.py"))
     # In a new session, a terminal's Ctrl-C does not reach the training directly, but only once, by
     # send_signal below. The training inherits the lock: if this process is killed, no other
@@ -361,16 +371,15 @@ def run_plan(out: Path, added: list[str]) -> None:
         arguments = [*plan["arguments"], *plan["flags"].get(name, []), "--seed", str(seed)]
         status = run(python, out / name, arguments, lock)
         if seed not in finished_seeds(out / name):
-            print(f"run_ab.py: this run ended with status {status} and does not count; remove the "
-                  f"cause, then continue with --resume {out}", file=sys.stderr)  # fmt: skip
-            sys.exit(1)
+            refuse(f"this run ended with status {status} and does not count; remove the cause, "
+                   f"then continue with --resume {out}")  # fmt: skip
         if not plan["keep_weights"]:
             for weights in (out / name / "logs").glob("*.npz"):
                 weights.unlink()  # they are large, and not evidence
 
 
-def main() -> None:
-    """Makes a plan or takes that of --resume, runs it, and ends with the status of verify.py."""
+def main() -> int:
+    """Makes a plan or takes that of --resume, runs it, and returns the status of verify.py."""
     args = parse(sys.argv[1:])
     if not args.resume:
         interpreter()  # refuses before a plan is made
@@ -386,9 +395,14 @@ def main() -> None:
             signal.signal(number, stop)
     try:
         run_plan(out, added=args.variants if args.resume else [])
+        return judge(out)
     except KeyboardInterrupt as error:
         print(f"\nrun_ab.py: interrupted; to continue: --resume {out}", file=sys.stderr)
-        sys.exit(128 + signal_number(error))
+        return 128 + signal_number(error)
+
+
+def judge(out: Path) -> int:
+    """Judges the runs of a plan by verify.py; returns its status."""
     plan = read_plan(out)
     variants = [str(out / name) for name in plan["arms"]]
     # Where the second of two cannot be a record, they are compared like many.
@@ -404,10 +418,11 @@ def main() -> None:
         judged = [str(out)]
     print(f"\nverify.py {' '.join(judged)}\n", flush=True)
     verify_py = str(ROOT / "records/verify.py")
-    sys.exit(subprocess.run([sys.executable, verify_py, *judged]).returncode)
+    status = subprocess.run([sys.executable, verify_py, *judged]).returncode
+    return status if status >= 0 else 128 - status  # as a shell states that a signal ended it
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
-    main()
+    with messages.one_line("run_ab.py", status=2):
+        final_status = main()
+    sys.exit(final_status)

@@ -4,12 +4,14 @@ Both kinds begin with the source and a line of 100 = that ends it. Validations a
 
     step:1770/1770 val_loss:3.2788 train_time:179828ms step_avg:101.60ms
 
-Our logs add facts, one per line as `name json`, and end with a line RESULT json. Upstream's add the
-output of nvidia-smi and a line for every step. After a fact `resume {"step": 15}`, a run went on
-from step 15, so losses of later steps above that line do not count. Of the fact `config` only
-`preset`, `target` and `val_tokens` are interpreted: logs of any version can be read, whatever its
-layers and stages are called. A packed log (pack.py) has `source sha256` in place of the source.
-This module believes what a log states, so it does not detect a forged log.
+with further fields in some of upstream's. Our logs add facts, one per line as `name json`, and end
+with a line RESULT json. Upstream's add the output of nvidia-smi and a line for every step. Other
+lines do not count. After a fact `resume {"step": 15}`, a run went on from step 15, so losses of
+later steps above that line do not count. Of the fact `config` only `preset`, `target` and
+`val_tokens` are interpreted: logs of any version can be read, whatever its layers and stages are
+called. A packed log (pack.py) has `source sha256` in place of the source. A log whose lines all end
+in CRLF was converted by git or an editor, and is read as it was before. This module believes what a
+log states, so it does not detect a forged log.
 
 Beside the logs is their source, train_gpt.py, or train_gpt.sha256 with the path of a record that
 has the same file.
@@ -21,23 +23,46 @@ import json
 import lzma
 import math
 import re
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if sys.version_info < (3, 11):  # noqa: UP036 - an error of Python has the status of a verdict
+    print("records/ needs Python 3.11: .venv/bin/python, which ./run.sh makes", file=sys.stderr)
+    sys.exit(2)
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import messages  # noqa: E402
+
 BORDER = b"=" * 100 + b"\n"
 POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
-VALIDATION = re.compile(
-    r"^step:(\d+)/(\d+) val_loss:(\S+) train_time:(\d+(?:\.\d+)?)(m?s) step_avg:\S+ms$", re.M
+# Other fields are read over, as in `val_loss:3.2710 val_ema_loss:3.2716 train_time:1.250s tau:150`.
+LOSS = re.compile(
+    r"step:(\d{1,12})/(\d{1,12}) (val|train)_loss:(\d{1,12}(?:\.\d+)?|nan|-?inf)(?: \w+:\S+)*?"
+    r" train_time:(\d{1,12}(?:\.\d+)?)(m?s)(?: \w+:\S+)*",
+    re.ASCII,
 )
-TRAINING = re.compile(r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)(ms)$", re.M)
-FACTS = "versions", "devices", "driver", "environment", "argv", "seed", "config", "data"
+OURS = re.compile("^(data|versions|environment|argv|RESULT) ", re.M)  # in no log of upstream
+FACTS = {  # the forms of what a log states: see require()
+    "versions": {str: str},
+    "devices": [str],
+    "driver": str,
+    "environment": {str: str},
+    "argv": [str],
+    "seed": int,
+    "config": {"preset": str, "target": float, "seed": int},
+    "data": [{"sha256": str}],
+    "parameters": {str: int},
+}
+RESULT = {"reason": str, "val_loss": float, "tokens": int, "train_time_ms": float}
+RESULT |= {"seed": int, "steps": int}
+LARGEST = 1e18  # of numbers that a log may state
 COMPLETE = "end of schedule", "target reached"  # how a run ends that has a final loss
 # How a run ended without a RESULT, by the first word of the line that says so.
 BREAKS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}
 
 
-class Unreadable(Exception):
+class Unreadable(messages.Fault):
     """A file is not a log, or only a part of one. The message gives the reason."""
 
 
@@ -71,7 +96,8 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
                     content = tar.extractfile(member).read()
                     found.append(ArchivedLog(Path(member.name).name, content))
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise Unreadable(f"{archive} is damaged: {error}") from error
+        why, *_ = f"{error}\n".split("\n")  # of several lines, where it is no archive
+        raise Unreadable(f"{archive} is damaged: {why}") from error
     return sorted(found)
 
 
@@ -84,16 +110,29 @@ def source_file(folder: Path) -> Path:
         return source
     if source.is_file():
         raise Unreadable(f"{folder} has a train_gpt.py and a {POINTER}; delete one of them")
-    line = re.fullmatch(rb"([0-9a-f]{64})  ([\w./-]+)\n", pointer.read_bytes())
+    line = re.fullmatch(rb"([0-9a-f]{64})  ([\w./-]+)\n", without_cr(pointer.read_bytes()))
     if not line:
         raise Unreadable(f"{pointer} is not one line of sha256sum")
     sha256, path = line[1].decode(), line[2].decode()
     source = folder / path
     if not source.is_file():
         raise Unreadable(f"{pointer} names {path}, which is missing")
-    if hashlib.sha256(source.read_bytes()).hexdigest() != sha256:
+    if source_hash(source) != sha256:
         raise Unreadable(f"{pointer} names {path}, which has another sha256")
     return source
+
+
+def source_hash(file: Path) -> str:
+    """Returns the sha256 of a train_gpt.py, as a log states it."""
+    return hashlib.sha256(without_cr(file.read_bytes())).hexdigest()
+
+
+def without_cr(content: bytes) -> bytes:
+    """Returns a text as it was before git or an editor gave CRLF to all its lines. A text of which
+    only some lines end in CRLF is returned as it is."""
+    if content.count(b"\r\n") == content.count(b"\n"):
+        return content.replace(b"\r\n", b"\n")
+    return content
 
 
 class Validation(NamedTuple):
@@ -142,113 +181,300 @@ class Run(NamedTuple):
         return self.ended in COMPLETE
 
 
+# ---- JSON ----------------------------------------------------------------------------------------
+def parse_json(text: str, form: Any, name: str) -> Any:
+    """Returns the value that a text of JSON states for this name. Raises Unreadable unless it has
+    this form, and for what programs read in different ways: two values of one name, and NaN."""
+    try:
+        value = json.loads(text, object_pairs_hook=unambiguous, parse_constant=refuse_constant)
+    except RecursionError:
+        raise Unreadable(f"{name} is nested too deeply") from None
+    except ValueError as error:
+        raise Unreadable(f"{name} is broken: {error}") from None
+    require(value, form, name)
+    return value
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes the object of JSON that has these names and values."""
+    value = {}
+    for name, part in pairs:
+        if name in value:
+            raise ValueError(f"{name} is there twice")
+        value[name] = part
+    return value
+
+
+def refuse_constant(name: str) -> None:
+    """Takes NaN and Infinity, which only some programs read as JSON."""
+    raise ValueError(f"{name} is not a number")
+
+
+def require(value: Any, form: Any, name: str) -> None:
+    """Raises Unreadable unless a value of JSON has a form. That is a type; or a list of one form,
+    for lists whose parts have it; or {str: form}, for objects whose values have it; or
+    {"a": form, "b": form}, for objects that have these values, and maybe others."""
+    if isinstance(form, list) and isinstance(value, list):
+        for part in value:
+            require(part, form[0], f"a part of {name}")
+    elif isinstance(form, dict) and isinstance(value, dict):
+        for key in value if str in form else form:
+            if key not in value:
+                raise Unreadable(f"{name} has no {key}")
+            require(value[key], form[str] if str in form else form[key], f"{key} of {name}")
+    elif not has_type(value, form):
+        raise Unreadable(f"{name} cannot be {json.dumps(value)[:40]}")
+
+
+def has_type(value: Any, form: Any) -> bool:
+    """Returns whether a value of JSON has a type. int stands for those that are not negative, and
+    float for all numbers; none is beyond LARGEST."""
+    if form is int:
+        return type(value) is int and 0 <= value <= LARGEST  # isinstance() would take true
+    if form is float:
+        return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+    return type(value) is form
+
+
+def read_json(file: Path, form: Any) -> Any:
+    """Returns the content of a file of JSON; raises Unreadable if it does not have this form."""
+    try:
+        return parse_json(file.read_text("utf-8"), form, str(file))
+    except UnicodeDecodeError:
+        raise Unreadable(f"{file} is broken: it is not UTF-8") from None
+
+
+# ---- Logs ----------------------------------------------------------------------------------------
 def split(content: bytes) -> tuple[bytes | None, str, str]:
     """Returns the source (None in a packed log), its sha256, and the text after the source."""
+    content = without_cr(content)
     source, border, body = content.partition(b"\n" + BORDER)
     if not border:
-        raise Unreadable("it has no line of 100 =, which ends the source")
+        raise Unreadable(why_no_log(content))
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n") - body.count(b"\n", error.start) + 1
+        raise Unreadable(f"line {number} is not UTF-8") from None
     packed = re.fullmatch(rb"source ([0-9a-f]{64})", source)
     if packed:
-        return None, packed[1].decode(), body.decode()
+        return None, packed[1].decode(), text
     source += b"\n"
-    return source, hashlib.sha256(source).hexdigest(), body.decode()
+    return source, hashlib.sha256(source).hexdigest(), text
 
 
-def losses(form: re.Pattern, text: str) -> list[Validation]:
-    """Returns the losses that count, in the order of their steps; form is VALIDATION or TRAINING.
-    Raises Unreadable where the order is wrong: with two runs in a log, neither is judged."""
-    found = []
-    milliseconds = {"ms": 1, "s": 1000}
-    for number, part in enumerate(text.split("\nresume ")):
-        if number > 0:
-            first_step = json.loads(part.partition("\n")[0])["step"]
-            # A resumed run validates its first step again, but trained it before it stopped.
-            if form is TRAINING:
-                first_step += 1
-            found = [loss for loss in found if loss.step < first_step]
-        for step, steps, loss, time, unit in form.findall(part):
-            ms = float(time) * milliseconds[unit]
-            found.append(Validation(int(step), int(steps), float(loss), ms))
-    for a, b in itertools.pairwise(found):
-        in_order = a.step < b.step and a.ms <= b.ms
-        if not in_order or a.steps != b.steps:
-            raise Unreadable(f"its validations are out of order at step {b.step}")
-    return found
+def why_no_log(content: bytes) -> str:
+    """Returns why a file cannot be read that has no line of 100 = with the end of a line before and
+    after it."""
+    missing = "it has no line of 100 =, which ends the source"
+    if b"\n" + BORDER.replace(b"\n", b"\r\n") in content:
+        return "some of its lines end in CRLF, others do not: restore the file as it was written"
+    if re.search(rb"^s:\d+ t[er]l:\d", content, re.M):
+        return f"{missing}: it is a log of llm.c"
+    if re.search(rb"step:\d+/\d+ val_loss:", content):
+        return f"{missing}: it has losses as a terminal shows them"
+    return f"{missing}, and no losses"
+
+
+class Lines:
+    """What the lines of a log have stated so far."""
+
+    def __init__(self, ours: bool):
+        self.ours = ours  # the log has facts
+        self.facts = {}
+        self.validations = []
+        self.training = []
+        self.ended = "incomplete"
+        self.resumed = False
+        self.since_start = set()  # names of facts that were stated since the last start of the run
+
+    def take(self, line: str) -> None:
+        """Takes a line; raises Unreadable."""
+        name, _, value = line.partition(" ")
+        has_loss = "val_loss:" in line or "train_loss:" in line
+        if has_loss or ("RESULT {" in line and name != "RESULT"):
+            self.take_loss(line)
+        elif self.ours and name in BREAKS:
+            self.ended = BREAKS[name]
+        elif self.ours and name == "resume":
+            self.go_on(parse_json(value, {"step": int}, name)["step"])
+        elif self.ours and name in (*FACTS, "RESULT"):
+            self.check_end(line)
+            if name in self.since_start:
+                raise Unreadable(f"{name} is stated twice")
+            self.since_start.add(name)
+            if name == "RESULT":
+                self.take_result(value)
+            else:
+                self.facts[name] = parse_json(value, FACTS[name], name)
+
+    def check_end(self, line: str) -> None:
+        """Raises Unreadable for a line that follows the end of a run."""
+        if self.ended in COMPLETE:
+            raise Unreadable(f"a log has one run, but this follows its RESULT: {line[:40]!r}")
+
+    def take_loss(self, line: str) -> None:
+        """Takes a line with a loss. A log whose losses are out of order is not judged."""
+        match = LOSS.fullmatch(line)
+        names = re.findall(r"(?:^| )(\w+):", line)
+        is_whole = "step_avg" in names or "train_loss" in names
+        if not match or not is_whole or len(names) > len({*names}):
+            raise Unreadable(
+                f"a loss or RESULT has another form, or other text beside it: {line[:60]!r}"
+            )
+        self.check_end(line)
+        step, steps, kind, loss, time, unit = match.groups()
+        ms = float(time) * {"ms": 1, "s": 1000}[unit]
+        new = Validation(int(step), int(steps), float(loss), ms)
+        if new.step > new.steps or new.steps == 0:
+            raise Unreadable(f"there is no step {step} of {steps}")
+        if kind == "train" and not self.ours:
+            return
+        found = self.training if kind == "train" else self.validations
+        if found:
+            last = found[-1]
+            in_order = last.step < new.step and last.ms <= new.ms
+            if not in_order or last.steps != new.steps:
+                raise Unreadable(f"its losses are out of order at step {step}")
+        found.append(new)
+
+    def go_on(self, step: int) -> None:
+        """Takes the step from which a run went on. It validates that step again, but trained it
+        before it stopped."""
+        self.resumed = True
+        self.ended = "incomplete"
+        self.facts.pop("RESULT", None)
+        self.since_start.clear()
+        self.validations = [loss for loss in self.validations if loss.step < step]
+        self.training = [loss for loss in self.training if loss.step <= step]
+
+    def take_result(self, value: str) -> None:
+        """Takes the RESULT of a run that came to its end."""
+        if self.ended != "incomplete":
+            raise Unreadable(f"RESULT follows the line by which the run was {self.ended}")
+        result = parse_json(value, RESULT, "RESULT")
+        if result["reason"] not in COMPLETE or result["tokens"] == 0:
+            raise Unreadable("RESULT has no tokens, or an unknown reason")
+        self.facts["RESULT"] = result
+        self.ended = result["reason"]
+
+
+def read_lines(text: str, first: int) -> Lines:
+    """Reads the text after the source, whose lines are numbered from `first`. A run that is killed
+    may leave its last line incomplete: at the end of the log, or before the run was resumed."""
+    lines = Lines(ours=bool(OURS.search(text)))
+    fault = None
+    for number, line in enumerate(text.split("\n"), first):
+        if fault and line:
+            if not line.startswith("resume "):
+                raise fault
+            fault = None
+        try:
+            lines.take(line)
+        except Unreadable as error:
+            fault = Unreadable(f"line {number}: {error}")
+    if fault and text.endswith("\n"):
+        raise fault
+    return lines
+
+
+def count_runs(text: str) -> int:
+    """Returns how many runs a text has, one after another, all from the same first step."""
+    steps = [int(step) for step in re.findall(r"^step:(\d{1,12})/\d+ val_loss:", text, re.M)]
+    starts = 1 + sum(a >= b for a, b in itertools.pairwise(steps))
+    is_same = starts == steps.count(steps[0]) if steps else False
+    return starts if is_same and "\nresume " not in text else 1
 
 
 def read(path: Path | ArchivedLog) -> Run:
     """Reads a log; raises Unreadable."""
     content = path.read_bytes()
-    try:
-        _, source_sha256, text = split(content)
-        validations = losses(VALIDATION, text)
-        last = Validation(step=0, steps=1, loss=math.nan, ms=0.0)  # of an incomplete run
-        if validations:
-            last = validations[-1]
-        is_ours = re.search("^(versions|config|RESULT) {", text, re.M)
-        if not is_ours and not validations and not re.search("^Running P", text, re.M):
-            raise Unreadable("it is not a log of train_gpt.py or modded-nanogpt")
-        facts = our_facts(text, path.name) if is_ours else upstream_facts(text)
-        if not all(math.isfinite(v.loss) for v in validations):
-            facts["ended"] = "not finite"
-        elif facts["ended"] in COMPLETE and last.step != last.steps:
-            facts["ended"] = "incomplete"
-        facts.setdefault("loss", last.loss)
-        facts.setdefault("seconds", last.ms / 1000)
-        loss_differs = abs(facts["loss"] - last.loss) > 1e-3
-        time_differs = abs(facts["seconds"] - last.ms / 1000) > 1e-3
-        if facts["ended"] in COMPLETE:
-            if loss_differs or time_differs or facts.get("tokens", 1) < 1:
-                raise Unreadable("its RESULT does not agree with its last validation")
-        return Run(
-            path=path,
-            log_sha256=hashlib.sha256(text.encode()).hexdigest(),
-            source_sha256=source_sha256,
-            validations=validations,
-            training=losses(TRAINING, text),
-            steps=last.steps,
-            **facts,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"a fact is missing or cut off: {error!r}") from error
+    _, source_sha256, text = split(content)
+    if not text.strip():
+        raise Unreadable("it ends with the source")
+    n = count_runs(text)
+    if n > 1:
+        raise Unreadable(f"it has {n} runs: split it into logs of one run, all with the source")
+    lines = read_lines(text, first=content.count(b"\n") - text.count("\n") + 1)
+    if not lines.ours and not lines.validations and not re.search("^Running P", text, re.M):
+        raise Unreadable("it is not a log of train_gpt.py or modded-nanogpt")
+    last = Validation(step=0, steps=1, loss=math.nan, ms=0.0)  # of an incomplete run
+    if lines.validations:
+        last = lines.validations[-1]
+    facts = our_facts(lines.facts, path.name) if lines.ours else upstream_facts(text)
+    ended = lines.ended if lines.ours else "end of schedule"
+    if not all(math.isfinite(v.loss) for v in lines.validations):
+        ended = "not finite"
+    elif ended in COMPLETE and last.step != last.steps:
+        ended = "incomplete"
+    run = Run(
+        path=path,
+        log_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        source_sha256=source_sha256,
+        validations=lines.validations,
+        training=lines.training,
+        steps=last.steps,
+        loss=last.loss,
+        seconds=last.ms / 1000,
+        ours=lines.ours,
+        ended=ended,
+        resumed=lines.resumed,
+        **facts,
+    )
+    result = lines.facts.get("RESULT")
+    return with_result(run, result) if result else run
+
+
+def with_result(run: Run, result: dict[str, Any]) -> Run:
+    """Returns a run with what its RESULT states; raises Unreadable if its lines contradict that."""
+    if run.complete:
+        last = run.validations[-1]
+        loss_differs = not abs(result["val_loss"] - last.loss) <= 1e-3
+        time_differs = not abs(result["train_time_ms"] - last.ms) <= 1
+        if loss_differs or time_differs or result["steps"] != last.step:
+            raise Unreadable("its RESULT does not agree with its last validation")
+        count = len(run.devices)
+        if result["seed"] != run.seed or result.get("devices", count) != count:
+            raise Unreadable("its RESULT does not agree with its seed or its devices")
+    return run._replace(
+        loss=result["val_loss"],
+        seconds=result["train_time_ms"] / 1000,
+        tokens=result["tokens"],
+        resumed=run.resumed or result.get("resumed", False) is not False,
+    )
 
 
 def upstream_facts(text: str) -> dict[str, Any]:
     """Returns the facts that modded-nanogpt's train_gpt.py writes."""
     driver = re.search(r"Driver Version: (\S+)", text)
+    devices = re.findall(r"^\| {1,4}\d{1,3} {1,4}(\S.{0,50}?) +(?:On|Off|N/A) +\|", text, re.M)
+    # The third track has no output of nvidia-smi.
+    stated = re.search(
+        r"^Running .{0,99}(?:device_name=| on )(.{1,50}) with world_size[= ](\d{1,4})$", text, re.M
+    )
+    if stated and not devices:
+        devices = [stated[1]] * int(stated[2])
     return dict(
-        ours=False,
-        ended="end of schedule",
         versions=dict(re.findall(r"^Running (Python|PyTorch|Triton version) (.*)$", text, re.M)),
-        devices=re.findall(r"^\| {1,4}\d{1,3} {1,4}(\S.{0,50}?) +(?:On|Off|N/A) +\|", text, re.M),
+        devices=devices,
         driver=driver[1] if driver else None,
     )
 
 
-def our_facts(text: str, name: str) -> dict[str, Any]:
-    """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions;
-    raises KeyError where one is missing. name is that of the file, which begins with the time."""
-    lines = [line.partition(" ") for line in text.removesuffix("\n").split("\n")]
-    wanted = *FACTS, "parameters"
-    stated = {key: json.loads(value) for key, _, value in lines if key in wanted}
-    stated["config"].pop("seed")  # else no two runs would have the same configuration
+def our_facts(stated: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions.
+    name is that of the file, which begins with the time."""
+    missing = [key for key in FACTS if key not in stated]
+    if missing:
+        raise Unreadable(f"it does not state {', '.join(missing)}")
+    if stated["config"]["seed"] != stated["seed"]:
+        raise Unreadable("its config has another seed")
     facts = {key: stated[key] for key in FACTS}
+    facts["config"] = {key: value for key, value in stated["config"].items() if key != "seed"}
     facts["argv"] = without_seed(facts["argv"])
-    facts["ours"] = True
     facts["parameters"] = sum(stated["parameters"].values())
     began = re.match(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", name)
     facts["began"] = began[0] if began else None
-    facts["resumed"] = bool(re.search('^(resume {|RESULT .*"resumed": true)', text, re.M))
-    if lines[-1][0] in ("to", "there"):  # how to resume, below NON-FINITE
-        lines.pop()
-    last, _, value = lines[-1]
-    facts["ended"] = BREAKS.get(last, "incomplete")
-    if last == "RESULT":
-        result = json.loads(value)
-        facts["ended"] = result["reason"]
-        facts["loss"] = result["val_loss"]
-        facts["tokens"] = result["tokens"]
-        facts["seconds"] = result["train_time_ms"] / 1000
     return facts
 
 

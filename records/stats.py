@@ -18,6 +18,7 @@ class Result(NamedTuple):
 
 
 UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or all of them equal
+SMALLEST = 1e-50  # standard deviation at which values are not equal; the square of a square remains
 
 
 def tail(t: float, df: float, shift: float = 0.0) -> float:
@@ -44,7 +45,7 @@ def below(values: Sequence[float], target: float) -> Result:
     """Tests whether the mean is below the target: one sample, one-sided."""
     n = len(values)
     sd = stdev(values) if n > 1 else 0.0
-    if sd == 0:
+    if sd < SMALLEST:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(n))
     return Result(t, n - 1, tail(-t, n - 1))
@@ -52,7 +53,7 @@ def below(values: Sequence[float], target: float) -> Result:
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     """Tests whether the mean of a is below that of b: one-sided, variances may differ (Welch)."""
-    if min(len(a), len(b)) < 2 or stdev(a) + stdev(b) == 0:
+    if min(len(a), len(b)) < 2 or max(stdev(a), stdev(b)) < SMALLEST:
         return UNDEFINED
     var_a = stdev(a) ** 2 / len(a)  # of the mean
     var_b = stdev(b) ** 2 / len(b)
@@ -94,6 +95,7 @@ def runs_needed(effect: float, chance: float = 0.8, alpha: float = 0.01) -> int 
     """Returns the fewest runs that pass at alpha with this chance; None if more than 10,000."""
     if not effect > 0.03:  # NaN, too
         return None
+    effect = min(effect, 100)  # two runs suffice; tail() takes long for larger shifts
     low = 1
     high = 2
     while power(effect, high, alpha) < chance:

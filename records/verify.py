@@ -5,13 +5,11 @@
 THIS and BASELINE are folders with logs: a record, a variant of run_ab.py, or any folder with logs
 of train_gpt.py or modded-nanogpt. If THIS is the folder of a whole plan of run_ab.py, all variants
 are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if
-they do not, and 2 if there is nothing to judge.
+they do not, and 2 if they cannot be judged. Without a report it is neither 0 nor 1.
 """
 
 import argparse
-import hashlib
 import itertools
-import json
 import math
 import re
 import sys
@@ -27,8 +25,16 @@ from runs import Run, Unreadable
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
 import fits  # noqa: E402
+import messages  # noqa: E402 - runs.py adds its folder to the path
 
 ALPHA = 0.01
+PLAN = {  # the form of a plan: see runs.require()
+    "created": str,
+    "n": int,
+    "seeds": [int],
+    "arguments": [str],
+    "arms": {str: str},
+}
 RECORD_FITS = [row for row in fits.FITS if "bigrams" not in row[0]]  # others are another model
 # Environment variables that a record's runs may have: they do not change what is computed.
 NEUTRAL = re.compile(
@@ -125,9 +131,12 @@ def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
 
 def collect(folder: Path) -> Evidence:
     """Reads the logs of a folder and the files beside them; raises Unreadable without a log."""
+    if not folder.is_dir():
+        raise Unreadable(f"there is no folder {folder}")
     found, unreadable = read_logs(folder)
     if not found:
-        raise Unreadable("; ".join([f"{folder} has no log that can be read", *unreadable]))
+        why = "; ".join(unreadable) or "it has no file *.txt"
+        raise Unreadable(f"{folder} has no log that can be read: {why}")
     return Evidence(folder, found, unreadable, read_plan(folder))
 
 
@@ -137,10 +146,24 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     path = folder.resolve()
     for file in (folder / "plan.json", path.parent / "plan.json"):
         if file.is_file():
-            plan = dict(arm=path.name, flags={}, added={}) | json.loads(file.read_text())
+            plan = dict(arm=path.name) | read_plan_file(file)
+            runs.require(plan["arm"], str, f"arm of {file}")
             if plan["arm"] in plan["arms"]:
                 return plan
     return None
+
+
+def read_plan_file(file: Path) -> dict[str, Any]:
+    """Returns a plan. Plans of earlier versions lack `flags` and `added`."""
+    plan = dict(flags={}, added={}) | runs.read_json(file, PLAN)
+    runs.require(plan, {"flags": {str: [str]}, "added": {str: str}}, str(file))
+    if not plan["arms"]:
+        raise Unreadable(f"{file} has no variants")
+    times = {"created": plan["created"]} | plan["added"]
+    for name, time in times.items():
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time):
+            raise Unreadable(f"{name} of {file} is no time like 2026-11-21T12:59:00Z: {time!r}")
+    return plan
 
 
 # ---- Checks of one set of runs: they yield what they find ----------------------------------------
@@ -170,7 +193,10 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"unreadable log {text}")
     for run in e.runs:
         if not run.complete:
-            yield fail(f"{run.name}: {run.ended}")
+            where = ""
+            if run.validations and run.validations[-1].step < run.steps:
+                where = f", after the loss of step {run.validations[-1].step} of {run.steps}"
+            yield fail(f"{run.name}: {run.ended}{where}")
     for run in e.ended:
         if run.resumed:
             yield fail(f"{run.name}: resumed, so its time is a sum over several processes; repeat "
@@ -229,7 +255,7 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
     except Unreadable as error:
         yield fail(str(error))
         return
-    if file.is_file() and sources != [hashlib.sha256(file.read_bytes()).hexdigest()]:
+    if file.is_file() and sources != [runs.source_hash(file)]:
         yield fail("train_gpt.py is not the source that the logs state")
 
 
@@ -264,7 +290,8 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[Finding]:
     kinds = "/".join(sorted({*run.devices}))
     fits_count = track.count is None or len(run.devices) == track.count
     if not run.devices:
-        yield note("the logs do not state devices")
+        text = "the logs do not state devices"
+        yield fail(text) if run.ours else note(text)
     elif not fits_count or not re.fullmatch(track.devices, kinds):
         yield fail(f"not the track's devices: {len(run.devices)} x {kinds}")
     if not run.ours:
@@ -423,7 +450,7 @@ def shared_argv(e: Evidence) -> list[str] | None:
     """Returns the arguments of the first run without those that a plan gives to this variant."""
     argv = e.runs[0].argv
     flags = variant_flags(e)
-    if flags:
+    if flags and argv:
         start = len(e.plan["arguments"])
         argv = argv[:start] + argv[start + len(flags) :]
     return argv
@@ -474,9 +501,11 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     least = min(base.tokens, default=0)
     if most >= least:
         yield fail(f"no fewer tokens than the baseline: {most:,} against {least:,}")
+    if not this.ended or not base.ended or not interleaved(this, base):
+        return
     seconds = fmean(this.seconds)
     allowed = fmean(base.seconds)
-    if seconds > allowed and interleaved(this, base):
+    if seconds > allowed:
         yield fail(f"a run takes longer than the baseline's: {seconds:.1f} s against {allowed:.1f}")
 
 
@@ -500,7 +529,7 @@ def table(title: Iterable[str], rows: Iterable[Iterable]) -> list[str]:
     """Returns the lines of a Markdown table, with an empty line after it."""
     title = list(title)
     lines = [title, ["---"] * len(title), *rows]
-    return [*(f"| {' | '.join(map(str, cells))} |" for cells in lines), ""]
+    return [*(f"| {' | '.join(map(str, cells))} |".replace("\n", " ") for cells in lines), ""]
 
 
 def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
@@ -593,7 +622,7 @@ def report(
 def study(folder: Path) -> tuple[bool, str]:
     """Compares every variant of a plan with the first one, seed by seed. Returns whether nothing is
     wrong, and the report."""
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = read_plan_file(folder / "plan.json")
     variants = {name: collect(folder / name) for name in plan["arms"]}
     first_name = list(variants)[0]
     first = variants[first_name]
@@ -679,21 +708,14 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--target", type=float, help="loss that the mean must be below; without "
                      "--track, the rules of a track are not checked")  # fmt: skip
     args = cli.parse_args(argv)
-    if args.target is not None and not args.target > 0:
+    if args.target is not None and not 0 < args.target < math.inf:
         cli.error("--target must be a loss above 0")
-    try:
-        holds, text = judge(args)
-    except (KeyError, json.JSONDecodeError) as error:
-        print(f"verify.py: plan.json is broken: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, Unreadable) as error:
-        print(f"verify.py: {error}", file=sys.stderr)
-        return 2
+    holds, text = judge(args)
     print(text)
     return 0 if holds else 1
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without ±
-    sys.exit(main(sys.argv[1:]))
+    with messages.one_line("verify.py", status=2):
+        verdict = main(sys.argv[1:])
+    sys.exit(verdict)

@@ -11,6 +11,7 @@ import run_ab
 import runs
 import verify
 from fake_runs import LOSSES, SOURCE, data, ours, plan_together, sha, write_ours, write_plan
+from messages import Fault
 
 MORE = SOURCE + "# one line more\n"
 
@@ -34,9 +35,9 @@ def make_record(folder: Path, *flags) -> None:
 
 def refusal(folder: Path, *flags) -> str:
     """Returns the message with which pack.py refuses a folder."""
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(Fault) as fault:
         make_record(folder, *flags)
-    return str(end.value)
+    return str(fault.value)
 
 
 def test_a_record_and_the_next(place, tmp_path):
@@ -105,16 +106,18 @@ def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
-def test_what_does_not_hold_is_not_packed(place, tmp_path):
+def test_what_does_not_hold_is_not_packed(place, tmp_path, capsys):
     folder = write_ours(tmp_path / "new")
     base = write_ours(tmp_path / "old", seed=300)
-    with pytest.raises(SystemExit, match="answer the questions in"):
+    with pytest.raises(Fault, match="answer the questions in"):
         pack.main([str(folder), "--name", "new"])
     assert (folder / "notes.md").read_text() == pack.NOTES
-    assert "no fewer tokens than the baseline" in refusal(folder, "--baseline", base)
+    assert "the runs fail as shown above" in refusal(folder, "--baseline", base)
+    assert "no fewer tokens than the baseline" in capsys.readouterr().out
     log, *_ = sorted((folder / "logs").iterdir())
     log.write_text(ours(100, 1.4633, source="#\n"))
-    assert "2 different sources" in refusal(folder)
+    assert "the runs fail as shown above" in refusal(folder)
+    assert "2 different sources" in capsys.readouterr().out
     assert not list(place.glob("*/*/*")) and not (place / "SHA256SUMS").exists()
 
 
@@ -181,4 +184,26 @@ def test_a_comparison(place, tmp_path, capsys):
     assert "| worse | +0.030 +0.031 +0.030 +0.031 +0.030 |\n" in printed
     path, *_ = sorted((tmp_path / "all" / "same" / "logs").iterdir())
     path.write_text(path.read_text().replace('"jax": "0.12.0.1"', '"jax": "0.10.2"'))
-    assert "- same: **FAIL** different versions: jax" in refusal(tmp_path / "all")
+    assert "the runs fail as shown above" in refusal(tmp_path / "all")
+    assert "- same: **FAIL** different versions: jax" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_named(place, tmp_path):
+    folder = write_ours(tmp_path / "new")
+    (folder / "notes.md").write_bytes(b"## Idea\n\ncaf\xe9\n")
+    with pytest.raises(Fault, match="notes.md is not UTF-8"):
+        pack.main([str(folder), "--name", "new"])
+    earlier = place / "tracks/tiny/2026-11-20_old/result.json"
+    earlier.parent.mkdir(parents=True)
+    for content, message in (
+        ("[]", r"result.json cannot be \[\]"),
+        ('{"kind": "record", "number": "1"}', "result.json has no name"),
+        ('{"kind": "record"', "result.json is broken"),
+    ):
+        earlier.write_text(content)
+        with pytest.raises(Fault, match=message):
+            pack.main([str(folder), "--name", "new"])
+    plan = write_ours(tmp_path / "all" / "a").parent / "plan.json"
+    plan.write_text('{"n": 5')
+    with pytest.raises(Fault, match="plan.json is broken"):
+        pack.main([str(plan.parent), "--name", "all"])

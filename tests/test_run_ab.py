@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 import run_ab
 import verify
+from fake_runs import write_ours
+from messages import Fault
 
 import train_gpt
 from tests.tools import SMALL, with_tiny, write_shard
@@ -41,7 +43,7 @@ with open("../order", "a") as file:
     file.write(f"{{pathlib.Path.cwd().name}} {{seed}}\\n")
 place.with_suffix(".npz").write_text("weights")
 if pathlib.Path("../wait").exists():
-    place.write_text(text[:-200])
+    place.write_text(text[: text.rindex("train_time:")])
     place.with_suffix("").mkdir()
     place.with_suffix("").joinpath("0000010.state").write_text("checkpoint")
     signals = []
@@ -249,7 +251,7 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
     """A run that diverged is not repeated until it converges."""
     (unfinished / "refuse").touch()
     status, _, err = run("--resume", unfinished)
-    assert status == 1 and "ended with status 2 and does not count" in err
+    assert status == 2 and "ended with status 2 and does not count" in err
     (unfinished / "refuse").unlink()
     (unfinished / "nan").touch()
     status, text, _ = run("--resume", unfinished)
@@ -288,14 +290,13 @@ def test_what_cannot_work_is_refused(script, tmp_path, arguments, message):
     assert err.count("\n") == 1 and sorted(tmp_path.iterdir()) == before
 
 
-def test_the_record_is_refused_where_there_is_no_gpu(script, tmp_path, monkeypatch, capsys):
+def test_the_record_is_refused_where_there_is_no_gpu(script, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     nothing = run_ab.machine.Machine([], why_none="this machine has no NVIDIA GPU")
     monkeypatch.setattr(run_ab.machine, "find_machine", lambda: nothing)
     for flags in "", "-- record", "-- record92", "-- --steps 9":
-        with pytest.raises(SystemExit):
+        with pytest.raises(Fault, match="because this machine has no NVIDIA GPU; to train"):
             run_ab.make_plan(run_ab.parse(f"{script} -n 2 --out {tmp_path}/x {flags}".split()))
-        assert "because this machine has no NVIDIA GPU; to train" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
@@ -307,6 +308,50 @@ def test_a_plan_is_not_changed(unfinished):
     source.write_text(SCRIPT)
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(machine="0" * 16)))
     assert "was begun on another machine" in run("--resume", unfinished)[2]
+
+
+def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path):
+    folder = write_ours(tmp_path / "a")
+    log, *_ = (folder / "logs").iterdir()
+    log.write_text(log.read_text().replace("\nRESULT", "\nRESULT {}\nRESULT"))
+    with pytest.raises(Fault, match="has a RESULT, but cannot be read: line .*; restore this file"):
+        run_ab.finished_seeds(folder)
+    assert log.exists()
+
+
+def test_a_plan_of_another_form_is_refused(unfinished_plan):
+    file, plan = unfinished_plan
+    assert run_ab.read_plan(file.parent)["keep_weights"] is False
+    for name, value in ("salt", None), ("keep_weights", "no"), ("seeds", {}), ("flags", []):
+        file.write_text(json.dumps(plan | {name: value}))
+        with pytest.raises(Fault, match=f"{name} of .*plan.json cannot be"):
+            run_ab.read_plan(file.parent)
+
+
+@pytest.fixture
+def unfinished_plan(tmp_path) -> tuple[Path, dict]:
+    """A plan without runs: its file, and what it states."""
+    variants = {"a": run_ab.Variant(b"\n", [])}
+    plan = dict(created=run_ab.now(), n=2, seeds=[1, 2], arguments=["tiny"], salt="", machine="",
+                arms={}, flags={}, added={})  # fmt: skip
+    run_ab.write_plan(tmp_path, plan, variants)
+    return tmp_path / "plan.json", plan
+
+
+def test_flags_may_have_quotes_and_a_file_crlf(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\n")
+    specs = [f"{tmp_path}/a.py", "b=--data 'my folder' --lr=3"]
+    variants = run_ab.read_variants(specs, first=b"", taken=set())
+    assert variants["b"] == run_ab.Variant(b"x = 1\n", ["--data", "my folder", "--lr=3"])
+    with pytest.raises(Fault, match="No closing quotation"):
+        run_ab.read_flags("--data 'my")
+
+
+def test_a_judge_that_was_killed_has_no_verdict(unfinished_plan, monkeypatch):
+    file, _ = unfinished_plan
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    monkeypatch.setattr(run_ab.subprocess, "run", lambda command: killed)
+    assert run_ab.judge(file.parent) == 128 + signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -38,6 +38,9 @@ def test_values_that_do_not_vary_have_no_p_value():
         assert math.isnan(stats.paired(losses).p)
     assert math.isnan(stats.welch([1, 1], [2, 2]).p)
     assert math.isnan(stats.welch([1.0], [2, 3]).p)
+    rounding = [0.0, 1e-300]  # t would be infinite, and its degrees of freedom 0 / 0
+    assert math.isnan(stats.below(rounding, 3.28).p)
+    assert math.isnan(stats.welch(rounding, rounding).p)
 
 
 @pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (3, 4), (50, 2), (0.1, 700)])
@@ -55,4 +58,5 @@ def test_runs_needed_is_the_first_number_that_suffices():
         assert stats.power(effect, n) >= 0.8
         if n > 2:
             assert stats.power(effect, n - 1) < 0.8
+    assert stats.runs_needed(1e16) == 2  # soon: the losses of two runs may hardly differ
     assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))

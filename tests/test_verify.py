@@ -1,5 +1,6 @@
 """verify.py has upstream's published numbers, and fails runs for every fault in the evidence."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from statistics import fmean, stdev
 import cached_fineweb10B
 import fake_runs
 import fits
+import messages
 import pytest
 import runs
 import source_code
@@ -34,7 +36,11 @@ from tests.record92 import frozen
 
 def judged(capsys, *arguments) -> tuple[int, str]:
     """Returns the exit status of verify.py and what it prints."""
-    status = verify.main([str(argument) for argument in arguments])
+    try:
+        with messages.one_line("verify.py", status=2):
+            status = verify.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        status = end.code
     printed = capsys.readouterr()
     return status, printed.out + printed.err
 
@@ -246,20 +252,24 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
     "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the losses of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
-    "a RESULT too early": (lambda f: replace_in(f, "step:500/500", "step:490/500"), "incomplete"),
+    "a RESULT too early": (
+        lambda f: replace_in(f, "step:500/500", "step:490/500"), "incomplete, after the loss of"),
     "interrupted": (lambda f: replace_in(f, RESULT, STOPPED), "interrupted"),
     "NaN": (lambda f: replace_in(f, RESULT, NAN), "not finite"),
     "NaN after a checkpoint": (lambda f: replace_in(f, RESULT, NAN + GO_ON), "not finite"),
     "NaN before a checkpoint": (
         lambda f: replace_in(f, RESULT, NAN + "there is no checkpoint\n"), "not finite"),
     "NaN, in older logs": (lambda f: replace_in(f, RESULT, OLDER_NAN), "not finite"),
-    "NaN in RESULT": (lambda f: rewrite(f, loss=float("nan")), "not finite"),
+    "NaN in RESULT": (lambda f: rewrite(f, loss=float("nan")), "NaN is not a number"),
     "resumed": (
         lambda f: replace_in(f, 'resumed": false', 'resumed": true'), "over several processes"),
     "no log": (lambda f: add_log(f, "hello"), "it has no line of 100 ="),
-    "cut within a fact": (lambda f: replace_in(f, '"val_tokens".*', ""), "off: JSONDecodeError"),
-    "cut before a fact": (lambda f: replace_in(f, "config.*", ""), "cut off: KeyError('config')"),
-    "two runs in a log": (lambda f: replace_in(f, "step:250/500", "step:750/500"), "out of order"),
+    "cut within a fact": (lambda f: replace_in(f, '"val_tokens".*', ""), "not state config, param"),
+    "cut before a fact": (lambda f: replace_in(f, "config.*", ""), "it does not state config"),
+    "two runs in a log": (lambda f: log(f).write_text(2 * log(f).read_text()), "it has 2 runs"),
+    "two mixed runs": (lambda f: replace_in(f, "step:10/500", "step:30/500"), "out of order at"),
+    "a step too many": (
+        lambda f: replace_in(f, "step:250/500", "step:750/500"), "line 39: there is no step 750"),
     "a byte of the source": (lambda f: replace_in(f, "not exec", "Not exec"), "different sources"),
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
     "a named file of another source": (lambda f: name_source(f, "#\n"), "not the source that"),
@@ -273,7 +283,7 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "stopped at its end": (lambda f: replace_in(f, *REACHED), "could have stopped"),
     "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),
     "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "does not agree"),
-    "no tokens": (lambda f: rewrite(f, tokens=-1), "does not agree"),
+    "no tokens": (lambda f: rewrite(f, tokens=-1), "tokens of RESULT cannot be -1"),
     "stopped early": (lambda f: rewrite_all(f, config=dict(target=1.49)), "could have stopped at"),
     "a shorter run": (lambda f: rewrite(f, steps=400), "validate at different steps"),
     "fewer tokens in one": (lambda f: rewrite(f, tokens=600), "count different tokens"),
@@ -369,20 +379,18 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
 
 def test_nothing_to_judge(tmp_path, capsys):
     two = write_ours(tmp_path / "x", config=dict(preset="record"), devices=["NVIDIA H100"] * 2)
+    (tmp_path / "y").mkdir()
     no_log = SOURCE + fake_runs.BORDER + "hello\n"
     for folder, text, message in (
         (two, "x", "these runs do not fit any track"),
         (tmp_path, "x", "a.txt: it has no line of 100 ="),
         (tmp_path, no_log, "it is not a log of train_gpt.py or modded-nanogpt"),
         (tmp_path / "y", "x", "y has no log that can be read"),
+        (tmp_path / "typo", "x", "there is no folder "),
     ):
         (tmp_path / "a.txt").write_text(text)
         status, printed = judged(capsys, folder)
         assert status == 2 and message in printed
-    folder = write_ours(tmp_path / "z")
-    (folder / "plan.json").write_text("{}")
-    status, printed = judged(capsys, folder)
-    assert status == 2 and "plan.json is broken" in printed
 
 
 def test_two_sets(tmp_path, capsys):
@@ -528,7 +536,8 @@ def test_the_judge_needs_no_packages_and_executes_no_source(tmp_path):
     flag = tmp_path / "executed"
     evil = f"import pathlib; pathlib.Path({str(flag)!r}).touch()\n"
     folder = write_ours(tmp_path / "evil", source=evil)
-    (folder / "runs.py").write_text(evil)
+    for name in "runs.py", "messages.py", "fits.py":
+        (folder / name).write_text(evil)
     command = [sys.executable, "-S", verify.__file__, "."]  # -S: without site-packages
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and not flag.exists()
@@ -551,3 +560,76 @@ def test_the_tracks_are_what_the_presets_and_data_are(tmp_path):
         assert (track.target, track.val_tokens) == (c.target, c.val_tokens)
         names = sorted(known, key=lambda name: ("_val_" in name, name))
         assert track.shards.split() == [known[name][:16] for name in names]
+
+
+def refused_plan(capsys, folder: Path) -> str:
+    """Returns the line with which verify.py refuses to judge a folder, because of its plan."""
+    status, printed = judged(capsys, folder)
+    assert status == 2 and printed.count("\n") == 1
+    assert str(folder / "plan.json") in printed
+    return printed
+
+
+@pytest.mark.parametrize("content", [
+    "null", "[]", "7", "", '{"n": 5', '\ufeff{"n": 5}', "[" * 100_000, "{}", "NaN",
+    '{"n": 5, "n": 3}',
+])  # fmt: skip
+def test_what_is_no_plan_is_one_line(tmp_path, capsys, content):
+    folder = write_ours(tmp_path / "x", LOSSES[:1])
+    (folder / "plan.json").write_text(content)
+    refused_plan(capsys, folder)
+    (folder / "plan.json").write_bytes(b"caf\xe9")
+    assert "it is not UTF-8" in refused_plan(capsys, folder)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("seeds", None), ("seeds", ["7"]), ("n", "5"), ("n", True), ("arms", {}), ("arms", ["x"]),
+    ("arm", []), ("flags", {"x": "--lr 3"}), ("added", []), ("created", 1),
+    ("created", "11/21/2026"), ("arguments", [1]),
+])  # fmt: skip
+def test_a_plan_of_another_form_is_one_line(tmp_path, capsys, name, value):
+    folder = write_ours(tmp_path / "x", LOSSES[:1])
+    file = folder / "plan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    assert name in refused_plan(capsys, folder) or value == {}
+
+
+@pytest.mark.parametrize("encoding, output, status", [
+    ("ascii", "| cat", 0), ("utf-8", ">&-", 0), ("utf-8", ">/dev/full", 2),
+])  # fmt: skip
+def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, status):
+    """On every terminal and pipe."""
+    folder = write_ours(tmp_path / "x")
+    command = f"{sys.executable} -S {verify.__file__} {folder} {output}"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        env=environment,
+        capture_output=True,
+        encoding=encoding,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (status, min(status, 1))
+    assert ("## PASS: x" in done.stdout) == (output == "| cat")
+
+
+def test_what_nobody_expected_is_no_verdict(tmp_path, monkeypatch, capsys):
+    def explode(*_):
+        raise RecursionError("x")
+
+    monkeypatch.setattr(verify, "report", explode)
+    assert judged(capsys, write_ours(tmp_path / "x"))[0] == 2
+
+
+def test_a_run_without_devices_has_none_of_its_track(tmp_path, capsys):
+    folder = write_ours(tmp_path / "x", devices=[])
+    assert fails(capsys, folder) == ["the logs do not state devices"]
+
+
+def test_without_a_complete_run_they_fail_against_a_baseline_as_well(tmp_path, capsys):
+    this = write_ours(tmp_path / "x")
+    base = write_ours(tmp_path / "y")
+    plan_together(this, base)
+    for path in (this / "logs").iterdir():
+        path.write_text(path.read_text().replace("RESULT", "INTERRUPTED"))
+    status, printed = judged(capsys, this, base)
+    assert status == 1 and "0 complete runs, so there is no p-value" in printed
