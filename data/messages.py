@@ -73,7 +73,8 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # stderr may be full
+            print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(130)  # sys.exit would wait for threads that read their shards to the end
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
@@ -89,7 +90,7 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
             message = f"{script}: {reason(error)}"
         else:
             message = traceback.format_exc().rstrip()
-        with contextlib.suppress(OSError):  # stderr may be full, too
+        with contextlib.suppress(OSError):
             print(message, file=sys.stderr)
         sys.exit(status)
 
