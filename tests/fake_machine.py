@@ -209,7 +209,7 @@ class Machine:
         """Runs run.sh to its end; the lines that the fake Pythons wrote into the log."""
         self.log.write_text("")
         process = self.start(*argv, **env)
-        output = process.communicate(timeout=60)
+        output = process.communicate(timeout=300)
         self.done = subprocess.CompletedProcess(process.args, process.returncode, *output)
         return self.log.read_text().splitlines()
 

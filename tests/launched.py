@@ -64,7 +64,7 @@ def wait_for_line(process: subprocess.Popen, text: str) -> None:
     raise AssertionError(f"the process ended without printing {text!r}")
 
 
-def end(process: subprocess.Popen, seconds: int = 60) -> tuple[int, str, str]:
+def end(process: subprocess.Popen, seconds: int = 300) -> tuple[int, str, str]:
     """Waits for a process: its exit status, stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err

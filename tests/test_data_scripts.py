@@ -33,7 +33,7 @@ def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("source_code")
     command = [sys.executable, DATA / "source_code.py", "--out", out]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = [process.communicate(timeout=60)[0] for process in both]
+    printed = [process.communicate(timeout=300)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     return out, printed
 

@@ -133,7 +133,7 @@ def start(tmp_path_factory):
 
 def end(run, since=0.0) -> SimpleNamespace:
     """Waits for the hosts: their exit codes, what they printed, and the seconds since `since`."""
-    last = time.time() + 120
+    last = time.time() + 400
     while any(host.poll() is None for host in run.hosts) and time.time() < last:
         time.sleep(0.1)
     seconds = time.time() - since

@@ -161,7 +161,7 @@ def test_a_second_signal_ends_a_run_that_hangs(start, tmp_path):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    code, _, err = end(process, 5)
+    code, _, err = end(process)
     assert code == 130 and err.endswith("stopped without a new checkpoint\n")
     (log,) = tmp_path.glob("logs/*.txt")
     line = "INTERRUPTED by SIGINT without a new checkpoint; there is no checkpoint"
@@ -174,7 +174,7 @@ def test_a_signal_ends_compiling_at_once(name, start, tmp_path):
     hence the status, which is not -15."""
     process = start(SLEEPS, until="in the compiler")
     process.send_signal(signal.Signals[name])
-    code, _, err = end(process, 5)
+    code, _, err = end(process)
     assert code == 128 + signal.Signals[name]
     assert err == f"\nlaunch.py: {name}: stopped without a new checkpoint\n"
     assert not [*tmp_path.glob("logs/*/*")]

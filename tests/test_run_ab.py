@@ -94,7 +94,7 @@ def start(*arguments, **options) -> subprocess.Popen:
 
 def run(*arguments, **options) -> tuple[int, str, str]:
     process = start(*arguments, **options)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -214,7 +214,7 @@ def test_a_signal_costs_one_run(unfinished, number):
     process = start("--resume", out, start_new_session=True)
     wait_for(out / "waiting")
     os.killpg(process.pid, number)  # as a terminal does, to all that run in it
-    process.wait(timeout=30)
+    process.wait(timeout=60)
     *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
     assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
     assert process.returncode == 128 + number
@@ -235,7 +235,7 @@ def test_a_killed_parent_leaves_no_second_run_beside_the_first(unfinished):
     process = start("--resume", out)
     child = wait_for(out / "waiting")
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=60)
     status, _, err = run("--resume", out)
     assert status == 2 and "is in use: wait for its run, or stop it" in err
     (out / "wait").unlink()

@@ -566,7 +566,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
         machine.script("readlink", f'#!{BASH}\n{readlink} "$@"\n{sleep} 0.3\n')
     processes = [machine.start() for _ in range(4)]
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (0, "") and out.count("Waiting") <= 1
     lines = machine.log.read_text().splitlines()
     expected = calls(*FIRST, *TINY * 4)
@@ -602,7 +602,7 @@ def test_the_lock_of_another_host_or_of_a_live_process_stays_and_is_told_once(ma
     time.sleep(0.5)
     assert not machine.log.exists() and machine.locks() == [".lock"]
     (machine.root / ".lock").unlink()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "") and "Waiting" not in out
 
 
@@ -610,7 +610,7 @@ def test_a_container_that_is_started_again_has_the_number_of_the_one_that_was_ki
     machine.python(12)
     lock = machine.root / ".lock"
     process = machine.start(before=lambda: lock.symlink_to(f"Linux {os.getpid()}"))
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "Waiting" not in out and machine.locks() == []
 
 
@@ -630,7 +630,7 @@ def hanging(machine):
 def test_who_is_stopped_leaves_no_lock_or_one_that_is_taken_over(machine, number, left):
     process = hanging(machine)
     os.killpg(process.pid, number)
-    assert process.wait(timeout=10) != 0 and machine.locks() == left
+    assert process.wait(timeout=60) != 0 and machine.locks() == left
     (machine.root / "go").touch()
     assert machine.run() == calls(f"{PIP} requirements.txt", *TINY)
     assert "Waiting" not in machine.done.stdout and machine.locks() == []
@@ -642,7 +642,7 @@ def test_run_sh_alone_that_is_told_to_stop_waits_for_its_install(machine):
     time.sleep(0.3)
     assert process.poll() is None and machine.locks() == [".lock"]
     (machine.root / "go").touch()
-    assert process.wait(timeout=10) == 143 and machine.locks() == []
+    assert process.wait(timeout=60) == 143 and machine.locks() == []
     assert "data/" not in machine.log.read_text()
 
 

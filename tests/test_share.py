@@ -157,7 +157,7 @@ def test_the_hub_gets_the_files_of_the_export_and_no_others(run, hub):
     (out / "__pycache__/reference.pyc").write_bytes(b"mine")
     env = os.environ | dict(HF_ENDPOINT=hub.endpoint, HF_TOKEN="good", HF_HUB_DISABLE_XET="1")
     command = [sys.executable, ROOT / "evals/share.py", run, "me/my-gpt"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"uploaded to {hub.endpoint}/me/my-gpt"
     ((repo, summary, files),) = hub.commits

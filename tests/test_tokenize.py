@@ -208,7 +208,7 @@ def test_results_come_in_order_few_wait_and_a_failure_ends_all():
     assert next(over) is None
     started = time.monotonic()
     over.close()
-    assert time.monotonic() - started < 2  # two sleep, fourteen wait
+    assert time.monotonic() - started < 3  # two sleep, fourteen wait
 
 
 # ---- Cutting documents ---------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_a_line_in_many_parts_takes_linear_time():
     """A quadratic way copies a hundred gigabytes."""
     started = time.monotonic()
     (line,) = readers.lines(["x" * 8000] * 5000)
-    assert len(line) == 40_000_000 and time.monotonic() - started < 5
+    assert len(line) == 40_000_000 and time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("name, package", [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -545,7 +545,7 @@ def test_no_vocabulary_and_no_network(tmp_path):
     env = os.environ | dict(TIKTOKEN_CACHE_DIR=str(tmp_path), no_proxy="", NO_PROXY="")
     env |= dict(https_proxy="http://127.0.0.1:9")
     argv = [*COMMAND, tmp_path / "in.txt", "--out", tmp_path / "out"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "GPT-2's vocabulary" in done.stderr and "--bytes" in done.stderr
 
@@ -743,7 +743,7 @@ def test_two_at_once_make_one_set(tmp_path):
     (tmp_path / "in.txt").write_text(prose(400_000))
     argv = [*COMMAND, tmp_path / "in.txt", "--out", tmp_path / "out", *STEPS]
     both = [subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=300)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     assert "".join(said).count(" already: remove") == 1 == "".join(said).count("\n")
     compare(read_shards(tmp_path / "out"), expected([prose(400_000)]))
@@ -796,7 +796,7 @@ def test_disk_full(tmp_path):
     (tmp_path / "in.txt").write_text("text " * 100_000)
     argv = [*COMMAND, tmp_path / "in.txt", "--out", tmp_path / "out", *STEPS]
     full = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *argv]
-    done = subprocess.run(full, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(full, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(f"tokenize_text.py: {tmp_path / 'out'}")
     assert "text_train_000001.bin: File too large: make room, or choose" in done.stderr
@@ -809,11 +809,11 @@ def test_odd_environments(tmp_path):
     (tmp_path / "in.txt").write_text(prose(9000))
     env = os.environ | dict(PYTHONSAFEPATH="1", PYTHONOPTIMIZE="2", PYTHONIOENCODING="ascii")
     argv = [*COMMAND, tmp_path / "in.txt", "--bytes", "--out", tmp_path / "\u00e9"]
-    printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    printed = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=env)
     assert printed.returncode == 0 and printed.stdout.splitlines()[-1].startswith("./run.sh tiny")
     assert "\\xe9" in printed.stdout and printed.stderr == ""
     argv = ["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "-", *argv[:-1], tmp_path / "out"]
-    piped = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    piped = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert (piped.returncode, piped.stderr) == (0, "") and len(read_shards(tmp_path / "out")) == 2
 
 
@@ -829,7 +829,7 @@ def test_it_is_stopped(tmp_path, tokenize, kill, by_bytes):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(kill)
-    said = process.communicate(timeout=5)
+    said = process.communicate(timeout=300)
     if kill == signal.SIGINT:
         line = "tokenize_text.py: stopped by Ctrl-C: run it again for shards\n"
         assert (process.returncode, *said) == (130, "", line) and left_in(out) == []
