@@ -51,5 +51,7 @@ def test_an_odd_environment_and_no_jax(tmp_path, script, status, says):
     odd = dict(PYTHONSAFEPATH="1", PYTHONOPTIMIZE="2", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     odd |= dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONWARNINGS="error", PYTHONPATH=tmp_path)
     command = [sys.executable, ROOT / script, folder]
-    done = subprocess.run(command, env=os.environ | odd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=os.environ | odd, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == status and says in done.stderr and "Traceback" not in done.stderr
