@@ -231,8 +231,8 @@ def what_a_leak_costs() -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(file, sizes: dict[str, np.ndarray]) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, sizes: dict[str, np.ndarray]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -241,7 +241,7 @@ def draw(file, sizes: dict[str, np.ndarray]) -> None:
         image = plot.imshow(size, norm="log", vmin=1e-12, vmax=10, interpolation="none")
         plot.set(title=name, xlabel="input j, token", ylabel="output i, token")
     figure.colorbar(image, label="|d out$_i$ / d in$_j$|; white: exactly 0", shrink=0.8)
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -254,13 +254,13 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     sizes = who_sees_whom()
     count_work()
     what_a_leak_costs()
     if flags.draw:
-        draw(flags.draw, sizes)
+        draw(flags.draw.name, sizes)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,8 @@ def make() -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
     return params, normal(ROWS, WIDTH), normal(ROWS), np.arange(ROWS, dtype=np.float32)
 
 
-def draw(file, alone: dict, different: dict, same: dict, loss_on_all_rows: float) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, alone: dict, different: dict, same: dict, loss_on_all_rows: float) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -156,7 +156,7 @@ def draw(file, alone: dict, different: dict, same: dict, loss_on_all_rows: float
     axes.plot(STEPS - 1, loss_on_all_rows, "C1o", label="of its weights, on all rows")
     axes.set(xlabel="step", ylabel="loss that is reported", yscale="log")
     axes.legend()
-    plt.savefig(file, format="svg", metadata={"Date": None})
+    plt.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -170,7 +170,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     cli.add_argument("--join", metavar="FOLDER", nargs="*", help="be one of several processes")
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     if flags.join is not None:
         join()
@@ -207,7 +207,7 @@ def main() -> None:
         killed and codes[0] != 0,
     )
     if flags.draw:
-        draw(flags.draw, alone, first, same, on_all_rows)
+        draw(flags.draw.name, alone, first, same, on_all_rows)
 
 
 if __name__ == "__main__":

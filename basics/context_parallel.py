@@ -184,8 +184,8 @@ def check_messages(program_text: str) -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(work: dict[str, np.ndarray], file) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(work: dict[str, np.ndarray], path: str) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -197,7 +197,7 @@ def draw(work: dict[str, np.ndarray], file) -> None:
         panel.set(title=f"{name}: {N} rounds take {met.max(axis=0).sum()}", xlabel="round")
     panels[0].set(ylabel="device; in its row: whose keys visit it")
     figure.colorbar(image, ax=panels, label="work, pairs of chunks", values=range(5))
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -210,7 +210,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((N,), ("seq",), axis_types=(AxisType.Auto,))
     seq = P("seq")
@@ -235,7 +235,7 @@ def main() -> None:
     whole, a_round, a_pair = (4 * H * tokens**2 / 1000 for tokens in (T, T // N, C))
     print(f"  kB of scores: whole {whole:.1f}, in a round {a_round:.1f}, at a time {a_pair:.1f}")
     if flags.draw:
-        draw(work, flags.draw)
+        draw(work, flags.draw.name)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def largest_error(result: tuple, expected: tuple) -> float:
     return max(jax.tree.leaves(jax.tree.map(distance, result, expected)))
 
 
-def draw(file, errors: dict[int, float], drifts: dict[str, list[float]]) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, errors: dict[int, float], drifts: dict[str, list[float]]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -195,7 +195,7 @@ def draw(file, errors: dict[int, float], drifts: dict[str, list[float]]) -> None
         right.plot(100 * np.array(drift), label=name)
     right.set(title="Weights of two devices", xlabel="step", ylabel="distance, %")
     right.legend()
-    plt.savefig(file, format="svg", metadata={"Date": None})
+    plt.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -208,14 +208,14 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     check_both(mesh)
     errors = try_mean_of_means(mesh)
     drifts = try_forgotten_psum(mesh)
     if flags.draw:
-        draw(flags.draw, errors, drifts)
+        draw(flags.draw.name, errors, drifts)
 
 
 if __name__ == "__main__":

@@ -207,8 +207,8 @@ def one_large_number(arguments: tuple, logits: Array) -> None:
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(file, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -221,7 +221,7 @@ def draw(file, numbers: dict[str, np.ndarray], errors: dict[str, np.ndarray]) ->
     right.set(xlabel="scale of x; of the logits' gradient", ylabel="error", ylim=(0.03, 12))
     left.legend()
     right.legend(loc="upper left")
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -234,7 +234,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     numbers = show_formats()
     rng = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def main() -> None:
     errors = sweep(arguments, exact)
     one_large_number(arguments, logits)
     if flags.draw:
-        draw(flags.draw, numbers, errors)
+        draw(flags.draw.name, numbers, errors)
 
 
 if __name__ == "__main__":

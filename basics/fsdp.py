@@ -175,8 +175,8 @@ def distance(a: Array, b: Array) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def draw(file, memory: dict[str, MiB]) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, memory: dict[str, MiB]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -188,7 +188,7 @@ def draw(file, memory: dict[str, MiB]) -> None:
         left += sizes
     axes.set(xlabel="MiB on each of 8 devices", ylim=(2.5, -0.5))
     axes.legend()
-    plt.savefig(file, format="svg", metadata={"Date": None})
+    plt.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -201,7 +201,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
@@ -238,7 +238,7 @@ def main() -> None:
     right = twice.temporary < 0.4 * eighth.temporary
     check("gathered twice, it stores those of one layer at a time", right)
     if flags.draw:
-        draw(flags.draw, memory)
+        draw(flags.draw.name, memory)
 
 
 if __name__ == "__main__":

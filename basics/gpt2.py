@@ -202,7 +202,8 @@ def download() -> Path:
         return Path(snapshot_download("openai-community/gpt2", allow_patterns=names))
     except Exception as error:  # some have several lines
         why = " ".join(str(error).split())
-        raise shards.Fault(f"OpenAI's weights cannot be downloaded: {why}") from None
+        cure = "check the network, or copy the folder from another machine for --load"
+        raise shards.Fault(f"OpenAI's weights cannot be downloaded: {cure} ({why})") from None
 
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
@@ -212,8 +213,9 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
         if name not in present:
             raise shards.Fault(f"has no {name}, but {present[:20]}: save one by transformers")
     for name in ("tokenizer.json", "vocab.json"):
-        the = rb'(\xc4\xa0|\\u0120)the": ?262\b'  # token 262 is " the": U+0120 stands for the space
-        if name in present and not re.search(the, (folder / name).read_bytes()):
+        # GPT-2's token 262 is " the", in which U+0120 stands for the space.
+        pattern = rb'(\xc4\xa0|\\u0120)the": ?262\b'
+        if name in present and not re.search(pattern, (folder / name).read_bytes()):
             raise shards.Fault(f"has a {name} of other tokens than GPT-2's: use transformers")
     try:
         name = "config.json"
@@ -229,9 +231,9 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
 def read_config(about: dict) -> Config:
     """The sizes in a config.json. Raises Fault if another key changes transformers' GPT-2."""
     sizes = {name: about.get(name, Config._field_defaults[key]) for key, name in NAMES.items()}
-    c = Config(*sizes.values())
-    integers = all(type(size) is int and 0 < size < 2**31 for size in sizes.values())
-    if not integers or c.D % c.H or c.T < 16:
+    are_positive = all(type(size) is int and 0 < size < 2**31 for size in sizes.values())
+    c = Config(**{key: sizes[name] for key, name in NAMES.items()})
+    if not are_positive or c.D % c.H or c.T < 16:
         raise shards.Fault(f"has unusable sizes in config.json: {sizes!r:.300}")
     computed = {  # the values with which transformers' model is this one; the first is the default
         "model_type": ["gpt2"],
@@ -270,25 +272,29 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
     header = json.loads(content[8:begin].tobytes())
     data = content[begin:]
     header.pop("__metadata__", None)
-    spans = sorted(about["data_offsets"] for about in header.values())
-    edges = [0, *itertools.chain(*spans), len(data)]
-    if edges[::2] != edges[1::2]:
-        raise shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
+    gaps = shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
+    filled = 0
+    for start, end in sorted(about["data_offsets"] for about in header.values()):
+        if start != filled:
+            raise gaps
+        filled = end
+    if filled != len(data):
+        raise gaps
     prefix = "transformer." if "transformer.wte.weight" in header else ""
 
     def array(name: str, shape: tuple) -> np.ndarray:
         if name not in header:
-            raise shards.Fault(f"has no {name}, but {[*header][:5]}: get both files again")
+            raise shards.Fault(f"has no {name}, but {[*header][:5]}: use transformers")
         found = header.pop(name)
         start = found["data_offsets"][0]
         end = start + 4 * math.prod(shape)
-        right = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
-        if found != right:
-            what = f"{name} as {found!r:.200}, and config.json needs {right}"
-            raise shards.Fault(f"has {what}: get both files in float32")
+        expected = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
+        if found != expected:
+            what = f"{name} as {found!r:.200}, and config.json needs {expected}"
+            raise shards.Fault(f"has {what}: convert it by transformers, see basics/README.md")
         values = data[start:end].view("<f4").reshape(shape)
         if not np.isfinite(values).all():
-            raise shards.Fault(f"has NaN or infinity in {name}: its training failed")
+            raise shards.Fault(f"has NaN or infinity in {name}: take another model")
         return values
 
     params = {}
@@ -409,9 +415,9 @@ def main() -> None:
             about = shards.read_manifest(args.data) or shards.GPT2
             c = c._replace(V=about["vocab"])
             weights = initial(c, args.seed)
-        coder = shards.coder(c.V, c.V - 1)
     except shards.Fault as fault:
-        raise shards.Fault(f"{args.load or args.data}: {fault}") from None
+        raise shards.Fault(f"{args.load or args.data} {fault}") from None
+    coder = shards.coder(c.V, c.V - 1)
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.arange(16)])

@@ -184,8 +184,8 @@ def train(
 
 
 # ---- Plumbing ------------------------------------------------------------------------------------
-def draw(file, curves: dict[str, list[np.ndarray]]) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, curves: dict[str, list[np.ndarray]]) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -194,7 +194,7 @@ def draw(file, curves: dict[str, list[np.ndarray]]) -> None:
         ax.semilogx(curve[0], np.transpose(curve), label=[f"{i} quintics" for i in range(6)])
         ax.set(title=name, xlabel="singular value before", ylabel="after", ylim=(-0.1, 2.6))
     axes[0].legend()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -207,7 +207,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     curves = lift_singular_values()
     shard_a_stack()
@@ -221,7 +221,7 @@ def main() -> None:
     text = f"loss {by_adamw:.3f} with AdamW, {by_muon:.3f} with Muon: lower by {gain:.3f} (> 0.05)"
     check(text, gain > 0.05)
     if flags.draw:
-        draw(flags.draw, curves)
+        draw(flags.draw.name, curves)
 
 
 if __name__ == "__main__":

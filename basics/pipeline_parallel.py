@@ -186,8 +186,8 @@ def measure(schedule: Callable, M: int, mesh: Mesh) -> int:
     return memory
 
 
-def draw(file, memory: dict[Callable, list[int]], M: int = 6) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(path: str, memory: dict[Callable, list[int]], M: int = 6) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -210,7 +210,7 @@ def draw(file, memory: dict[Callable, list[int]], M: int = 6) -> None:
         graph.plot(COUNTS, np.array(memory[schedule]) / 1e3, markers[schedule], label=name)
     graph.set(xlabel="microbatches", ylabel="temporary memory, kB", ylim=0, xticks=COUNTS)
     graph.legend(loc="lower right")
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -223,7 +223,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", 8)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     mesh = jax.make_mesh((S,), ("stage",), axis_types=(AxisType.Auto,))
     print(f"{S} stages     microbatches   ticks    idle     memory   most in flight, by stage")
@@ -240,7 +240,7 @@ def main() -> None:
         growth[gpipe] > 0.9 * an_input and growth[one_f_one_b] < 0.1 * an_input,
     )
     if flags.draw:
-        draw(flags.draw, memory)
+        draw(flags.draw.name, memory)
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def make() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     return weights, noise(B, T, D), noise(B, T, D)
 
 
-def draw(rows: list[dict], file) -> None:
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+def draw(rows: list[dict], path: str) -> None:
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 9}])
@@ -202,7 +202,7 @@ def draw(rows: list[dict], file) -> None:
     right.set_xticks(np.arange(4) + 1 / 4, ["8 x 1", "4 x 2", "2 x 4", "2 x 4,\nwrong split"])
     right.set(xlabel="mesh: data x model", ylabel="kB on a device, in one step")
     right.legend()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def check(what: str, right: bool) -> None:
@@ -215,7 +215,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # with 8 TPUs or GPUs, delete these two lines
     jax.config.update("jax_num_cpu_devices", DEVICES)
     cli = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    cli.add_argument("--draw", type=FileType("wb"), metavar="FILE.svg", help="also draw a picture")
+    cli.add_argument("--draw", type=FileType("ab"), metavar="FILE.svg", help="also draw a picture")
     flags = cli.parse_args()
     args = make()
     print("Below, 2 x 4,096 means: two arrays, of which every device has 4,096 numbers each")
@@ -237,7 +237,7 @@ def main() -> None:
     for row in rows:
         print("{:29}{:15.1f}{:17.1f}{:17.1f}".format(*row.values()))
     if flags.draw:
-        draw(rows, flags.draw)
+        draw(rows, flags.draw.name)
 
 
 if __name__ == "__main__":

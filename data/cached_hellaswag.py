@@ -66,7 +66,7 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
     except ImportError:
         raise shards.Fault(f"{path} needs the package pyarrow: ./run.sh hellaswag has it") from None
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno:  # not from pyarrow, about its content
+        if isinstance(error, OSError) and error.errno:  # of the system, not of pyarrow
             raise
         raise shards.Fault(f"{place} is no example of HellaSwag: {error}") from None
 

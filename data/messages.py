@@ -1,6 +1,6 @@
 """One line where a tool fails, instead of a traceback: what is wrong, where and what to do.
 
-Text reaches every terminal, file and pipe."""
+It also replaces characters that a terminal cannot show."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CURES = {  # what to do about errors of the system; about others, see reason()
 
 
 class Fault(Exception):
-    """What is wrong with a file or a folder. The text continues a sentence that begins with its
-    name."""
+    """A message for the user: what is wrong, where, and what to do. Where a caller knows the name
+    of the file, the text continues a sentence that begins with it."""
 
 
 def is_of_system(error: Exception) -> bool:
@@ -101,12 +101,12 @@ def open_streams(replacement: str = "backslashreplace") -> None:
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, mode))
-    if hasattr(sys.stdout, "reconfigure"):  # not that of a test
+    if hasattr(sys.stdout, "reconfigure"):  # a StringIO has no encoding
         sys.stdout.reconfigure(errors=replacement)
 
 
 def discard_output() -> None:
-    """Sends what Python still flushes to stdout at its end nowhere, because stdout is broken."""
+    """Discards what Python will flush to a broken stdout when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import datetime
 import json
 import math
@@ -373,13 +374,13 @@ def curve(losses: list[Loss], columns: int = 10**6) -> list[str]:
     width = min(68, len(losses), columns - 9)  # the numbers at the left take 9
     start = losses[0].step
     share = (losses[-1].step + 1 - start) / width
-    columns = []
+    means = []
     for i in range(width):
         inside = [x.loss for x in losses if i == int((x.step - start) / share)]
-        columns.append(sum(inside) / len(inside) if inside else columns[-1])
-    low = min(columns)
-    high = max(columns[width // 10 :])
-    eighths = [1 + round(39 * (column - low) / (high - low or 1)) for column in columns]
+        means.append(sum(inside) / len(inside) if inside else means[-1])
+    low = min(means)
+    high = max(means[width // 10 :])
+    eighths = [1 + round(39 * (mean - low) / (high - low or 1)) for mean in means]
     lines = []
     for row in (4, 3, 2, 1, 0):
         label = {4: f"{high:8.3f}", 0: f"{low:8.3f}"}.get(row, "")
@@ -394,18 +395,17 @@ def newest_run(shown: Path | None = None) -> Run | None:
     Without one, the run whose log was written last. Where two runs go on, the one that is shown
     stays. While its log is written anew, as by scp, it is None. Names decide only between equal
     times, because a resumed run writes into its old log."""
-    now = time.time()
     logs = []
     for path in Path("logs").glob("*.txt"):
-        if path.is_file():
-            changed = path.stat().st_mtime
+        with contextlib.suppress(OSError):  # a link to nothing, or deleted
             bonus = 60 if path == shown else 0
-            logs.append((changed + bonus, path, abs(now - changed) < 60))
+            logs.append((path.stat().st_mtime + bonus, path))
     last = None
-    for _, path, is_recent in sorted(logs, reverse=True):
-        if last and not is_recent:
-            continue
+    for _, path in sorted(logs, reverse=True):
         try:
+            is_recent = was_written(path)
+            if not path.is_file() or (last and not is_recent):
+                continue
             run = read_run(path)
         except OSError:  # deleted or unreadable
             continue
@@ -417,6 +417,11 @@ def newest_run(shown: Path | None = None) -> Run | None:
             return run
         last = last or run
     return last
+
+
+def was_written(path: Path) -> bool:
+    """Whether a file was written in the last minute. Clocks of two machines may differ."""
+    return abs(time.time() - path.stat().st_mtime) < 60
 
 
 class Screen:
@@ -468,8 +473,7 @@ def find_run(path: Path | None, shown: Run | None) -> Run | None:
     try:
         return read_run(path)
     except Fault:
-        is_recent = time.time() - path.stat().st_mtime < 60
-        if path.is_dir() or not (shown or is_recent):
+        if path.is_dir() or not (shown or was_written(path)):
             raise
         return None
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -159,27 +160,31 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
 
 
 def export(w: weights.Weights, script: Path, out: Path) -> None:
-    """Writes FILES into `out`, all or none, and prints the command that tries them. Exits with
-    status 2 if `out` is not empty and not an export, or if reference.py does not compute the
-    script's model."""
+    """Writes FILES, moves them into `out` once all are there, and prints the command that tries
+    them. Exits with status 2 if `out` is not empty and not an export, or if reference.py does not
+    compute the script's model."""
     for name in ("val_loss", "tokens"):
         value = w.result.get(name)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            refuse(f"{w.path} has {value} as {name} in its RESULT: export a run that ended well")
+            refuse(
+                f"{w.path} has {value} as {name} in its RESULT: export a run that came to its end"
+            )
     present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
     is_export = "reference.py" in present and present <= {*FILES}
     if out.is_file() or (present and not is_export):
         refuse(f"{out} is neither empty nor an export: name a new folder")
     log = read_log(w)
     out.mkdir(parents=True, exist_ok=True)
+    for killed in out.glob("_unfinished_*"):
+        shutil.rmtree(killed)
     with tempfile.TemporaryDirectory(prefix="_unfinished_", dir=out) as folder:
         part = Path(folder)
         (part / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
+        config = describe(w)
+        (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        about = dict(run=w.path.stem, result=json.dumps(w.result))
+        write_safetensors(part / "model.safetensors", w.arrays, about)
         try:
-            config = describe(w)
-            (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            about = dict(run=w.path.stem, result=json.dumps(w.result))
-            write_safetensors(part / "model.safetensors", w.arrays, about)
             gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             refuse(f"evals/reference.py does not know {script}'s model ({error!r}): change it, too")

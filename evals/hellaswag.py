@@ -132,7 +132,7 @@ def main() -> None:
     lowest = np.sort(sums, axis=1)
     ties = np.count_nonzero(lowest[:, 0] == lowest[:, 1])
     if ties:
-        print(f"{ties} have several endings with the lowest sum, of which acc takes the first")
+        print(f"ties: in {ties}, several endings have the lowest sum, and acc takes the first")
     print(REMARKS[w.c.vocab])
 
 

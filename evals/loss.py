@@ -8,7 +8,6 @@ tokens: those of its document, including the end-of-text, that are in its sequen
 """
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import weights
 
 # isort: split
 from messages import lacks_memory
-from plot import STYLE, plain, plt, save
+from plot import STYLE, check_place, plain, plt, save
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
@@ -103,8 +102,7 @@ def main() -> None:
     count = wanted // T
     if count < 1:
         weights.refuse(f"--tokens {wanted} is less than --T {T}")
-    if not out.name or not os.access(out.absolute().parent, os.W_OK):
-        weights.refuse(f"{out}.svg cannot be written: choose another --out")
+    check_place(out)
     shard = weights.val_shard(w, args.shards, T)
     if len(shard) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
@@ -122,10 +120,12 @@ def main() -> None:
     targets = tokens[:, 1:]
     loss = losses.mean(dtype="f8")
     size = lengths[targets].sum()
-    bits = f"{loss * targets.size / np.log(2) / size:.4f}" if size else "no"
+    bits = "no bits, because the text has no bytes"
+    if size:
+        bits = f"{loss * targets.size / np.log(2) / size:.4f} bits per byte"
     ends = np.count_nonzero(targets == c.eot)
     rows = by_position(tokens, losses, c.eot)
-    print(f"{loss:.4f} nats per {unit}, {bits} bits per byte")
+    print(f"{loss:.4f} nats per {unit}, {bits}")
     print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
     print(f"position      to    tokens {f'nats/{unit}':>11} +- standard error")

@@ -11,6 +11,7 @@ H head, K head channel, F hidden of the MLP, V token, N term of a sum. x is the 
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -309,14 +310,18 @@ def main():
     cli.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest tokens")
     cli.add_argument("--seed", type=int, default=0, help="another one makes another text")
     args = cli.parse_args()
-    if args.tokens < 1 or args.seed < 0 or not 0 <= args.temperature < math.inf:
-        cli.error("--tokens begins at 1, --seed and --temperature at 0")
+    if args.tokens < 1 or args.seed < 0:
+        cli.error("--tokens begins at 1, --seed at 0")
+    if not 0 <= args.temperature < math.inf:
+        cli.error("--temperature is at least 0, and finite")
     try:
         out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
         for piece in pieces(args):
             out.write(piece)
-    except (BrokenPipeError, KeyboardInterrupt):
-        pass  # nobody reads on
+    except BrokenPipeError:
+        sys.exit(141)  # nobody reads the text, as after `| head`
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:  # from the files, the vocabulary, the prompt or the disk
         cli.error(f"{type(error).__name__}: {' '.join(str(error).split())}")
 

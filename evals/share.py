@@ -34,8 +34,8 @@ def check_arguments(repo: str) -> None:
     # huggingface_hub has removed line breaks and spaces around it.
     if not re.fullmatch(r"[\w.~+/=-]*", get_token() or "", re.ASCII):
         refuse(
-            "your token has characters that no token has, such as quotes: set HF_TOKEN to it "
-            "without them, or type .venv/bin/hf auth login"
+            "your token contains characters that tokens never have, such as quotes: remove them "
+            "from HF_TOKEN, or type .venv/bin/hf auth login"
         )
 
 
@@ -53,13 +53,14 @@ def explain(error: Exception, hub: str, repo: str) -> str:
         return f"{hub} is busy or out of order: try again later ({why})"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
-    fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
-    if fault:
-        return fault
-    if isinstance(error, (errors.HTTPError, ConnectionError, TimeoutError)) and status is None:
-        return f"cannot reach {hub}: check the network and HF_ENDPOINT, and try again ({why})"
-    if shards.is_of_system(error) and status is None:
-        return shards.reason(error)
+    if status is None:
+        fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
+        if fault:
+            return fault
+        if isinstance(error, (errors.HTTPError, ConnectionError, TimeoutError)):
+            return f"cannot reach {hub}: check the network and HF_ENDPOINT, and try again ({why})"
+        if shards.is_of_system(error):
+            return shards.reason(error)
     return f"{hub} did not take the upload to {repo} ({type(error).__name__}: {why})"
 
 

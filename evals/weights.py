@@ -35,11 +35,12 @@ NEEDS = (  # what the tools call of a script
     "fit_kernels copied_term"
 )
 LARGEST_TEXT = 2**24  # bytes of JSON in a file
+RUNS_FILE = "name a run's logs/<run>.npz"
 OTHERS = {  # how files begin that are no archives of arrays: what they are, and what to do about it
     (b"version https://git-lfs",): "a Git LFS pointer: type git lfs pull in the clone it is from",
     (b"PK",): "the beginning of a file that was cut off: get it again",
-    (b"\x80",): "a pickle, which could run programs: name a run's logs/<run>.npz",
-    (b"\x93NUMPY",): "a single array: name a run's logs/<run>.npz",
+    (b"\x80",): f"a pickle, which could run programs: {RUNS_FILE}",
+    (b"\x93NUMPY",): f"a single array: {RUNS_FILE}",
     (struct.pack("<i", shards.MAGIC),): "a shard of tokens: weights come first, as logs/<run>.npz",
     (b"<",): "HTML or XML, perhaps a server's error message: get it again",
     (bytes(16),): "zeros, which a power cut or a full disk leaves: get it again",
@@ -145,7 +146,7 @@ def recognise(start: bytes) -> str:
             return what
     if start[8:9] == b"{":
         return "one of safetensors: name the logs/<run>.npz that it was exported from"
-    return f"begins with {start[:16]!r}: name a run's logs/<run>.npz"
+    return f"begins with {start[:16]!r}: {RUNS_FILE}"
 
 
 def read_headers(archive: zipfile.ZipFile) -> dict[str, Header]:
@@ -155,18 +156,18 @@ def read_headers(archive: zipfile.ZipFile) -> dict[str, Header]:
     for entry in archive.infolist():
         name = entry.filename.removesuffix(".npy")
         if name == entry.filename:
-            raise Fault(f"holds {name}, which is no array of NumPy: name a run's logs/<run>.npz")
+            raise Fault(f"holds {name}, which is no array of NumPy: {RUNS_FILE}")
         if name in found:
-            raise Fault(f"holds {name} twice: get it again")
+            raise Fault(f"holds {name} twice: {RUNS_FILE}")
         with archive.open(entry) as file:
             if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError(f"{name} has another version of NumPy's format")
+                raise ValueError(f"its array {name} has another version of NumPy's format")
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             size = file.tell() + dtype.itemsize * math.prod(shape)
         if dtype.hasobject:
-            raise Fault(f"holds {name} as a pickle, which could run programs: get it again")
+            raise Fault(f"holds {name} as a pickle, which could run programs: {RUNS_FILE}")
         if entry.file_size != size:
-            raise ValueError(f"{name} has {entry.file_size} bytes, not {size}")
+            raise ValueError(f"its array {name} has {entry.file_size} bytes, not {size}")
         found[name] = Header(shape, dtype)
     return found
 
@@ -183,10 +184,10 @@ def read_json(archive: zipfile.ZipFile, headers: dict, name: str, kind: type) ->
         raise Fault(f"has no {name}: another program wrote it, or an older train_gpt.py")
     shape, dtype = headers[name]
     if shape != () or dtype.kind != "U" or dtype.itemsize > LARGEST_TEXT:
-        raise Fault(f"has a {name} of {dtype} {shape}, which is no JSON text: get it again")
+        raise Fault(f"has a {name} of {dtype} {shape}, which is no JSON text: {RUNS_FILE}")
     value = json.loads(read_array(archive, name).item())
     if not isinstance(value, kind):
-        raise Fault(f"has {json.dumps(value)[:40]} as its {name}: get it again")
+        raise Fault(f"has {json.dumps(value)[:40]} as its {name}: {RUNS_FILE}")
     return value
 
 
@@ -216,12 +217,13 @@ def check_names(found: dict[str, Header], shapes: dict, script: Path, hint: str)
 
 def check_finite(name: str, x: np.ndarray) -> None:
     """Raises Fault if values of an array are NaN or infinite."""
-    pieces = np.array_split(x.ravel("K"), 100)  # the record's largest array has 1.4 GB
+    # In pieces, because isfinite() makes an array: the record's largest array has 1.4 GB.
+    pieces = np.array_split(x.ravel("K"), 100)
     bad = x.size - sum(np.count_nonzero(np.isfinite(piece)) for piece in pieces)
     if bad:
         raise Fault(
-            f"has {bad} of {x.size} values of {name} that are not finite: if its log has losses of "
-            "nan, the run has diverged, and another is needed; if not, get the file again"
+            f"has {bad} of {x.size} values of {name} that are not finite: the run diverged, or "
+            "another program has changed the file; name the weights of another run"
         )
 
 
@@ -239,7 +241,7 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
                 file.seek(0)
                 raise Fault(f"is no file of weights, but {recognise(file.read(512))}")
             with zipfile.ZipFile(file) as archive:
-                return read_weights(archive, path, script, checkpoints)
+                w = read_weights(archive, path, script, checkpoints)
     except Fault as fault:
         refuse(f"{path} {fault}")
     except (OSError, MemoryError):
@@ -247,10 +249,16 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
     except Exception as error:  # of zipfile, zlib, NumPy or json
         why = f"{type(error).__name__}: {str(error).split('. ')[0]}"  # its first sentence
         refuse(f"{path} is damaged: get it again ({why})")
+    count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
+    devices = jax.devices()[:count]
+    c = w.code.fit_kernels(devices[0], w.c.for_validation())
+    arrays = w.code.unpad(w.arrays, w.c)  # those of a checkpoint are padded
+    return w._replace(c=c, devices=devices, arrays=arrays)
 
 
 def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints: bool) -> Weights:
-    """Reads the weights of an archive, after it has checked all names and sizes. Raises Fault."""
+    """Reads the weights of an archive as they are stored, after it has checked all names and sizes.
+    They have no devices yet. Raises Fault."""
     headers = read_headers(archive)
     stored = {}  # the names that the parameters have in the archive
     is_checkpoint = "facts" in headers
@@ -297,23 +305,18 @@ def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints
     for name, key in stored.items():
         arrays[name] = read_array(archive, key)
         check_finite(name, arrays[name])
-    if is_checkpoint:
-        arrays = code.unpad(arrays, c)
     if source != crc32(code.SOURCE.encode()):
         print(f"warning: {script} has changed since {path}; if its model has changed, {hint}",
               file=sys.stderr)  # fmt: skip
-    count = max(n for n in (1, 2, 4, 8) if n <= jax.device_count())
-    devices = jax.devices()[:count]
-    c = code.fit_kernels(devices[0], c.for_validation())
-    return Weights(path, code, c, devices, stage, arrays, config, result)
+    return Weights(path, code, c, [], stage, arrays, config, result)
 
 
 def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     """The tokens of a shard, or of the first *_val_*.bin in a folder. Exits with status 2 if it is
     incomplete, or the run's model cannot read it in sequences of T tokens."""
-    path = min(place.glob("[!.]*_val_*.bin"), default=place)
     if not place.exists():
         refuse(f"no such file or folder: {place}")
+    path = min(place.glob("[!.]*_val_*.bin"), default=place)
     if not path.is_file():
         refuse(f"{place} is not a token shard, and has no *_val_*.bin: see data/README.md")
     shard = w.code.open_shard(path)
@@ -378,8 +381,8 @@ def check_outputs(w: Weights, outputs: Any) -> Any:
     outputs = jax.tree.map(np.asarray, outputs)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
         raise Fault(
-            f"{w.path}: the model computes numbers that are not finite, because its weights are "
-            f"too large for {w.c.compute}: train another run"
+            f"{w.path}: the model computes numbers that are not finite in {w.c.compute}: its "
+            "weights may be too large; name those of another run"
         )
     return outputs
 

@@ -20,7 +20,6 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import stats
 import verify
 from messages import Fault, one_line
@@ -58,9 +57,9 @@ STYLE = {
 
 
 def plain(name: str, longest: int = 80) -> str:
-    """A name as matplotlib shows it without change, and without its middle if it is too long. It
-    would take $ for the start of a formula, leave a label that begins with _ out of the legend, and
-    write control characters, which an SVG file may not contain."""
+    """A name as matplotlib shows it without change, and without its middle if it is too long.
+    Matplotlib would take $ for the start of a formula, leave a label that begins with _ out of the
+    legend, and write control characters, which an SVG file may not contain."""
     text = "".join(letter if letter.isprintable() else "?" for letter in name)
     if len(text) > longest:
         text = f"{text[: longest // 2]}\N{HORIZONTAL ELLIPSIS}{text[-longest // 2 :]}"
@@ -329,11 +328,12 @@ def save(figure, out: Path) -> None:
 
 
 def name_and_folder(argument: str) -> tuple[str, Path]:
-    """Returns the name and the folder in [NAME=]FOLDER. Each of them may have a = of its own: the
-    longest folder that exists counts."""
+    """Returns the name and the folder in [NAME=]FOLDER. Both may contain =: the longest folder that
+    exists counts."""
     parts = argument.split("=")
     for i in range(len(parts)):
-        name, folder = "=".join(parts[:i]), "=".join(parts[i:])
+        name = "=".join(parts[:i])
+        folder = "=".join(parts[i:])
         if folder and Path(folder).is_dir():
             return name or Path(folder).resolve().name, Path(folder)
     raise Fault(f"{argument!r} names no folder")
@@ -351,18 +351,15 @@ def main() -> None:
     cli.add_argument("--upstream", action="store_true")
     cli.add_argument("--differences", action="store_true")
     args = cli.parse_args()
-    if args.target is not None and not math.isfinite(args.target):
-        raise Fault(f"--target {args.target} is no loss")
+    if args.target is not None and not 0 < args.target < math.inf:
+        raise Fault("--target must be a loss above 0")
     check_place(args.out)
     variants = []
     for argument in args.folders:
         name, folder = name_and_folder(argument)
         if name in dict(variants):
             raise Fault(f"two curves are called {name}: name them by NAME=FOLDER")
-        try:
-            variants.append((name, verify.collect(folder)))
-        except verify.Unreadable as error:
-            raise Fault(error) from error
+        variants.append((name, verify.collect(folder)))
     plot(variants, args.out, args.x, args.target, args.title, args.upstream, args.differences)
     print(f"drew {', '.join(name for name, _ in variants)} in {args.out}.svg")
     for name, evidence in variants:

@@ -126,8 +126,8 @@ def read_flags(text: str) -> list[str]:
     """Returns flags as a shell reads them: spaces may be in quotes."""
     try:
         return shlex.split(text)
-    except ValueError as error:
-        refuse(f"{text}: {error}")
+    except ValueError:
+        refuse(f"{text} has a quote without its end: close it")
 
 
 def name_of(path: Path) -> str:

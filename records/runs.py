@@ -7,11 +7,11 @@ Both kinds begin with the source and a line of 100 = that ends it. Validations a
 with further fields in some of upstream's. Our logs add facts, one per line as `name json`, and end
 with a line RESULT json. Upstream's add the output of nvidia-smi and a line for every step. Other
 lines do not count. After a fact `resume {"step": 15}`, a run went on from step 15, so losses of
-later steps above that line do not count. Of the fact `config` only `preset`, `target` and
-`val_tokens` are interpreted: logs of any version can be read, whatever its layers and stages are
-called. A packed log (pack.py) has `source sha256` in place of the source. A log whose lines all end
-in CRLF was converted by git or an editor, and is read as it was before. This module believes what a
-log states, so it does not detect a forged log.
+later steps above that line do not count. Of the fact `config` only a few fields are interpreted, so
+logs of any version can be read, whatever its layers and stages are called. A packed log (pack.py)
+has `source sha256` in place of the source. A log whose lines all end in CRLF was converted by git
+or an editor, and is read as it was before. This module believes what a log states, so it does not
+detect a forged log.
 
 Beside the logs is their source, train_gpt.py, or train_gpt.sha256 with the path of a record that
 has the same file.
@@ -63,7 +63,7 @@ BREAKS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}
 
 
 class Unreadable(messages.Fault):
-    """A file is not a log, or only a part of one. The message gives the reason."""
+    """A file cannot be read as evidence. The message gives the reason."""
 
 
 class ArchivedLog(NamedTuple):
@@ -96,7 +96,7 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
                     content = tar.extractfile(member).read()
                     found.append(ArchivedLog(Path(member.name).name, content))
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        why, *_ = f"{error}\n".split("\n")  # of several lines, where it is no archive
+        why = str(error).partition("\n")[0]  # of several lines, where it is no archive
         raise Unreadable(f"{archive} is damaged: {why}") from error
     return sorted(found)
 
@@ -363,18 +363,18 @@ def read_lines(text: str, first: int) -> Lines:
     """Reads the text after the source, whose lines are numbered from `first`. A run that is killed
     may leave its last line incomplete: at the end of the log, or before the run was resumed."""
     lines = Lines(ours=bool(OURS.search(text)))
-    fault = None
+    pending = None  # the fault of the line before, which does not count if the log ends there
     for number, line in enumerate(text.split("\n"), first):
-        if fault and line:
+        if pending and line:
             if not line.startswith("resume "):
-                raise fault
-            fault = None
+                raise pending
+            pending = None
         try:
             lines.take(line)
         except Unreadable as error:
-            fault = Unreadable(f"line {number}: {error}")
-    if fault and text.endswith("\n"):
-        raise fault
+            pending = Unreadable(f"line {number}: {error}")
+    if pending and text.endswith("\n"):
+        raise pending
     return lines
 
 

@@ -18,7 +18,9 @@ class Result(NamedTuple):
 
 
 UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or all of them equal
-SMALLEST = 1e-50  # standard deviation at which values are not equal; the square of a square remains
+# Smaller standard deviations count as 0: their fourth power, which Welch's formula needs, would be
+# 0 in float64.
+SMALLEST = 1e-50
 
 
 def tail(t: float, df: float, shift: float = 0.0) -> float:

@@ -5,7 +5,7 @@
 THIS and BASELINE are folders with logs: a record, a variant of run_ab.py, or any folder with logs
 of train_gpt.py or modded-nanogpt. If THIS is the folder of a whole plan of run_ab.py, all variants
 are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if
-they do not, and 2 if they cannot be judged. Without a report it is neither 0 nor 1.
+they do not, and 2 if they cannot be judged. No error ends with 0 or 1.
 """
 
 import argparse
@@ -159,10 +159,9 @@ def read_plan_file(file: Path) -> dict[str, Any]:
     runs.require(plan, {"flags": {str: [str]}, "added": {str: str}}, str(file))
     if not plan["arms"]:
         raise Unreadable(f"{file} has no variants")
-    times = {"created": plan["created"]} | plan["added"]
-    for name, time in times.items():
+    for time in (plan["created"], *plan["added"].values()):
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time):
-            raise Unreadable(f"{name} of {file} is no time like 2026-11-21T12:59:00Z: {time!r}")
+            raise Unreadable(f"{file} has {time!r} for a time like 2026-11-21T12:59:00Z")
     return plan
 
 

@@ -40,7 +40,7 @@ def test_it_draws_alike_everywhere(name):
     before = text.partition("    import matplotlib.pyplot as plt\n")[0].splitlines()[-1]
     assert 'os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)' in before
     assert 'plt.style.use(["default", ' in text
-    assert '"--draw", type=FileType("wb")' in text  # refuses a bad place before the work
+    assert '"--draw", type=FileType("ab")' in text  # an old picture stays
 
 
 @pytest.mark.parametrize("name", ORDER)

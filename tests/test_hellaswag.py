@@ -169,7 +169,7 @@ def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # 
     hellaswag.main()
     out = capsys.readouterr().out
     assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in out
-    assert "\n1 have several endings with the lowest sum, of which acc takes the first\n" in out
+    assert "\nties: in 1, several endings have the lowest sum, and acc takes the first\n" in out
     for ending, tokens, span in zip(row["endings"], *calls[0], strict=False):
         wanted = gpt2.encode_ordinary("A man") + gpt2.encode_ordinary(f" {ending}")
         assert [*tokens] == wanted + [0] * (65 - len(wanted)) and [*span] == [2, len(wanted)]

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -434,16 +433,16 @@ def test_left_over_variables_are_named_if_jax_cannot_connect(
     error, initialize, monkeypatch, capsys
 ):
     initialize.side_effect = error
+    timer = Mock()
+    monkeypatch.setattr(launch.threading, "Timer", lambda *_: timer)
     for name, value in dict(WORLD_SIZE="2", RANK="0").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         launch.join()
     wanted = f"launch.py: this process cannot connect to others: {error}; .*; it has WORLD_SIZE=2 "
     assert re.match(wanted + "RANK=0 " + ADVICE, capsys.readouterr().err)
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer) and thread.function.__name__ == "give_up":
-            thread.join(3)  # it ends once it is cancelled, or it would end this process later
-            assert not thread.is_alive()
+    timer.start.assert_called()
+    timer.cancel.assert_called()  # otherwise it would end this process later
 
 
 @pytest.mark.parametrize("endpoints, env, pod", [

@@ -127,7 +127,7 @@ def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
         f"{ours} {theirs} --x steps tokens": "theirs (n = 1) has no curve over tokens",
         f"{ours} --differences": "differences need a second folder",
         f"{ours} {others} --differences": "others has 0 seeds in common with ours",
-        f"{ours} --target nan": "--target nan is no loss",
+        f"{ours} --target nan": "--target must be a loss above 0",
         f"{ours} ours={theirs}": "two curves are called ours: name them by NAME=FOLDER",
         f"{ours}/logs/x": "/logs/x' names no folder",
         "x=": "'x=' names no folder",

@@ -264,7 +264,7 @@ def test_a_token_that_no_hub_gives_gets_a_line_without_it(share_it, hub, monkeyp
     monkeypatch.setattr(share, "get_token", lambda: token)
     status, out, err = share_it("me/a")
     assert (status, out, hub.requests, err.count("\n")) == (2, "", [], 1)
-    assert err.startswith("share.py: your token has characters that no") and "good" not in err
+    assert err.startswith("share.py: your token contains characters that") and "good" not in err
 
 
 @pytest.mark.parametrize("trouble, argv, message", [

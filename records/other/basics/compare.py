@@ -113,7 +113,7 @@ def table() -> list[str]:
 def draw(path: str) -> None:
     """The picture in basics/README.md and in the main README. An arrow goes from the tokens at
     which GPT-2's short runs end to those at which `tiny` has the same loss."""
-    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not those of a notebook
+    os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)  # not a notebook's
     import matplotlib.pyplot as plt
 
     plt.style.use(["default", {"svg.hashsalt": "jNanoGPT", "font.size": 10}])
