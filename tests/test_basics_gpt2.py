@@ -67,7 +67,7 @@ def test_a_folder_of_another_model_gets_a_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model.bin").touch()
     done = basic(tmp_path, "gpt2", "--load", ".")
-    what = "gpt2.py: .: has no model.safetensors, but ['basics', 'config.json', 'data', 'pytorch_mo"
+    what = "gpt2.py: . has no model.safetensors, but ['basics', 'config.json', 'data', 'pytorch_mo"
     assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
