@@ -50,6 +50,8 @@ class Config(NamedTuple):
 
 # The fields of Config, and their names in the config.json of GPT-2s on the hub.
 NAMES = dict(L="n_layer", H="n_head", D="n_embd", T="n_positions", V="vocab_size")
+OTHER_NAMES = dict(L="num_hidden_layers", H="num_attention_heads", D="hidden_size",
+                   T="max_position_embeddings")  # fmt: skip
 SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config(), "openai": Config()}
 
 
@@ -208,15 +210,10 @@ def download() -> Path:
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
     """What save() or transformers has written. Raises Fault unless it is a GPT-2 in float32."""
-    present = sorted(path.name for path in folder.iterdir())
     for name in ("config.json", "model.safetensors"):
-        if name not in present:
-            raise shards.Fault(f"has no {name}, but {present[:20]}: save one by transformers")
-    for name in ("tokenizer.json", "vocab.json"):
-        # GPT-2's token 262 is " the", in which U+0120 stands for the space.
-        pattern = rb'(\xc4\xa0|\\u0120)the": ?262\b'
-        if name in present and not re.search(pattern, (folder / name).read_bytes()):
-            raise shards.Fault(f"has a {name} of other tokens than GPT-2's: use transformers")
+        if not (folder / name).is_file():
+            present = sorted(path.name for path in folder.iterdir())
+            raise shards.Fault(f"has no file {name}, but {present[:20]}: save one by transformers")
     try:
         name = "config.json"
         c = read_config(json.loads((folder / name).read_bytes()))
@@ -228,8 +225,27 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
         raise shards.Fault(f"has a broken {what}: get it again") from None
 
 
+def check_tokens(folder: Path) -> None:
+    """Raises Fault if a folder has a tokenizer of other tokens than GPT-2's."""
+    ids = {b"the": 262, b"world": 995, b"language": 3303}  # with a space before the word
+    for name in ("tokenizer.json", "vocab.json"):
+        if not (folder / name).is_file():
+            continue
+        content = (folder / name).read_bytes()
+        for word, number in ids.items():
+            pattern = rb'(\xc4\xa0|\\u0120)%b" ?: ?%d\b' % (word, number)  # U+0120 is the space
+            if not re.search(pattern, content):
+                raise shards.Fault(f"has a {name} of other tokens than GPT-2's: use transformers")
+    for name in ("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
+        if (folder / name).exists():
+            raise shards.Fault(f"has a {name}, so its tokens are not GPT-2's: use transformers")
+
+
 def read_config(about: dict) -> Config:
     """The sizes in a config.json. Raises Fault if another key changes transformers' GPT-2."""
+    for key, other_name in OTHER_NAMES.items():
+        if other_name in about:
+            about.setdefault(NAMES[key], about[other_name])
     sizes = {name: about.get(name, Config._field_defaults[key]) for key, name in NAMES.items()}
     are_positive = all(type(size) is int and 0 < size < 2**31 for size in sizes.values())
     c = Config(**{key: sizes[name] for key, name in NAMES.items()})
@@ -237,9 +253,11 @@ def read_config(about: dict) -> Config:
         raise shards.Fault(f"has unusable sizes in config.json: {sizes!r:.300}")
     computed = {  # the values with which transformers' model is this one; the first is the default
         "model_type": ["gpt2"],
-        "architectures": [None, ["GPT2LMHeadModel"], ["GPT2Model"]],
+        "architectures": [None, [], ["GPT2LMHeadModel"], ["GPT2Model"]],
+        "transformers_weights": [None],  # another file than model.safetensors
+        "tokenizer_class": [None, "GPT2Tokenizer", "GPT2TokenizerFast"],
         "auto_map": [None],  # code in place of transformers'
-        "activation_function": ["gelu_new", "gelu_pytorch_tanh"],
+        "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh"],
         "layer_norm_epsilon": [1e-5],
         "scale_attn_weights": [True],
         "scale_attn_by_inverse_layer_idx": [False],
@@ -247,7 +265,7 @@ def read_config(about: dict) -> Config:
         "add_cross_attention": [False],
         "tie_word_embeddings": [True],
         "n_inner": [None, 4 * c.D],
-        "hidden_size": [c.D],  # other names of n_embd and so on
+        "hidden_size": [c.D],
         "num_attention_heads": [c.H],
         "num_hidden_layers": [c.L],
         "max_position_embeddings": [c.T],
@@ -280,7 +298,9 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
         filled = end
     if filled != len(data):
         raise gaps
-    prefix = "transformer." if "transformer.wte.weight" in header else ""
+    prefix = "transformer." if "transformer.wpe.weight" in header else ""
+    if "lm_head.weight" in header:  # tied, so either name is enough
+        header.setdefault(f"{prefix}wte.weight", header["lm_head.weight"])
 
     def array(name: str, shape: tuple) -> np.ndarray:
         if name not in header:
@@ -291,7 +311,10 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
         expected = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
         if found != expected:
             what = f"{name} as {found!r:.200}, and config.json needs {expected}"
-            raise shards.Fault(f"has {what}: convert it by transformers, see basics/README.md")
+            cure = "get both files again"
+            if found.get("dtype") != "F32":
+                cure = "convert it by transformers, see basics/README.md"
+            raise shards.Fault(f"has {what}: {cure}")
         values = data[start:end].view("<f4").reshape(shape)
         if not np.isfinite(values).all():
             raise shards.Fault(f"has NaN or infinity in {name}: take another model")
@@ -395,6 +418,10 @@ def main() -> None:
     add("--save", type=folder, metavar="FOLDER", help="write the weights for transformers to load")
     add("--load", type=folder, metavar="FOLDER", help="sample from saved weights, without training")
     args = cli.parse_args()
+    if min(args.mesh) < 1 or args.batch % args.mesh[0]:
+        cli.error(f"--mesh {args.mesh}: DATA and MODEL begin at 1, and DATA divides --batch")
+    if not 0 <= args.seed < 2**32:
+        cli.error(f"--seed {args.seed} is not from 0 to 4294967295")
     jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))  # read on CPUs only
     mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
@@ -408,6 +435,7 @@ def main() -> None:
             args.save.mkdir(parents=True, exist_ok=True)
         if args.load:
             c, weights = read_folder(args.load)
+            check_tokens(args.load)
         else:
             if args.data == DATA / "source_code":
                 source_code.make(args.data)
@@ -417,14 +445,18 @@ def main() -> None:
             weights = initial(c, args.seed)
     except shards.Fault as fault:
         raise shards.Fault(f"{args.load or args.data} {fault}") from None
+    if c.D % args.mesh[1]:
+        cli.error(f"--mesh {args.mesh}: MODEL must divide the width {c.D}")
     coder = shards.coder(c.V, c.V - 1)
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
     two = np.stack([np.arange(16), np.arange(16)])
     two[1, 8] = 99  # the two sequences differ in one token
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
+    if not np.isfinite(logits).all():
+        raise shards.Fault(f"{args.load}: its weights are too large for {c.compute}: use another")
     change = np.abs(logits[0] - logits[1]).max(axis=-1)
-    right = not change[:8].any() and change[8:].all()
+    right = not change[:8].any() and (args.load or change[8:].all())
     check("a token changes logits at its position and at all later ones, nothing before", right)
     if not args.load:
         params = train(params, c, mesh, texts, args)

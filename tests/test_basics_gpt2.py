@@ -67,7 +67,7 @@ def test_a_folder_of_another_model_gets_a_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model.bin").touch()
     done = basic(tmp_path, "gpt2", "--load", ".")
-    what = "gpt2.py: . has no model.safetensors, but ['basics', 'config.json', 'data', 'pytorch_mo"
+    what = "gpt2.py: . has no file model.safetensors, but ['basics', 'config.json', 'data', 'pytor"
     assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
@@ -252,7 +252,7 @@ def test_what_transformers_saves_is_the_same_model(folder):
     ("lm_head.bias", np.ones(61, np.float32), "other arrays than GPT-2, 1 in all: .'lm_head.bias"),
     ("h.3.ln_1.weight", np.ones(32, np.float32), "1 in all: .'h.3.ln_1.weight"),
     ("h.1.attn.c_attn.lora_A", np.ones((4, 32), np.float32), "1 in all: .'h.1.attn"),
-    ("transformer.wte.weight", np.ones((61, 32), np.float32), "no transformer.wpe.weight, but .'h"),
+    ("transformer.wte.weight", np.ones((61, 32), np.float32), "1 in all: .'transformer.wte.weight"),
     ("h.2.ln_2.bias", None, "has no h.2.ln_2.bias, but .'h"),
     ("wpe.weight", np.ones((24, 32), np.float16), "has wpe.weight as {'dtype': 'F16', "),
     ("wpe.weight", np.ones((48, 32), np.float32), r"\[48, 32\].* needs .*\[24, 32\]"),
@@ -268,14 +268,52 @@ def test_arrays_that_are_not_a_gpt2s_are_refused_by_name(folder, name, change, m
 
 def test_a_folder_of_other_tokens_is_refused(folder):
     """With the ids of some of GPT-2's tokens it is read, in both ways of writing them."""
-    (folder / "vocab.json").write_text('{"the": 1169, "\\u0120the": 262}')
-    vocab = {"the": 1169, "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}the": 262}
+    ids = {"the": 262, "world": 995, "language": 3303}
+    vocab = {f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}{word}": n for word, n in ids.items()}
+    (folder / "vocab.json").write_text(json.dumps(vocab, separators=(",", " : ")))
     text = json.dumps(dict(model=dict(vocab=vocab)), ensure_ascii=False, indent=1)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    gpt2.read_folder(folder)
-    (folder / "tokenizer.json").write_text(text.replace("262", "2620"), encoding="utf-8")
+    gpt2.check_tokens(folder)
+    (folder / "tokenizer.json").write_text(text.replace("3303", "33030"), encoding="utf-8")
     with pytest.raises(shards.Fault, match="a tokenizer.json of other tokens than GPT-2's"):
+        gpt2.check_tokens(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").touch()
+    with pytest.raises(shards.Fault, match="has a vocab.txt, so its tokens are not GPT-2's"):
+        gpt2.check_tokens(folder)
+
+
+def test_other_names_of_sizes_and_of_the_table_are_read(folder):
+    """transformers reads them, too."""
+    c, expected = gpt2.read_folder(folder)
+    about = json.loads((folder / "config.json").read_text())
+    for key, name in gpt2.OTHER_NAMES.items():
+        about[name] = about.pop(gpt2.NAMES[key])
+    file = openai_names(SMALL, 0)
+    file["lm_head.weight"] = file.pop("wte.weight")
+    write_folder(folder, file)
+    (folder / "config.json").write_text(json.dumps(about))
+    found, params = gpt2.read_folder(folder)
+    assert found == c and np.array_equal(params["wte.weight"], expected["wte.weight"])
+    (folder / "config.json").write_text(json.dumps(about | {"n_layer": 2}))
+    with pytest.raises(shards.Fault, match="has num_hidden_layers 3 in config.json"):
         gpt2.read_folder(folder)
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--mesh 0 1", "DATA and MODEL begin at 1"),
+    ("--mesh 3 1", "DATA divides --batch"),
+    ("--mesh 1 3", "MODEL must divide the width 32"),
+    ("--seed -1", "--seed -1 is not from 0 to"),
+    ("--seed 99999999999999999999", "is not from 0 to 4294967295"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_before_the_work(folder, monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(gpt2.jax, "make_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(gpt2.jax.config, "update", lambda *_: None)  # JAX has its devices already
+    monkeypatch.setattr(sys, "argv", ["gpt2.py", "--load", str(folder), *argv.split()])
+    with pytest.raises(SystemExit, match="2"):
+        gpt2.main()
+    assert message in capsys.readouterr().err
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
