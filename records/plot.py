@@ -6,7 +6,8 @@
 Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
 side. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
 final losses minus those of the first folder, for every seed that both have run; beside it, curves
-of fewer than 4 points are left out, because they do not show a shape. Writes OUT.svg.
+of fewer than 4 points are left out, because they do not show a shape, and so are more than 20
+curves, because colors would repeat. Writes OUT.svg.
 """
 
 import argparse
@@ -273,7 +274,7 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
     arrow = axes.plot([], [], color="black", marker=r"$\rightarrow$", markersize=10, ls="")[0]
     handles = {"one seed": one, "mean and its 95 % interval": mean}
     if max(reach) > widest:
-        handles["more is beyond the scale"] = arrow
+        handles["beyond the scale"] = arrow
     axes.legend(handles.values(), handles, fontsize=8, loc="upper center", ncols=3,
                 bbox_to_anchor=(0.5, -0.14))  # fmt: skip
     axes.axvline(0, color="black", linewidth=0.9)
@@ -294,7 +295,8 @@ def plot(
     curves = [curve(name, evidence) for name, evidence in variants]
     if with_upstream:
         curves.append(upstream())
-    if differences and max(len(c.mean) for c in curves) < FEWEST_POINTS:
+    is_short = max(len(c.mean) for c in curves) < FEWEST_POINTS
+    if differences and (is_short or len(curves) > MOST_CURVES):
         units = []
     if units and len(curves) > MOST_CURVES:
         count = f"{len(curves)} curves, of which it can show {MOST_CURVES}"
