@@ -147,8 +147,8 @@ def parse(path: Path, body: str, count: int = 1) -> Run:
     but not to the first, two runs write into the log."""
     facts = {}
     losses = []
-    first = {}  # steps, by kind of loss
-    latest = {}  # the same
+    first = {}  # the step of the first loss, by its kind
+    latest = {}  # and of the latest
     mixed = False
     previous = ""
     steps = 0
