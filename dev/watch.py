@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import datetime
 import json
 import math
 import re
@@ -61,8 +60,14 @@ PEAKS = {
 BORDER = b"\n" + 100 * b"=" + b"\n"  # ends the source in a log
 # Facts follow it, in this and older versions, unless they are not written yet.
 START = re.compile(BORDER + rb"(?=(?:data|hosts|versions|resume) |\Z)")
+COLOR = re.compile(rb"\x1b\[[\d;]*[A-Za-z]")  # what a terminal interprets, as in the output of grep
+# The border under the number of a task, as by srun --label.
+LABEL = re.compile(rb"^ *\d+: " + BORDER[1:], re.MULTILINE)
 # A line may have more fields, of scripts that were changed.
 LOSS = re.compile(r"step:(\d+)/(\d+) (train|val)_loss:(\S+) (?:.* )?train_time:(\d+)ms(?: .*)?")
+OF_ANOTHER_FORM = (  # what reading a fact raises; RecursionError is that of JSON
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
 FACTS = "config", "devices", "parameters", "resume", "RESULT"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░", "__--==##.")
@@ -98,7 +103,8 @@ class Run(NamedTuple):
     """What a log states so far."""
 
     path: Path
-    number: int  # of runs in the log; this is the last
+    count: int  # runs in the log, of which this is the last
+    mixed: bool  # lines of several runs are mixed, so that no number is right
     title: str  # preset and devices
     stages: list[Stage]
     losses: list[Loss]
@@ -113,30 +119,42 @@ def read_run(path: Path) -> Run:
     fact."""
     if path.is_dir():
         raise Fault(f"{path} is a folder: name a log in it")
-    content = path.read_bytes().replace(b"\r\n", b"\n")
+    if path.exists() and not path.is_file():
+        raise Fault(f"{path} is not a regular file: write the log to a file, and name that")
+    content = COLOR.sub(b"", path.read_bytes().replace(b"\r\n", b"\n"))
     starts = [match.end() for match in START.finditer(content)]
+    if not starts and LABEL.search(content):
+        remedy = "remove it, as by sed 's/^ *0: //'"
+        raise Fault(f"{path}: its lines begin with the number of a task, as by srun -l: {remedy}")
     if not starts and BORDER in content:
         raise Fault(f"{path} is not a log of train_gpt.py: after its line of 100 = are no facts")
     if not starts:
         raise Fault(f"{path} is not a log: it has no line of 100 =, which ends the source")
     text = content[starts[-1] :].decode("utf-8", "replace")
     try:
-        return parse(path, text, len(starts))
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Fault(f"{path}: a fact is missing or has another form: {error!r}") from error
+        run = parse(path, text, len(starts))
+        summary(run)  # uses every fact, so those of another form are refused here
+    except OF_ANOTHER_FORM as error:
+        why = repr(error)[:200]
+        raise Fault(f"{path}: a fact is missing or has another form: {why}") from error
+    return run
 
 
-def parse(path: Path, body: str, number: int = 1) -> Run:
+def parse(path: Path, body: str, count: int = 1) -> Run:
     """Reads what follows the source in a log. A line that is cut, because it is being written or
     because the log is a part of one, does not count, nor does one that repeats the line before it.
-    Where steps begin anew, so does another run: it is the one that is shown."""
+    Where steps begin anew, so does another run: it is the one that is shown. Where they go back,
+    but not to the first, two runs write into the log."""
     facts = {}
     losses = []
-    latest = {}  # steps, by kind of loss
+    first = {}  # the step of the first loss, by its kind
+    latest = {}  # and of the latest
+    mixed = False
     previous = ""
     steps = 0
     end = ""
-    for line in body.split("\n"):
+    lines = body.split("\n")
+    for line in lines:
         name, _, value = line.partition(" ")
         match = LOSS.fullmatch(line)
         if match:
@@ -146,11 +164,13 @@ def parse(path: Path, body: str, number: int = 1) -> Run:
             kind = match[3]
             step = int(match[1])
             if step <= latest.get(kind, -1):
-                number += 1
+                count += 1
+                mixed = mixed or step > first[kind]
                 losses = []
                 latest = {}
                 facts.pop("RESULT", None)
                 end = ""
+            first.setdefault(kind, step)
             latest[kind] = step
             losses.append(Loss(kind, step, float(match[4]), int(match[5]) / 1000))
             steps = int(match[2])
@@ -167,15 +187,21 @@ def parse(path: Path, body: str, number: int = 1) -> Run:
                 previous = ""
                 facts.pop("RESULT", None)
                 end = ""
-    result = facts.get("RESULT")
-    if result:
+    unread = [line for line in lines[:-1] if "_loss:" in line and not LOSS.fullmatch(line)]
+    if unread and not losses:
+        raise ValueError(f"no loss can be read, as in the line {unread[0][:60]!r}")
+    if "RESULT" in facts:
+        result = facts["RESULT"]
         end = f"{result['reason']}: validation loss {result['val_loss']:.4f}"
         end += f" after {result['steps']} steps{', resumed' if result.get('resumed') else ''}"
     config = facts.get("config", {})
     devices = facts.get("devices", ["unknown device"])
+    if not isinstance(devices, list) or not isinstance(devices[0], str):
+        raise TypeError(f"devices are not a list of names: {devices!r}")
     return Run(
         path=path,
-        number=number,
+        count=count,
+        mixed=mixed,
         title=f"{config.get('preset', 'a run')} on {len(devices)} x {devices[0]}",
         stages=read_stages(facts, steps),
         losses=losses,
@@ -273,7 +299,11 @@ def show(number: float, form: str) -> str:
 
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, or n/a."""
-    return "n/a" if math.isnan(seconds) else str(datetime.timedelta(seconds=round(seconds)))
+    if math.isnan(seconds):
+        return "n/a"
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}"
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -293,8 +323,11 @@ def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -
     average = speed(run, start, last)
     on_average = f"{show(average.tokens_per_second, ',.0f')} tokens/s on average"
     silence = f"{duration(run.age)} since the log's last line"
-    place = f"the last of {run.number} runs in {run.path}" if run.number > 1 else run.path
+    several = run.count > 1 and not run.mixed
+    place = f"the last of {run.count} runs in {run.path}" if several else run.path
     lines = [Line(8, f"{run.title}, {place}"), Line(0, progress(last.step, steps, columns))]
+    if run.mixed:
+        lines.append(Line(3, "lines of several runs are mixed: no number here is right"))
     if run.end:
         lines.append(Line(2, run.end))
         text = f"{show(tokens, ',.0f')} tokens in {last.seconds:,.1f} s, {on_average}, "
@@ -311,8 +344,8 @@ def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -
     train = [loss for loss in run.losses if loss.kind == "train"]
     val = [loss for loss in run.losses if loss.kind == "val"]
     if train:
-        end = "" if val else target
-        lines.append(Line(4, newest("training loss", train, end, columns)))
+        suffix = "" if val else target
+        lines.append(Line(4, newest("training loss", train, suffix, columns)))
     if val:
         lines.append(Line(5, newest("validation loss", val, target, columns)))
     lines += [Line(9, text) for text in curve(train or run.losses, columns)]
@@ -321,7 +354,7 @@ def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -
     while len(lines) > rows:
         highest = max(line.rank for line in lines)
         lines = [line for line in lines if line.rank < highest]
-    return [cut(line.text, columns) for line in lines]
+    return [cut_at_number(line.text, columns) for line in lines]
 
 
 def progress(step: int, steps: int, columns: int) -> str:
@@ -332,12 +365,12 @@ def progress(step: int, steps: int, columns: int) -> str:
     return f"{filled.ljust(width, '░')} {text}".lstrip()
 
 
-def newest(name: str, losses: list[Loss], end: str, columns: int) -> str:
+def newest(name: str, losses: list[Loss], suffix: str, columns: int) -> str:
     """A line with the last three losses, or with fewer where the terminal is too narrow."""
     points = [f"{loss.step}: {loss.loss:.4f}" for loss in losses[-3:]]
     forms = []
     for i in range(len(points)):
-        forms.append(f"{name:15} by step  {'  '.join(points[i:])}{end}")
+        forms.append(f"{name:15} by step  {'  '.join(points[i:])}{suffix}")
     last = points[-1]
     forms += [f"{name:15} by step  {last}", f"{name} {last}", last, f"{losses[-1].loss:.4f}"]
     return first_that_fits(forms, columns)
@@ -349,6 +382,18 @@ def first_that_fits(forms: Sequence[str], columns: int) -> str:
         if cut(form, columns) == form:
             return form
     return forms[-1]
+
+
+def cut_at_number(text: str, columns: int) -> str:
+    """The beginning of a text, as by cut(), but without a part of a number, which would read as
+    another number. The path of a log may end anywhere."""
+    part = cut(text, columns)
+    start = text.rfind(" ", 0, len(part) + 1) + 1
+    word = text[start:].partition(" ")[0]
+    is_cut = len(part) < start + len(word)
+    if is_cut and re.search(r"\d", word) and "/" not in word:
+        return part[:start].rstrip(" ,")
+    return part
 
 
 def cut(text: str, columns: int) -> str:
@@ -459,8 +504,9 @@ def follow(path: Path | None) -> None:
         lines = summary(run, columns, rows, hint) if run else [cut(hint, columns)][:rows]
         screen.show(lines)
         if ended and not waiting:
-            if run.end not in lines:
-                print(run.end)  # on as many lines as it takes: it may name a command
+            end = cut(run.end, 10**6)
+            if end not in lines:
+                print(end)  # on as many lines as it takes: it may name a command
             return
         time.sleep(1)
 
@@ -473,7 +519,7 @@ def find_run(path: Path | None, shown: Run | None) -> Run | None:
     try:
         return read_run(path)
     except Fault:
-        if path.is_dir() or not (shown or was_written(path)):
+        if not path.is_file() or not (shown or was_written(path)):
             raise
         return None
 

@@ -6,7 +6,8 @@
 Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
 side. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
 final losses minus those of the first folder, for every seed that both have run; beside it, curves
-of fewer than 4 points are left out, because they do not show a shape. Writes OUT.svg.
+of fewer than 4 points are left out, because they do not show a shape, and so are more than 20
+curves, because colors would repeat. Writes OUT.svg.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import csv
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -38,6 +40,7 @@ except ImportError:
 plt.style.use("default")  # without the settings in a file matplotlibrc of the current folder
 # Losses of record 21 are means of nine runs, of it and of scripts like it; times are of one run.
 UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
+MOST_CURVES = 20  # more would repeat colors and dashes
 FEWEST_POINTS = 4  # of a curve that is worth a panel beside the differences
 LABELS = dict(steps="training steps", tokens="training tokens, millions",
               time="training time, seconds")  # fmt: skip
@@ -89,6 +92,8 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     runs = evidence.ended
     if not runs:
         raise Fault(f"{evidence.folder} has no complete run")
+    if len({loss_per(run) for run in runs}) > 1:
+        raise Fault(f"{evidence.folder} has runs in nats per byte and in nats per token: part them")
     mean = mean_of(runs, [run.validations for run in runs], f"{name} (n = {len(runs)})")
     if not mean.mean:
         raise Fault(f"the runs of {evidence.folder} have no common step")
@@ -96,9 +101,14 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     return mean._replace(train=train if train.mean else None, per=loss_per(runs[0]))
 
 
+def is_drawable(v: Validation) -> bool:
+    """Returns whether a loss has a place on a logarithmic axis."""
+    return 0 < v.loss < math.inf
+
+
 def drawable(losses: list[Validation]) -> list[Validation]:
     """Returns the losses that have a place on a logarithmic axis."""
-    return [v for v in losses if 0 < v.loss < math.inf]
+    return [v for v in losses if is_drawable(v)]
 
 
 def name_gaps(figure, series: list[tuple[str, list[Validation]]]) -> None:
@@ -106,7 +116,7 @@ def name_gaps(figure, series: list[tuple[str, list[Validation]]]) -> None:
     panels."""
     lines = []
     for name, losses in series:
-        gaps = [f"{v.loss:g} at step {v.step}" for v in losses if not drawable([v])]
+        gaps = [f"{v.loss:g} at step {v.step}" for v in losses if not is_drawable(v)]
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
         if gaps:
             lines.append(plain(f"not drawn, {name}: {', '.join(gaps[:3])}{more}", 160))
@@ -146,6 +156,23 @@ def mean_of(runs: list[Run], losses: list[list[Validation]], name: str) -> Curve
         means.append(fmean(values))
         deviations.append(stdev(values) if len(values) > 1 else 0.0)
     return Curve(name, x, means, deviations)
+
+
+def steps_of_some(losses: list[list[Validation]], kind: str) -> list[str]:
+    """Names the steps that only some of the runs have, so that mean_of() leaves them out, and the
+    steps at which the runs end, if they differ: in a line, or in none."""
+    of_runs = [{v.step for v in losses_of_run} for losses_of_run in losses]
+    some = sorted(set.union(*of_runs) - set.intersection(*of_runs))
+    if not some:
+        return []
+    ends = sorted({max(steps, default=0) for steps in of_runs})
+    where = f"steps {some[0]} to {some[-1]}" if len(some) > 1 else f"step {some[0]}"
+    if len(some) > 2:
+        where = f"{len(some)} of the {where}"
+    line = f"{kind} losses at {where}, which not all of its runs have"
+    if len(ends) > 1:
+        line += f": they end at steps {ends[0]} to {ends[-1]}"
+    return [line]
 
 
 def upstream() -> Curve:
@@ -213,7 +240,7 @@ class Difference(NamedTuple):
 
 def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str) -> None:
     """Draws a row for each variant, sorted by the mean: the difference for every seed, their mean,
-    its 95 % interval. A mean far beyond the others is an arrow, which leaves their scale alone.
+    its 95 % interval. What is far beyond the others is an arrow, which leaves their scale alone.
     Raises Fault if a variant has no interval."""
     first_name, first = variants[0]
     rows = []
@@ -232,10 +259,11 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
     for y, row in enumerate(rows):
         mean = f"{row.mean:+.4f}".replace("-", "\N{MINUS SIGN}")
         axes.text(1.02, y, mean, transform=axes.get_yaxis_transform(), va="center")
-        if abs(row.mean) > widest:
-            end = widest if row.mean > 0 else -widest
-            axes.annotate("", (end, y), (0.75 * end, y), arrowprops=dict(arrowstyle="->"))
-            continue
+        for sign in (-1, 1):
+            end = sign * widest
+            farthest = max(sign * row.mean + row.half, *(sign * change for change in row.changes))
+            if farthest > widest:
+                axes.annotate("", (end, y), (0.75 * end, y), arrowprops=dict(arrowstyle="->"))
         ys = [y] * len(row.changes)
         axes.plot(row.changes, ys, "o", color="tab:blue", alpha=0.45, markersize=5)
         axes.errorbar(row.mean, y, xerr=row.half, fmt="D", color="black", markersize=4, capsize=3,
@@ -245,8 +273,8 @@ def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str
     mean = axes.errorbar([], [], xerr=[], fmt="D", color="black", markersize=4, capsize=3)
     arrow = axes.plot([], [], color="black", marker=r"$\rightarrow$", markersize=10, ls="")[0]
     handles = {"one seed": one, "mean and its 95 % interval": mean}
-    if any(abs(row.mean) > widest for row in rows):
-        handles["the mean is beyond the scale"] = arrow
+    if max(reach) > widest:
+        handles["beyond the scale"] = arrow
     axes.legend(handles.values(), handles, fontsize=8, loc="upper center", ncols=3,
                 bbox_to_anchor=(0.5, -0.14))  # fmt: skip
     axes.axvline(0, color="black", linewidth=0.9)
@@ -267,15 +295,23 @@ def plot(
     curves = [curve(name, evidence) for name, evidence in variants]
     if with_upstream:
         curves.append(upstream())
-    if differences and max(len(c.mean) for c in curves) < FEWEST_POINTS:
+    is_short = max(len(c.mean) for c in curves) < FEWEST_POINTS
+    if differences and (is_short or len(curves) > MOST_CURVES):
         units = []
+    if units and len(curves) > MOST_CURVES:
+        count = f"{len(curves)} curves, of which it can show {MOST_CURVES}"
+        raise Fault(f"this picture would have {count}: draw several pictures")
     for c in curves:
+        if c.per != curves[0].per:
+            both = f"{curves[0].name} in nats per {curves[0].per}, {c.name} per {c.per}"
+            raise Fault(f"losses of two units need two pictures: {both}")
         for unit in units:
             if unit not in c.x:
                 raise Fault(f"{c.name} has no curve over {unit}, which its logs do not state")
     panels = len(units) + (1 if differences else 0)
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, 4.4), squeeze=False,
+        height = max(4.4, 1 + 0.12 * len(variants))  # so that rows of differences have room
+        figure, axes = plt.subplots(1, panels, figsize=(5.6 * panels, height), squeeze=False,
                                     layout="constrained")  # fmt: skip
         for i, unit in enumerate(units):
             draw_curves(axes[0, i], curves, unit, target)
@@ -322,8 +358,11 @@ def plot_log(run: Run, out: Path) -> None:
 
 
 def save(figure, out: Path) -> None:
-    """Writes OUT.svg. The same picture makes the same bytes."""
-    figure.savefig(out.with_name(f"{out.name}.svg"), metadata={"Date": None})
+    """Writes OUT.svg. The same picture makes the same bytes. Letters that the font lacks, such as
+    those of Chinese, are boxes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(out.with_name(f"{out.name}.svg"), metadata={"Date": None})
     plt.close(figure)
 
 
@@ -364,7 +403,12 @@ def main() -> None:
     print(f"drew {', '.join(name for name, _ in variants)} in {args.out}.svg")
     for name, evidence in variants:
         broken = [f"{run.name}: {run.ended}" for run in evidence.runs if not run.complete]
-        for reason in broken + evidence.unreadable:
+        validations = [run.validations for run in evidence.ended]
+        training = [run.training for run in evidence.ended]
+        gaps = steps_of_some(validations, "validation")
+        if len(variants) + args.upstream < 3:  # draw_curves() draws training losses, too
+            gaps += steps_of_some(training, "training")
+        for reason in broken + evidence.unreadable + gaps:
             print(f"left out of {name}: {reason}")
 
 

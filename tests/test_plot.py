@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import plot
 import pytest
 import runs
 import verify
-from fake_runs import LOSSES, write_ours, write_upstream
+from fake_runs import LOSSES, upstream, write_ours, write_upstream
 from messages import Fault
 
 
@@ -82,7 +83,7 @@ def test_differences(tmp_path, drawn):
     assert order == ["better", "nothing", "worse", "awful"]
     text = text.replace("\N{MINUS SIGN}", "-")
     label = "final validation loss minus that of a$x_{$, nats per token"
-    for part in "+0.9008", "-0.0092", label, "one seed", "the mean is beyond the scale":
+    for part in "+0.9008", "-0.0092", label, "one seed", "beyond the scale":
         assert part in text
     ticks = [float(tick) for tick in re.findall(r"^0\.\d+$", text, re.M)]
     assert ticks and max(ticks) < 0.1  # the scale leaves out "awful", which is an arrow
@@ -92,14 +93,31 @@ def test_differences(tmp_path, drawn):
     assert "awful (n = 5)" in text and "training steps" in text
 
 
+def test_dots_beyond_the_scale_are_arrows_wherever_their_mean_is(tmp_path):
+    shifts = dict(base=0, near=0.01, middle=0.015, close=0.02, wild=0, high=0.5)
+    folders = []
+    for i, (name, shift) in enumerate(shifts.items()):
+        swing = 0.5 if name == "wild" else 0
+        changed = [loss + shift + swing * (j - 2) for j, loss in enumerate(LOSSES)]
+        folders.append((name, verify.collect(write_ours(tmp_path / name, changed, hour=10 + i))))
+    axes = plot.plt.subplots()[1]
+    plot.draw_differences(axes, folders, "token")
+    scale = axes.get_xlim()[1]
+    plot.plt.close()
+    assert scale < 0.1
+    arrows = [text.xy for text in axes.texts if hasattr(text, "xy")]
+    assert arrows == [(-scale, 0), (scale, 0), (scale, 4)]
+
+
+@pytest.mark.filterwarnings("error")  # of letters that the font lacks
 def test_names_may_have_any_characters(tmp_path, drawn):
     folder = write_ours(tmp_path / "runs")
-    strange = ["a$x_{$", "_b", r"c\$d^\frac", "e\nf\x1b[1m\udce9", 99 * "l" + 12 * "n"]
-    text = drawn(*(f"{name}={folder}" for name in strange), "--title", strange[0])
+    strange = ["训练", "a$x_{$", "_b", r"c\$d^\frac", "e\nf\x1b[1m\udce9", 99 * "l" + 12 * "n"]
+    text = drawn(*(f"{name}={folder}" for name in strange), "--title", strange[1])
     middle = "\N{HORIZONTAL ELLIPSIS}"  # in place of it
-    for name in (strange[0], " _b", strange[2], "e?f?[1m?", 20 * "l" + middle + 12 * "n"):
+    for name in (*strange[:2], " _b", strange[3], "e?f?[1m?", 20 * "l" + middle + 12 * "n"):
         assert f"{name} (n = 5)" in text
-    assert text.endswith(strange[0])
+    assert text.endswith(strange[1])
     ElementTree.parse(tmp_path / "out.svg")  # a control character would be an error
 
 
@@ -121,12 +139,18 @@ def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
     ours = write_ours(tmp_path / "ours")
     others = write_ours(tmp_path / "others", seed=900, hour=15)
     theirs = write_upstream(tmp_path / "theirs", [(3.2791, 79536)])
+    ours_in_bytes = write_ours(tmp_path / "bytes", config=dict(vocab=257))
+    mixed = write_ours(tmp_path / "mixed")
+    shutil.copy(max((ours_in_bytes / "logs").iterdir()), mixed / "logs")
     (tmp_path / "out.svg").mkdir()
     for arguments, message in {
         f"{theirs} --x tokens": "theirs (n = 1) has no curve over tokens",
         f"{ours} {theirs} --x steps tokens": "theirs (n = 1) has no curve over tokens",
         f"{ours} --differences": "differences need a second folder",
         f"{ours} {others} --differences": "others has 0 seeds in common with ours",
+        f"{ours} {ours_in_bytes}": "ours (n = 5) in nats per token, bytes (n = 5) per byte",
+        f"{mixed}": "mixed has runs in nats per byte and in nats per token",
+        " ".join(f"{i}={ours}" for i in range(21)): "21 curves, of which it can show 20",
         f"{ours} --target nan": "--target must be a loss above 0",
         f"{ours} ours={theirs}": "two curves are called ours: name them by NAME=FOLDER",
         f"{ours}/logs/x": "/logs/x' names no folder",
@@ -151,6 +175,27 @@ def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[0] == f"left out of ours: {log.name}: incomplete"
     assert lines[1].startswith("left out of ours: notes.txt: it has no line of 100 =")
+    shorter = min(theirs.iterdir()).with_name("shorter.txt")
+    shorter.write_text(upstream(3.28, 79000, steps=1300))
+    drawn(theirs)
+    where = "validation losses at steps 1300 to 1390, which not all of its runs have"
+    line = f"left out of theirs: {where}: they end at steps 1300 to 1390"
+    assert capsys.readouterr().out.splitlines()[1:] == [line]
+
+
+def test_steps_that_one_run_lacks_are_named():
+    losses = [[runs.Validation(step, 40, 2.0, 1.0) for step in steps] for steps in
+              [(0, 10, 20, 30, 40), (0, 20, 40), (0, 10, 20, 40)]]  # fmt: skip
+    assert plot.steps_of_some(losses[:1], "training") == []
+    line = "training losses at step 10, which not all of its runs have"
+    assert plot.steps_of_some(losses[1:], "training") == [line]
+    line = "training losses at steps 10 to 30, which not all of its runs have"
+    assert plot.steps_of_some(losses, "training") == [line]
+    losses.append(losses[0][:3])
+    line = (
+        "training losses at 3 of the steps 10 to 40, which not all of its runs have: they end at "
+    )
+    assert plot.steps_of_some(losses, "training") == [line + "steps 20 to 40"]
 
 
 def test_losses_that_are_no_numbers_are_named_in_the_picture(tmp_path):

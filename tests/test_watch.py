@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -170,6 +171,7 @@ def test_logs_of_all_versions():
         assert watch.work(run, run.losses[-1].step)[0] == right.tokens
         assert len(run.losses) == len(right.validations) + len(right.training)
         assert len(watch.summary(run)) > 8
+        assert (run.count, run.mixed) == (1, False)
 
 
 def test_a_resumed_run_replaces_what_it_repeats():
@@ -203,6 +205,16 @@ def test_runs_that_broke_off_say_so(capsys, log, line):
     (HEAD + "config []\n", "a fact is missing or has another form: AttributeError"),
     (HEAD + 'config {"stages": [{}]}\n', "missing or has another form: KeyError('steps')"),
     (HEAD + "step:1/2 train_loss:x train_time:1ms\n", "could not convert"),
+    (HEAD + facts(config={"stages": [], "steps": 9}), "another form: IndexError"),
+    (GOES_ON.replace('"tokens": 512', '"tokens": "512"'), "another form: TypeError"),
+    (GOES_ON.replace('"tokens": 512', '"tokens": null'), "another form: TypeError"),
+    (GOES_ON.replace('"tokens": 512', '"tokens": 1' + 400 * "0"), "another form: OverflowError"),
+    (GOES_ON.replace("step:20/", f"step:{400 * '9'}/"), "another form: OverflowError"),
+    (GOES_ON + "RESULT " + 100_000 * "[" + "\n", "another form: RecursionError"),
+    (GOES_ON + "RESULT []\n", "another form: TypeError"),
+    (HEAD + facts(devices="cpu"), "devices are not a list of names: 'cpu'"),
+    (HEAD + facts() + RUN.replace("ms", "s"), "no loss can be read, as in the line 'step:0/20 val"),
+    (re.sub("^", "0: ", GOES_ON, flags=re.M), "with the number of a task, as by srun -l: remove"),
 ])  # fmt: skip
 def test_what_is_not_a_log_gets_one_line(capsys, log, text, message):
     _, status = main(capsys, log(text))
@@ -221,6 +233,8 @@ def test_files_that_are_not_there(capsys, log):
         main(capsys, "logs/none.txt")
     assert main(capsys, "logs")[1] == "logs is a folder: name a log in it"
     assert main(capsys)[1] == "there is no log in logs/; ./run.sh starts a run"
+    os.mkfifo("logs/pipe")
+    assert main(capsys, "logs/pipe", terminal=True)[1].startswith("logs/pipe is not a regular file")
     Path("logs").rename("none")
     Path("logs").symlink_to("nowhere")
     assert main(capsys)[1] == "there is no folder logs/; ./run.sh starts a run"
@@ -234,19 +248,29 @@ def test_files_that_are_not_there(capsys, log):
 ])  # fmt: skip
 def test_of_several_runs_in_a_log_the_last_is_shown(log, end, number):
     run = watch.read_run(log(ENDED + end))
-    assert run.number == number
+    assert (run.count, run.mixed) == (number, False)
     assert ("the last of" in watch.summary(run)[0]) == (number > 1)
     losses = [6, 5, 3] if "5.0000" in end else []
     assert [loss.loss for loss in run.losses] == (losses if end else [6, 4, 3])
     assert bool(run.end) == (number == 1)
 
 
-def test_windows_line_ends_repeated_lines_and_more_fields_change_nothing(log):
+def test_lines_of_two_runs_in_turn_are_no_run():
+    ahead = losses(*((n, 3, 100 * n) for n in range(60, 200, 10)), steps=200).splitlines()
+    behind = losses(*((n, 3, 100 * n) for n in range(10, 150, 10)), steps=200).splitlines()
+    in_turn = [line for pair in zip(ahead, behind, strict=True) for line in pair]
+    text = watch.summary(watch.parse(EXAMPLE, facts() + "\n".join(in_turn)))
+    assert "lines of several runs are mixed: no number here is right" in text
+    assert "the last of" not in text[0]
+
+
+def test_windows_line_ends_repeated_lines_more_fields_and_colors_change_nothing(log):
     right = watch.read_run(log(ENDED))
     source, border, body = ENDED.partition("\ndata ")
     twice = [line for line in f"data {body}".splitlines() for _ in range(2)]
     more = ENDED.replace(" train_time", " lr:0.1 train_time").replace("00ms", "00ms norm:1")
-    for text in (ENDED.replace("\n", "\r\n"), source + "\n" + "\n".join(twice), more):
+    colors = re.sub("^(step.*)$", "\x1b[01;32m\\1\x1b[m\x1b[K", ENDED, flags=re.M)
+    for text in (ENDED.replace("\n", "\r\n"), source + "\n" + "\n".join(twice), more, colors):
         assert watch.read_run(log(text))._replace(age=right.age) == right
 
 
@@ -306,6 +330,20 @@ def test_narrow_and_low_terminals_show_what_is_newest():
         assert len(lines) <= rows and (rows < 2 or "Ctrl-C" in lines)
         assert lines == [line for line in whole if line in lines]
     assert watch.summary(run, 30, 1) == [16 * "█" + " step 20 of 20"]
+
+
+def test_a_number_is_whole_or_absent_at_every_width():
+    slow = [(n, 1234.5678, 12_345_678 * n) for n in range(0, 1280, 90)]
+    body = facts(PRESETS["record"]) + losses(*slow, steps=1285)
+    for more in "", f"RESULT {json.dumps(RESULT | {'steps': 1285})}\n":
+        run = watch.parse(EXAMPLE, body + more, 17)._replace(path=Path("a/log"), age=1e6)
+        whole = {*re.findall(r"[\d.,:%]*\d[\d.,:%]*", "\n".join(watch.summary(run)))}
+        assert {"277:46:40", "17"} <= whole or more
+        for columns in range(100):
+            text = "\n".join(watch.summary(run, columns)[:6])  # without the curve
+            shown = re.findall(r"[\d.,:%]*\d[\d.,:%]*", text)
+            cut = {number for number in shown if number not in whole}
+            assert {number + "," for number in cut} <= whole, columns
 
 
 def test_text_is_cut_by_the_columns_that_it_takes():
