@@ -309,8 +309,10 @@ def differing(several: list[Run], names: Iterable[str]) -> Iterator[Finding]:
 
 def shown(value: Any) -> str:
     """Returns what a log states as text: the parts of a list side by side."""
+    if value is None:
+        return "not stated"
     if not isinstance(value, list):
-        return str(value)
+        return json.dumps(value, ensure_ascii=False)
     parts = [part.get("sha256", "")[:16] if isinstance(part, dict) else str(part) for part in value]
     return " ".join(parts)
 

@@ -228,6 +228,18 @@ def throw_away(folder: Path) -> None:
     log(folder).rename(folder / "unfinished" / "x.txt")
 
 
+def damage_and_throw_away(folder: Path) -> None:
+    """The same, and an editor has saved the log as UTF-16."""
+    (folder / "unfinished").mkdir()
+    text = log(folder).read_text()
+    log(folder).rename(folder / "unfinished" / "x.txt").write_text(text, "utf-16")
+
+
+def rename(folder: Path, suffix: str) -> None:
+    """One log has another suffix."""
+    log(folder).rename(log(folder).with_suffix(suffix))
+
+
 def shorten_name(folder: Path) -> None:
     """The hash in train_gpt.sha256 is cut, as in a line that was copied by hand."""
     name_source(folder)
@@ -250,6 +262,13 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a log twice": (lambda f: add_log(f, log(f).read_text()), "is the same log as"),
     "a log twice, once packed": (
         lambda f: add_log(f, log(f).read_text().replace(SOURCE, PACKED)), "is the same log as"),
+    "a log twice, with blank lines": (
+        lambda f: add_log(f, log(f).read_text() + "\n \n"), "is the same log as"),
+    "a compressed log": (lambda f: rename(f, ".txt.gz"), ".txt.gz: it may be a log, but its name"),
+    "a log in capitals": (lambda f: rename(f, ".TXT"), ".TXT: it may be a log, but its name"),
+    "another suffix": (lambda f: rename(f, ".log"), ".log: it may be a log, but its name"),
+    "a log above logs/": (
+        lambda f: log(f).rename(f / "x.txt"), "unreadable log x.txt: it may be a log, but"),
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
     "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the losses of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
@@ -282,6 +301,9 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a file and a named file": (name_twice, "has a train_gpt.py and a train_gpt.sha256; delete"),
     "stopped by itself": (stop_early, "incomplete"),
     "stopped at its end": (lambda f: replace_in(f, *REACHED), "could have stopped"),
+    "finished, damaged, thrown away": (damage_and_throw_away, "in unfinished/, has a RESULT, but"),
+    "a loss that is rounded differently": (
+        lambda f: replace_in(f, "(500/500 val_loss:1.465)5", r"\g<1>7"), "does not agree"),
     "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),
     "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "does not agree"),
     "no tokens": (lambda f: rewrite(f, tokens=-1), "tokens of RESULT cannot be -1"),
@@ -316,7 +338,8 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
         lambda f: write_plan(f, [*SEEDS, 7], n=5), "planned 5 runs with 6 seeds, found 5"),
     "an unplanned seed": (lambda f: rewrite(f, seed=99), "seeds that were not planned: 99"),
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
-    "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": sha(SOURCE)}), "no variant good, only x"),
+    "another's plan": (
+        lambda f: write_plan(f, SEEDS, arms={"x": "", "y": ""}), "no variant good, only x, y"),
     "a late plan": (lambda f: write_plan(f, SEEDS, created="2026-11-21T13:00:01Z"), "run began"),
     "added later": (
         lambda f: write_plan(f, SEEDS, added={f.name: "2026-11-21T12:59:30Z"}), "had been used"),
@@ -384,14 +407,48 @@ def test_nothing_to_judge(tmp_path, capsys):
     no_log = SOURCE + fake_runs.BORDER + "hello\n"
     for folder, text, message in (
         (two, "x", "these runs do not fit any track"),
+        (tmp_path, fake_runs.upstream(3.27, 90000), "do not state their track: add --track"),
         (tmp_path, "x", "a.txt: it has no line of 100 ="),
         (tmp_path, no_log, "it is not a log of train_gpt.py or modded-nanogpt"),
         (tmp_path / "y", "x", "y has no log that can be read"),
-        (tmp_path / "typo", "x", "there is no folder "),
+        (tmp_path / "a\ntypo", "x", "there is no folder "),
     ):
         (tmp_path / "a.txt").write_text(text)
         status, printed = judged(capsys, folder)
-        assert status == 2 and message in printed
+        assert status == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_a_run_of_modded_nanogpt_counts_once(tmp_path, capsys):
+    """Its log states no seed, but has the same loss and time at every step."""
+    folder = write_upstream(tmp_path / "x", [(3.278, 80000), (3.279, 80100), (3.2779, 80050)])
+    text = (folder / "run00.txt").read_text()
+    (folder / "run03.txt").write_text(text.replace("peak memory", "the peak of memory"))
+    found = fails(capsys, folder, *ON_8XH100)
+    assert found == ["run03.txt has, at every step, the loss and the time of run00.txt"]
+
+
+def test_the_report_names_the_track_and_a_whole_plan_takes_none(tmp_path, capsys):
+    folder = write_ours(tmp_path / "all" / "a")
+    text = "\nThe track is tiny, which fits these runs: --track names another.\n"
+    assert text in judged(capsys, folder)[1]
+    assert "\nThe track is tiny, as --track" in judged(capsys, folder, "--track", "tiny")[1]
+    (folder / "plan.json").rename(folder.parent / "plan.json")
+    assert "- note: the rules are those of track tiny" in judged(capsys, folder.parent)[1]
+    for option in ("--track", "tiny"), ("--target", "1.4"):
+        status, text = judged(capsys, folder.parent, *option)
+        assert status == 2 and "is a whole plan, which takes no --track and no --target" in text
+
+
+def test_logs_may_lie_beside_the_plan_of_their_variant(tmp_path, capsys):
+    folder = write_ours(tmp_path / "x")
+    for path in (folder / "logs").iterdir():
+        path.rename(folder / path.name)
+    (folder / "logs").rmdir()
+    assert judged(capsys, folder)[0] == 0
+    (folder / "plan.json").unlink()
+    (folder / "plan.json").symlink_to("gone.json")
+    status, text = judged(capsys, folder)
+    assert status == 2 and "plan.json is a link to gone.json, which is not there" in text
 
 
 def test_two_sets(tmp_path, capsys):
@@ -541,7 +598,8 @@ def test_the_judge_needs_no_packages_and_executes_no_source(tmp_path):
     for name in "runs.py", "messages.py", "fits.py":
         (folder / name).write_text(evil)
     command = [sys.executable, "-S", verify.__file__, "."]  # -S: without site-packages
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    env = {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "") and not flag.exists()
 
 
@@ -596,6 +654,8 @@ def test_what_is_no_plan_is_one_line(tmp_path, capsys, content):
     ("added", [], "added of .* cannot be"),
     ("created", 1, "created of .* cannot be 1"),
     ("created", "11/21/2026", "has '11/21/2026' for a time like"),
+    ("arguments", ["a\0b"], "has a character that no argument"),
+    ("arms", {"\ud800": ""}, "has a character that no argument"),
     ("arguments", [1], "a part of arguments of .* cannot be 1"),
 ])  # fmt: skip
 def test_a_plan_of_another_form_is_one_line(tmp_path, capsys, name, value, why):
