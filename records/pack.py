@@ -110,10 +110,8 @@ def copy_source(content: bytes, to: Path, packed: Path) -> None:
 
 def difference(old: Path, new: Path) -> str:
     """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    a, b = (
-        read_source(folder).decode("utf-8", "surrogateescape").splitlines(keepends=True)
-        for folder in (old, new)
-    )
+    a = read_source(old).decode("utf-8", "surrogateescape").splitlines(keepends=True)
+    b = read_source(new).decode("utf-8", "surrogateescape").splitlines(keepends=True)
     return "".join(difflib.unified_diff(a, b, "a/train_gpt.py", "b/train_gpt.py"))
 
 

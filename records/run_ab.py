@@ -269,6 +269,8 @@ def now() -> str:
 def finished_seeds(variant: Path) -> set[int]:
     """Returns the seeds whose run came to its end or diverged; moves the logs of other runs to
     DIR/<variant>/unfinished, and deletes their checkpoints, because no run may be resumed."""
+    for path in runs.left_out(variant):
+        refuse(f"{path} may be the log of a run that would be repeated: rename it, or move it away")
     seeds = set()
     for path in runs.loose_logs(variant / "logs"):
         try:

@@ -325,7 +325,11 @@ def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path):
         with pytest.raises(Fault, match="has a RESULT, but cannot be read: .*; restore this file"):
             run_ab.finished_seeds(folder)
         assert log.exists()
-    log.write_text(text)
+    other = log.rename(log.with_suffix(".TXT"))
+    other.write_text(text)
+    with pytest.raises(Fault, match="TXT may be the log of a run that would be repeated"):
+        run_ab.finished_seeds(folder)
+    other.rename(log)
     assert len(run_ab.finished_seeds(folder)) == 5 and not (folder / "unfinished").exists()
 
 
