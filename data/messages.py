@@ -10,7 +10,6 @@ import errno
 import os
 import pathlib
 import select
-import ssl
 import sys
 import traceback
 from collections.abc import Iterator
@@ -85,9 +84,9 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
         except OSError:
             discard_output()
         if isinstance(error, Fault):
-            message = f"{script}: {error}"
+            message = f"{script}: {' '.join(str(error).splitlines())}"  # names may have newlines
         elif is_of_system(error):
-            message = f"{script}: {reason(error)}"
+            message = f"{script}: {' '.join(reason(error).splitlines())}"
         else:
             message = traceback.format_exc().rstrip()
         with contextlib.suppress(OSError):
@@ -131,6 +130,8 @@ def certificate_fault(*variables: str) -> str:
     """Why the certificates that an environment variable names cannot be read, and what to do, or
     "". Of the variables, in the order in which a library looks for them, the first set one counts:
     a file, or a list of folders in SSL_CERT_DIR, or one of both in requests' variables."""
+    import ssl  # here, because it takes long and only downloads need it
+
     for variable in variables:
         value = os.environ.get(variable)
         if not value:

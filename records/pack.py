@@ -17,12 +17,12 @@ import json
 import os
 import re
 import shutil
+import statistics
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
@@ -85,34 +85,40 @@ def copy_set(e: Evidence, to: Path, patch: str) -> None:
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
     if patch:
-        (to / "change.patch").write_text(patch, "utf-8")
+        (to / "change.patch").write_text(patch, "utf-8", "surrogateescape")
 
 
-def copy_source(source: Path, to: Path, packed: Path) -> None:
+def read_source(folder: Path) -> bytes:
+    """Returns the source of a folder's logs, as they state it; raises Fault if it is missing."""
+    file = runs.source_file(folder)
+    if not file.is_file():
+        raise Fault(f"{file} is missing: put the file there that these logs ran")
+    return runs.without_cr(file.read_bytes())
+
+
+def copy_source(content: bytes, to: Path, packed: Path) -> None:
     """Writes a source into the folder `to`, which will be moved to `packed`: if a record has the
     same file, as a train_gpt.sha256 that names it, else as train_gpt.py."""
-    content = source.read_bytes()
     for file in sorted(HERE.glob("tracks/*/*/train_gpt.py")):
-        if file.read_bytes() == content:
+        if runs.without_cr(file.read_bytes()) == content:
             sha256 = hashlib.sha256(content).hexdigest()
             path = Path(os.path.relpath(file, packed)).as_posix()
             (to / runs.POINTER).write_text(f"{sha256}  {path}\n")
             return
-    shutil.copy(source, to)
+    (to / "train_gpt.py").write_bytes(content)
 
 
 def difference(old: Path, new: Path) -> str:
     """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    a = (old / "train_gpt.py").read_text("utf-8").splitlines(keepends=True)
-    b = (new / "train_gpt.py").read_text("utf-8").splitlines(keepends=True)
+    a = read_source(old).decode("utf-8", "surrogateescape").splitlines(keepends=True)
+    b = read_source(new).decode("utf-8", "surrogateescape").splitlines(keepends=True)
     return "".join(difflib.unified_diff(a, b, "a/train_gpt.py", "b/train_gpt.py"))
 
 
 def is_rewritten(patch: str, folder: Path) -> bool:
     """Returns whether a patch is longer than half of the train_gpt.py that it makes. It is not
     packed then, because reading both files says more."""
-    source = (folder / "train_gpt.py").read_text("utf-8")
-    return len(patch.splitlines()) > len(source.splitlines()) / 2
+    return len(patch.splitlines()) > len(read_source(folder).splitlines()) / 2
 
 
 def write_archive(path: Path, logs: dict[str, bytes]) -> None:
@@ -142,8 +148,9 @@ def describe(e: Evidence, target: float) -> dict[str, Any]:
     machine = f"{len(run.devices)} x {run.devices[0]}"
     for name in ("jax", "python"):
         machine += f", {name} {run.versions.get(name, 'unknown').partition(' ')[0]}"
-    return dict(machine=machine, n=len(e.runs), mean=fmean(e.losses), sd=stdev(e.losses),
-                p=stats.below(e.losses, target).p, seconds=fmean(e.seconds), tokens=run.tokens,
+    return dict(machine=machine, n=len(e.runs), mean=statistics.fmean(e.losses),
+                sd=statistics.stdev(e.losses), p=stats.below(e.losses, target).p,
+                seconds=statistics.fmean(e.seconds), tokens=run.tokens,
                 steps=run.steps, source=run.source_sha256)  # fmt: skip
 
 
@@ -227,10 +234,11 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
         place = Path(part, to.name)
         for inside, evidence in plan.sets.items():
             patch = plan.patches.get(inside, "")
-            source = evidence.folder / "train_gpt.py"
+            source = read_source(evidence.folder)
             copy_set(evidence, place / inside, patch)
             if not inside:
-                shutil.copy(source, place)  # a record has its file, whoever else has it
+                # A record has its file, whoever else has it.
+                (place / "train_gpt.py").write_bytes(source)
             elif not patch:
                 copy_source(source, place / inside, packed=to / inside)
         if plan.is_study:

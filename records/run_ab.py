@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import verify
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
 import machine  # noqa: E402
 import messages  # noqa: E402 - runs.py adds its folder to the path
 
@@ -269,12 +269,14 @@ def now() -> str:
 def finished_seeds(variant: Path) -> set[int]:
     """Returns the seeds whose run came to its end or diverged; moves the logs of other runs to
     DIR/<variant>/unfinished, and deletes their checkpoints, because no run may be resumed."""
+    for path in runs.left_out(variant):
+        refuse(f"{path} may be the log of a run that would be repeated: rename it, or move it away")
     seeds = set()
-    for path in sorted((variant / "logs").glob("*.txt")):
+    for path in runs.loose_logs(variant / "logs"):
         try:
             run = runs.read(path)
         except runs.Unreadable as error:  # interrupted before its facts were written, or changed
-            if re.search(rb"^RESULT \{", path.read_bytes(), re.M):
+            if runs.states_result(path.read_bytes()):
                 refuse(f"{path} has a RESULT, but cannot be read: {error}; restore this file")
             run = None
         if run and (run.complete or run.ended == "not finite"):

@@ -17,11 +17,14 @@ Beside the logs is their source, train_gpt.py, or train_gpt.sha256 with the path
 has the same file.
 """
 
+import codecs
 import hashlib
+import io
 import itertools
 import json
 import lzma
 import math
+import os
 import re
 import sys
 import tarfile
@@ -31,7 +34,7 @@ from typing import Any, NamedTuple
 if sys.version_info < (3, 11):  # noqa: UP036 - an error of Python has the status of a verdict
     print("records/ needs Python 3.11: .venv/bin/python, which ./run.sh makes", file=sys.stderr)
     sys.exit(2)
-sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 import messages  # noqa: E402
 
 BORDER = b"=" * 100 + b"\n"
@@ -42,7 +45,10 @@ LOSS = re.compile(
     r" train_time:(\d{1,12}(?:\.\d+)?)(m?s)(?: \w+:\S+)*",
     re.ASCII,
 )
-OURS = re.compile("^(data|versions|environment|argv|RESULT) ", re.M)  # in no log of upstream
+OURS = re.compile(r"^(data|versions|environment|argv|RESULT) [\[{]", re.M)  # in no log of upstream
+STATES_RESULT = re.compile(rb'RESULT\s*\{\s*"')  # the line that prints it has no quote there
+MAYBE_LOG = re.compile(r"\.(txt|log)(\.\w+)?$", re.I)
+COMPRESSED = ".gz", ".bz2", ".xz", ".zst", ".zip"
 FACTS = {  # the forms of what a log states: see require()
     "versions": {str: str},
     "devices": [str],
@@ -85,20 +91,88 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
     """Returns the logs of a folder, sorted by name: those in its logs.tar.xz, else those in its
     logs/, else those in the folder itself. Raises Unreadable if the archive is damaged."""
     archive = folder / "logs.tar.xz"
-    if not archive.is_file():
-        place = folder / "logs" if (folder / "logs").is_dir() else folder
-        return sorted(place.glob("*.txt"))
-    found = []
+    if os.path.lexists(archive):  # a link that leads nowhere is named when it is opened
+        return unpack(archive)
+    has_place = os.path.lexists(folder / "logs")
+    return loose_logs(folder / "logs" if has_place else folder)
+
+
+def loose_logs(place: Path) -> list[Path]:
+    """Returns the logs that lie in a folder, sorted by name. Programs for files leave others, whose
+    names begin with a dot."""
+    logs = []
+    for path in sorted(place.iterdir()):
+        is_log = path.suffix == ".txt" and not path.name.startswith(".")
+        if is_log and (path.is_file() or not path.exists()):  # it may be a link that leads nowhere
+            logs.append(path)
+    return logs
+
+
+def unpack(archive: Path) -> list[ArchivedLog]:
+    """Returns the logs in a logs.tar.xz; raises Unreadable if it may have lost some."""
+    packed = archive.read_bytes()
+    if packed.startswith(b"version https://git-lfs"):
+        raise Unreadable(f"{archive} is only a pointer of Git LFS: type git lfs pull")
+    xz = lzma.LZMADecompressor(lzma.FORMAT_XZ)
     try:
-        with tarfile.open(archive) as tar:
-            for member in tar.getmembers():
-                if member.isfile():
-                    content = tar.extractfile(member).read()
-                    found.append(ArchivedLog(Path(member.name).name, content))
+        content = xz.decompress(packed)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            members = tar.getmembers()
+            found = logs_of(tar, members, archive)
+            rest = content[tar.offset :]
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         why = str(error).partition("\n")[0]  # of several lines, where it is no archive
         raise Unreadable(f"{archive} is damaged: {why}") from error
+    # tarfile ends at what is no header, as if nothing followed; tar ends with two blocks of zeros.
+    is_whole = len(rest) >= 2 * tarfile.BLOCKSIZE and not any(rest)
+    if not xz.eof or xz.unused_data.strip(b"\0") or not is_whole:
+        raise Unreadable(f"{archive} is damaged or has something behind its end: pack it anew")
     return sorted(found)
+
+
+def logs_of(
+    tar: tarfile.TarFile, members: list[tarfile.TarInfo], archive: Path
+) -> list[ArchivedLog]:
+    """Returns the logs among an archive's members; raises Unreadable unless all lie in one folder
+    and none is a link."""
+    found = {}
+    places = set()
+    for member in members:
+        name = Path(member.name).name
+        if member.isdir() or name.startswith("."):
+            continue
+        if not member.isreg():
+            raise Unreadable(f"{archive}: {member.name} is a link or a device: pack the log itself")
+        places.add(Path(member.name).parent)
+        if name in found or len(places) > 1:
+            raise Unreadable(
+                f"{archive}: {member.name} is there twice, or in another folder than the others: "
+                "pack every log once, in one folder"
+            )
+        found[name] = ArchivedLog(name, tar.extractfile(member).read())
+    return list(found.values())
+
+
+def left_out(folder: Path) -> list[Path]:
+    """Returns files of a folder, and of its logs/, that are logs by their name and content, but are
+    not among log_files(). A log that was unpacked beside its archive is among them."""
+    read = {log.name: log for log in log_files(folder)}
+    found = []
+    for path in sorted([*folder.glob("*.*"), *folder.glob("logs/*.*")]):
+        if not MAYBE_LOG.search(path.name) or path.name.startswith(".") or not path.is_file():
+            continue
+        same = read.get(path.name)
+        content = path.read_bytes()
+        if same and same.read_bytes() == content:
+            continue
+        if path.suffix in COMPRESSED or BORDER.strip() in content.replace(b"\0", b""):
+            found.append(path)
+    return found
+
+
+def states_result(content: bytes) -> bool:
+    """Returns whether a log has a RESULT, in whatever encoding and with whatever ends of lines."""
+    return bool(STATES_RESULT.search(content.replace(b"\0", b"")))
 
 
 def source_file(folder: Path) -> Path:
@@ -148,7 +222,7 @@ class Run(NamedTuple):
     """What a log states. A fact that it does not state is None."""
 
     path: Path | ArchivedLog
-    log_sha256: str  # of the log without its source
+    log_sha256: str  # of the log without its source and without blank lines at its end
     source_sha256: str
     validations: list[Validation]
     training: list[Validation]  # losses of batches, every tenth step, in logs that have them
@@ -257,6 +331,8 @@ def split(content: bytes) -> tuple[bytes | None, str, str]:
         number = content.count(b"\n") - body.count(b"\n", error.start) + 1
         raise Unreadable(f"line {number} is not UTF-8") from None
     packed = re.fullmatch(rb"source ([0-9a-f]{64})", source)
+    if not packed and re.match(rb"(\xef\xbb\xbf)?\s*source \S{1,64}\s*$", source, re.I):
+        raise Unreadable("line 1 is not `source <sha256>`, alone: restore it as pack.py wrote it")
     if packed:
         return None, packed[1].decode(), text
     source += b"\n"
@@ -267,6 +343,10 @@ def why_no_log(content: bytes) -> str:
     """Returns why a file cannot be read that has no line of 100 = with the end of a line before and
     after it."""
     missing = "it has no line of 100 =, which ends the source"
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"=\0=\0" in content:
+        return "it is UTF-16: save it as UTF-8, without a byte-order mark"
+    if b"\r" + BORDER.replace(b"\n", b"\r") in content:
+        return "its lines end in CR: restore the file as it was written"
     if b"\n" + BORDER.replace(b"\n", b"\r\n") in content:
         return "some of its lines end in CRLF, others do not: restore the file as it was written"
     if re.search(rb"^s:\d+ t[er]l:\d", content, re.M):
@@ -409,7 +489,7 @@ def read(path: Path | ArchivedLog) -> Run:
         ended = "incomplete"
     run = Run(
         path=path,
-        log_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        log_sha256=hashlib.sha256(text.rstrip().encode()).hexdigest(),
         source_sha256=source_sha256,
         validations=lines.validations,
         training=lines.training,
@@ -429,7 +509,7 @@ def with_result(run: Run, result: dict[str, Any]) -> Run:
     """Returns a run with what its RESULT states; raises Unreadable if its lines contradict that."""
     if run.complete:
         last = run.validations[-1]
-        loss_differs = not abs(result["val_loss"] - last.loss) <= 1e-3
+        loss_differs = not abs(result["val_loss"] - last.loss) <= 6e-5  # the line has four decimals
         time_differs = not abs(result["train_time_ms"] - last.ms) <= 1
         if loss_differs or time_differs or result["steps"] != last.step:
             raise Unreadable("its RESULT does not agree with its last validation")

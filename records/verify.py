@@ -10,12 +10,13 @@ they do not, and 2 if they cannot be judged. No error ends with 0 or 1.
 
 import argparse
 import itertools
+import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
@@ -23,7 +24,9 @@ import runs
 import stats
 from runs import Run, Unreadable
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
+from statistics import fmean, stdev  # noqa: E402 - runs.py refuses a Python that lacks fmean
+
 import fits  # noqa: E402
 import messages  # noqa: E402 - runs.py adds its folder to the path
 
@@ -126,6 +129,11 @@ def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
             found.append(runs.read(path))
         except Unreadable as error:
             unreadable.append(f"{path.name}: {error}")
+    for path in runs.left_out(folder):
+        unreadable.append(
+            f"{path.relative_to(folder)}: it may be a log, but its name or its place is not that "
+            "of the others: rename it, or move it away"
+        )
     return found, unreadable
 
 
@@ -135,7 +143,9 @@ def collect(folder: Path) -> Evidence:
         raise Unreadable(f"there is no folder {folder}")
     found, unreadable = read_logs(folder)
     if not found:
-        why = "; ".join(unreadable) or "it has no file *.txt"
+        why = "; ".join(unreadable[:2]) or "it has no file *.txt"
+        if len(unreadable) > 2:
+            why += f"; and {len(unreadable) - 2} more"
         raise Unreadable(f"{folder} has no log that can be read: {why}")
     return Evidence(folder, found, unreadable, read_plan(folder))
 
@@ -143,14 +153,20 @@ def collect(folder: Path) -> Evidence:
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Returns the plan of a variant; None without one. A record has plan.json in its folder, with
     its name there as "arm"; run_ab.py writes plan.json above the folders of the variants."""
+    for plan in plans_near(folder):
+        if plan["arm"] in plan["arms"]:
+            return plan
+    return None
+
+
+def plans_near(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the plans in a folder and above it, with the name that the folder has in each."""
     path = folder.resolve()
     for file in (folder / "plan.json", path.parent / "plan.json"):
-        if file.is_file():
+        if os.path.lexists(file):  # a link that leads nowhere is named when it is opened
             plan = dict(arm=path.name) | read_plan_file(file)
             runs.require(plan["arm"], str, f"arm of {file}")
-            if plan["arm"] in plan["arms"]:
-                return plan
-    return None
+            yield plan
 
 
 def read_plan_file(file: Path) -> dict[str, Any]:
@@ -159,6 +175,9 @@ def read_plan_file(file: Path) -> dict[str, Any]:
     runs.require(plan, {"flags": {str: [str]}, "added": {str: str}}, str(file))
     if not plan["arms"]:
         raise Unreadable(f"{file} has no variants")
+    text = json.dumps(plan, ensure_ascii=False)
+    if r"\u0000" in text or re.search("[\ud800-\udfff]", text):
+        raise Unreadable(f"{file} has a character that no argument and no file's name can have")
     for time in (plan["created"], *plan["added"].values()):
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", time):
             raise Unreadable(f"{file} has {time!r} for a time like 2026-11-21T12:59:00Z")
@@ -200,12 +219,27 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[Finding]:
         if run.resumed:
             yield fail(f"{run.name}: resumed, so its time is a sum over several processes; repeat "
                        "it without a break")  # fmt: skip
-    interrupted, broken = read_logs(e.folder / "unfinished")
-    for run in interrupted:
+    if os.path.lexists(e.folder / "unfinished"):
+        yield from check_unfinished(e.folder / "unfinished")
+
+
+def check_unfinished(folder: Path) -> Iterator[Finding]:
+    """No run with a final loss was declared to be interrupted."""
+    logs = runs.log_files(folder)
+    for path in logs:
+        try:
+            run = runs.read(path)
+        except Unreadable as error:
+            if runs.states_result(path.read_bytes()):
+                what = f"{path.name}, in unfinished/, has a RESULT"
+                yield fail(f"{what}, but cannot be read: {error}")
+            continue
         if run.validations and run.validations[-1].step == run.steps:
             yield fail(f"{run.name}, in unfinished/, had its final loss: it counts")
-    n = len(interrupted) + len(broken)
-    if n:
+    for path in runs.left_out(folder):
+        yield fail(f"{path.name}, in unfinished/, may be a log, but is not read: rename it")
+    if logs:
+        n = len(logs)
         yield note(f"runs that were interrupted and repeated: {n}; their logs are in unfinished/")
 
 
@@ -221,7 +255,7 @@ def check_length(e: Evidence, track: Track | None) -> Iterator[Finding]:
     if len(validated) > 1:
         yield fail("the runs validate at different steps, or differ in length")
     if len(e.tokens) > 1:
-        yield fail(f"the runs count different tokens: {e.tokens}")
+        yield fail(f"the runs count different tokens: {shown(e.tokens)}")
 
 
 def check_twice(e: Evidence, track: Track | None) -> Iterator[Finding]:
@@ -229,6 +263,8 @@ def check_twice(e: Evidence, track: Track | None) -> Iterator[Finding]:
     for a, b in itertools.combinations(e.runs, 2):
         if a.log_sha256 == b.log_sha256:
             yield fail(f"{b.name} is the same log as {a.name}")
+        elif a.seed is None and a.validations == b.validations:
+            yield fail(f"{b.name} has, at every step, the loss and the time of {a.name}")
         elif a.seed is not None and a.seed == b.seed:
             yield fail(f"{b.name} has the seed of {a.name}")
         # Few losses of four decimals, as in some logs of upstream, may be equal by chance.
@@ -254,7 +290,7 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[Finding]:
     except Unreadable as error:
         yield fail(str(error))
         return
-    if file.is_file() and sources != [runs.source_hash(file)]:
+    if os.path.lexists(file) and sources != [runs.source_hash(file)]:
         yield fail("train_gpt.py is not the source that the logs state")
 
 
@@ -264,11 +300,21 @@ def differing(several: list[Run], names: Iterable[str]) -> Iterator[Finding]:
         values = [getattr(run, name) for run in several]
         if all(value == values[0] for value in values):
             continue
-        found = " / ".join(sorted({str(value)[:60] for value in values}))
+        found = " / ".join(sorted({shown(value)[:60] for value in values}))
         if all(isinstance(value, dict) for value in values):
             keys = sorted(set().union(*values))
             found = ", ".join(key for key in keys if len({str(v.get(key)) for v in values}) > 1)
         yield fail(f"different {name}: {found}")
+
+
+def shown(value: Any) -> str:
+    """Returns what a log states as text: the parts of a list side by side."""
+    if value is None:
+        return "not stated"
+    if not isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    parts = [part.get("sha256", "")[:16] if isinstance(part, dict) else str(part) for part in value]
+    return " ".join(parts)
 
 
 def check_machine(e: Evidence, track: Track | None) -> Iterator[Finding]:
@@ -361,6 +407,9 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
     plan = e.plan
     if not plan:
         text = "there is no plan, so nothing shows that n was fixed beforehand"
+        for other in plans_near(e.folder):
+            names = ", ".join(other["arms"])
+            text = f"plan.json has no variant {other['arm']}, only {names}"
         if e.runs[0].ours:
             yield fail(f"{text}; use run_ab.py")
         else:
@@ -372,7 +421,7 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"planned {plan['n']} runs with {len(seeds)} seeds, found {n}")
     strange = {run.seed for run in e.runs} - seeds
     if strange:
-        yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
+        yield fail(f"seeds that were not planned: {shown(sorted(strange, key=str))}")
     if {run.source_sha256 for run in e.runs} != {plan["arms"][plan["arm"]]}:
         yield fail("another source than planned")
     flags = variant_flags(e)
@@ -583,9 +632,10 @@ def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]
 
 
 def report(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float
+    this: Evidence, base: Evidence | None, track: Track | None, target: float, why_track: str = ""
 ) -> tuple[bool, str]:
-    """Returns whether the runs hold, and the report with the reasons."""
+    """Returns whether the runs hold, and the report with the reasons. why_track is a sentence about
+    the track, for the reader."""
     found = {name: list(check(this, track)) for name, check in CHECKS.items()}
     if base:
         for name, check in CHECKS.items():
@@ -610,6 +660,8 @@ def report(
         runs_table.append([run.name, seed, f"{run.loss:.5f}", f"{run.seconds:.2f}"])
 
     lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", ""]
+    if why_track:
+        lines += [why_track, ""]
     lines += table(["", *columns], facts)
     if base:
         lines += table(["this − baseline", "difference", "test"], comparison(this, base))
@@ -625,10 +677,13 @@ def study(folder: Path) -> tuple[bool, str]:
     variants = {name: collect(folder / name) for name in plan["arms"]}
     first_name = list(variants)[0]
     first = variants[first_name]
-    track = TRACKS.get(infer_track(first))
+    track_name = infer_track(first)
+    track = TRACKS.get(track_name)
     rows = []
     seeds = []
     remarks = []
+    if track:
+        remarks = [f"- note: the rules are those of track {track_name}, which fits {first_name}"]
     holds = True
     for name, variant in variants.items():
         found = []
@@ -662,9 +717,11 @@ def study(folder: Path) -> tuple[bool, str]:
 
 def infer_track(this: Evidence) -> str | None:
     """Returns the track that has the runs' preset and number of devices; if there are several, the
-    one whose validation text they have, else the first."""
+    one whose validation text they have, else the first. Logs of modded-nanogpt do not state it."""
     run = this.runs[0]
-    preset = run.config.get("preset") if run.ours else "record"
+    if not run.ours:
+        return None
+    preset = run.config.get("preset")
     fitting = []
     for name, track in TRACKS.items():
         if preset in track.presets and track.count in (None, len(run.devices)):
@@ -678,23 +735,39 @@ def infer_track(this: Evidence) -> str | None:
 
 def is_plan(folder: Path) -> bool:
     """Returns whether a folder is that of a whole plan, with a folder for every variant."""
-    has_logs = (folder / "logs").exists() or (folder / "logs.tar.xz").exists()
-    return (folder / "plan.json").is_file() and not has_logs
+    file = folder / "plan.json"
+    has_logs = any(os.path.lexists(folder / name) for name in ("logs", "logs.tar.xz"))
+    if has_logs or not os.path.lexists(file):
+        return False
+    variants = [folder / name for name in read_plan_file(file)["arms"]]
+    return any(path.is_dir() for path in variants) or not runs.loose_logs(folder)
 
 
 def judge(args: argparse.Namespace) -> tuple[bool, str]:
     """Returns whether the runs that the command line names hold, and the report."""
     if is_plan(args.this) and not args.baseline:
+        if args.track or args.target:
+            raise Unreadable(
+                f"{args.this} is a whole plan, which takes no --track and no --target: leave them "
+                "out, or name the folder of one variant"
+            )
         return study(args.this)
     this = collect(args.this)
     base = collect(args.baseline) if args.baseline else None
     name = args.track
-    if not name and not args.target:
+    why = f"The track is {name}, as --track states."
+    if not name and args.target:
+        why = "Without --track, the rules of a track are not checked."
+    elif not name:
         name = infer_track(this)
-        if not name:
-            raise Unreadable("these runs do not fit any track: add --track or --target")
+        why = f"The track is {name}, which fits these runs: --track names another."
+    if not name and not args.target:
+        if not this.runs[0].ours:
+            raise Unreadable("logs of modded-nanogpt do not state their track: add --track 8xh100, "
+                             "or another track, or --target LOSS")  # fmt: skip
+        raise Unreadable("these runs do not fit any track: add --track or --target")
     track = TRACKS.get(name)
-    return report(this, base, track, args.target or track.target)
+    return report(this, base, track, args.target or track.target, why)
 
 
 def main(argv: list[str]) -> int:
@@ -703,7 +776,8 @@ def main(argv: list[str]) -> int:
                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     cli.add_argument("this", type=Path, help="folder of the runs to judge")
     cli.add_argument("baseline", type=Path, nargs="?", help="folder of the runs to beat")
-    cli.add_argument("--track", choices=TRACKS, help="default: the track that fits the runs")
+    cli.add_argument("--track", choices=TRACKS, help="default: the track that fits runs "
+                     "of train_gpt.py; those of modded-nanogpt need it, or --target")  # fmt: skip
     cli.add_argument("--target", type=float, help="loss that the mean must be below; without "
                      "--track, the rules of a track are not checked")  # fmt: skip
     args = cli.parse_args(argv)
@@ -715,6 +789,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    is_closed = sys.stdout is None
     with messages.one_line("verify.py", status=2):
+        if is_closed:
+            raise Unreadable("stdout is closed, so nobody could read the report: open it")
         verdict = main(sys.argv[1:])
     sys.exit(verdict)

@@ -106,6 +106,22 @@ def test_a_record_beats_the_last_and_does_not_change(place, tmp_path):
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
+def test_a_source_of_other_bytes_is_packed_as_the_logs_state_it(tmp_path):
+    """It has a coding line, and an editor gave it CRLF. Without the file, nothing is packed."""
+    old = write_ours(tmp_path / "old")
+    new = write_ours(tmp_path / "new", source=MORE)
+    latin = (MORE + "# caf\xe9\n").encode("latin-1")
+    (new / "train_gpt.py").write_bytes(latin.replace(b"\n", b"\r\n"))
+    packed = tmp_path / "packed"
+    pack.copy_set(verify.collect(new), packed, pack.difference(old, new))
+    pack.copy_source(pack.read_source(new), packed, packed)
+    assert (packed / "train_gpt.py").read_bytes() == latin
+    assert run_ab.patched(SOURCE.encode(), packed / "change.patch") == latin
+    (new / "train_gpt.py").unlink()
+    with pytest.raises(Fault, match="train_gpt.py is missing: put the file there"):
+        pack.read_source(new)
+
+
 def test_what_does_not_hold_is_not_packed(place, tmp_path, capsys):
     folder = write_ours(tmp_path / "new")
     base = write_ours(tmp_path / "old", seed=300)

@@ -313,10 +313,24 @@ def test_a_plan_is_not_changed(unfinished):
 def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path):
     folder = write_ours(tmp_path / "a")
     log, *_ = (folder / "logs").iterdir()
-    log.write_text(log.read_text().replace("\nRESULT", "\nRESULT {}\nRESULT"))
-    with pytest.raises(Fault, match="has a RESULT, but cannot be read: line .*; restore this file"):
+    (folder / "logs" / "._x.txt").write_bytes(b"of macOS")
+    text = log.read_text()
+    for changed in (
+        text.replace("\nRESULT", "\nRESULT {}\nRESULT").encode(),
+        text.replace("\nRESULT", "\n  RESULT").encode(),
+        text.replace("\n", "\r").encode(),
+        text.encode("utf-16"),
+    ):
+        log.write_bytes(changed)
+        with pytest.raises(Fault, match="has a RESULT, but cannot be read: .*; restore this file"):
+            run_ab.finished_seeds(folder)
+        assert log.exists()
+    other = log.rename(log.with_suffix(".TXT"))
+    other.write_text(text)
+    with pytest.raises(Fault, match="TXT may be the log of a run that would be repeated"):
         run_ab.finished_seeds(folder)
-    assert log.exists()
+    other.rename(log)
+    assert len(run_ab.finished_seeds(folder)) == 5 and not (folder / "unfinished").exists()
 
 
 def test_a_plan_of_another_form_is_refused(unfinished_plan):
@@ -343,7 +357,7 @@ def test_flags_may_have_quotes_and_a_file_crlf(tmp_path):
     specs = [f"{tmp_path}/a.py", "b=--data 'my folder' --lr=3"]
     variants = run_ab.read_variants(specs, first=b"", taken=set())
     assert variants["b"] == run_ab.Variant(b"x = 1\n", ["--data", "my folder", "--lr=3"])
-    with pytest.raises(Fault, match="No closing quotation"):
+    with pytest.raises(Fault, match="has a quote without its end"):
         run_ab.read_flags("--data 'my")
 
 

@@ -1,8 +1,12 @@
 """runs.py reads logs of all eras, and names the line and the reason where it reads none."""
 
 import importlib
+import io
 import json
+import lzma
+import os
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,15 @@ ERAS = {  # name: (log, what is read: end, final loss, seconds, devices; or why 
     "three runs": (TRACK_3 + 2 * RUN, "it has 3 runs: split it into logs of one run"),
     "llm.c": ("s:0 tel:10.9689\ns:0 trl:10.9656 lr:0.1\n", "the source: it is a log of llm.c"),
     "a terminal": (RUN, "ends the source: it has losses as a terminal shows them"),
+    "UTF-16": (ours(1, 1.46).encode("utf-16-le"), "it is UTF-16: save it as UTF-8"),
+    "CR": (ours(1, 1.46).replace("\n", "\r"), "its lines end in CR: restore the file"),
+    "a packed log with a blank": (
+        f"source {'0' * 64} \n{BORDER}x\n", "line 1 is not `source <sha256>`, alone"),
+    "a packed log with a byte-order mark": (
+        f"\ufeffsource {'0' * 64}\n{BORDER}x\n", "line 1 is not `source <sha256>`, alone"),
+    "words of another program": (
+        f"{OF_2025}data loaded in 3 s\nenvironment ready\n",
+        ("end of schedule", 4.1234, 11.2, 1)),
     "no log": ("numpy\ntqdm\n", "it has no line of 100 =, which ends the source, and no losses"),
     "ours": (ours(1, 1.46), ("end of schedule", 1.46, 90.0004, 1)),
     "ours, with colours": (
@@ -185,6 +198,74 @@ def test_a_log_with_crlf_is_read_as_it_was_written(tmp_path):
     assert runs.source_hash(tmp_path / "train_gpt.py") == sha(SOURCE)
     assert "some of its lines end in CRLF" in why_not(tmp_path, crlf + "x\n")
     assert "line 36: a loss" in why_not(tmp_path, text.replace("0ms\n", "0ms\r\n"))
+
+
+def tar(names: dict[str, bytes], end: bool = True) -> bytes:
+    """Returns an archive of logs of 512 bytes. A type follows each name."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name, kind in names.items():
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            member.size = 512 * (kind == tarfile.REGTYPE)
+            archive.addfile(member, io.BytesIO(b"x" * member.size))
+    return content.getvalue() if end else content.getvalue()[: 1024 * len(names)]
+
+
+TWO = {"logs/a.txt": tarfile.REGTYPE, "logs/b.txt": tarfile.REGTYPE}
+WHOLE = tar(TWO)
+ARCHIVES = {  # name: (content, the message, or the names of its logs)
+    "whole": (lzma.compress(WHOLE), ["a.txt", "b.txt"]),
+    "with folders and files of macOS": (
+        lzma.compress(tar({"logs": tarfile.DIRTYPE, "logs/._a.txt": tarfile.REGTYPE} | TWO)),
+        ["a.txt", "b.txt"]),
+    "without its end": (lzma.compress(tar(TWO, end=False)), "or has something behind its end"),
+    "a damaged header": (
+        lzma.compress(WHOLE[:1024] + b"X" + WHOLE[1025:]), "or has something behind its end"),
+    "two archives in one": (lzma.compress(WHOLE + WHOLE), "or has something behind its end"),
+    "two, one after another": (2 * lzma.compress(WHOLE), "or has something behind its end"),
+    "cut": (lzma.compress(WHOLE)[:-20], "or has something behind its end"),
+    "a link": (
+        lzma.compress(tar(TWO | {"logs/c.txt": tarfile.LNKTYPE})), "c.txt is a link or a device"),
+    "a symbolic link": (
+        lzma.compress(tar(TWO | {"logs/c.txt": tarfile.SYMTYPE})), "c.txt is a link or a device"),
+    "two folders": (
+        lzma.compress(tar(TWO | {"b/a.txt": tarfile.REGTYPE})), "b/a.txt is there twice, or in"),
+    "empty": (b"", "is damaged: empty file"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", "type git lfs pull"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_that_lost_a_log_is_named(tmp_path, name):
+    content, right = ARCHIVES[name]
+    (tmp_path / "logs.tar.xz").write_bytes(content)
+    if isinstance(right, list):
+        assert [log.name for log in runs.log_files(tmp_path)] == right
+        return
+    with pytest.raises(runs.Unreadable, match=right):
+        runs.log_files(tmp_path)
+
+
+def test_what_is_no_log_by_its_name_is_left_alone(tmp_path):
+    for name in "a.txt", "._a.txt", "b.TXT", "c.log", "out.log", "d.txt.gz":
+        (tmp_path / name).write_text("no log" if name == "out.log" else ours(1, 1.46))
+    os.mkfifo(tmp_path / "e.txt")
+    (tmp_path / "f.txt").mkdir()
+    (tmp_path / ".#a.txt").symlink_to("me@host.1")
+    assert [path.name for path in runs.log_files(tmp_path)] == ["a.txt"]
+    assert [path.name for path in runs.left_out(tmp_path)] == ["b.TXT", "c.log", "d.txt.gz"]
+    (tmp_path / "g.txt").symlink_to("gone")  # a log that is gone is not passed over
+    assert [path.name for path in runs.log_files(tmp_path)] == ["a.txt", "g.txt"]
+
+
+def test_logs_that_were_unpacked_beside_their_archive_are_not_left_out(tmp_path):
+    (tmp_path / "logs.tar.xz").write_bytes(lzma.compress(WHOLE))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.txt").write_bytes(b"x" * 512)
+    assert runs.left_out(tmp_path) == []
+    (tmp_path / "logs/a.txt").write_text(ours(1, 1.46))
+    assert runs.left_out(tmp_path) == [tmp_path / "logs/a.txt"]
 
 
 def test_what_is_not_utf8_is_named_by_its_line(tmp_path):

@@ -55,7 +55,7 @@ def test_pull_request_322_in_full(tmp_path, capsys):
     """It has n = 13, mean 3.27893, sd 0.00137, p = 0.0078; upstream's verifier printed t = -2.815,
     p = 0.007803, time = 77.34 ± 0.20 s."""
     folder = write_upstream(tmp_path / "this_pr", fake_runs.RECURSIVE, steps=1398)
-    status, text = judged(capsys, folder)
+    status, text = judged(capsys, folder, *ON_8XH100)
     assert status == 0 and "FAIL" not in text and text.startswith("## PASS: this_pr\n")
     for line in (
         "| runs | 13 |", "| steps | 1,398 |", "| milliseconds per step | 55.32 |",
@@ -84,12 +84,12 @@ def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
     """Its README has p = 0.00561; Welch on time t = -20.36, df = 13.1, p = 1.36e-11, -0.68 s."""
     this = write_upstream(tmp_path / "xsa", fake_runs.XSA, steps=1450)
     base = write_upstream(tmp_path / "master", fake_runs.XSA_MASTER, steps=1480)
-    status, text = judged(capsys, this, base)
+    status, text = judged(capsys, this, base, *ON_8XH100)
     assert status == 0 and "FAIL" not in text
     assert "| p of a t-test: mean below 3.28 | 0.0056 (t = -3.101) | 0.2644 (t = -0.668) |" in text
     welch = "Welch's t-test, one-sided (this is less): p = 1.4e-11, t = -20.36, df = 13.1"
     assert f"| training time, s | -0.684 | {welch} |" in text
-    p, time = fails(capsys, base, this)
+    p, time = fails(capsys, base, this, *ON_8XH100)
     assert "0.2644 for a mean below 3.28" in p and "not faster than the baseline" in time
 
 
@@ -199,6 +199,7 @@ def rewrite_all(folder: Path, first_seed: int = 100, **changes) -> None:
         rewrite(folder, i, seed=first_seed + i, **changes)
 
 
+ON_8XH100 = "--track", "8xh100"
 EVERY = range(5)
 SEEDS = [100 + i for i in EVERY]
 PACKED = f"source {sha(SOURCE)}\n"
@@ -227,6 +228,18 @@ def throw_away(folder: Path) -> None:
     log(folder).rename(folder / "unfinished" / "x.txt")
 
 
+def damage_and_throw_away(folder: Path) -> None:
+    """The same, and an editor has saved the log as UTF-16."""
+    (folder / "unfinished").mkdir()
+    text = log(folder).read_text()
+    log(folder).rename(folder / "unfinished" / "x.txt").write_text(text, "utf-16")
+
+
+def rename(folder: Path, suffix: str) -> None:
+    """One log has another suffix."""
+    log(folder).rename(log(folder).with_suffix(suffix))
+
+
 def shorten_name(folder: Path) -> None:
     """The hash in train_gpt.sha256 is cut, as in a line that was copied by hand."""
     name_source(folder)
@@ -249,6 +262,13 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a log twice": (lambda f: add_log(f, log(f).read_text()), "is the same log as"),
     "a log twice, once packed": (
         lambda f: add_log(f, log(f).read_text().replace(SOURCE, PACKED)), "is the same log as"),
+    "a log twice, with blank lines": (
+        lambda f: add_log(f, log(f).read_text() + "\n \n"), "is the same log as"),
+    "a compressed log": (lambda f: rename(f, ".txt.gz"), ".txt.gz: it may be a log, but its name"),
+    "a log in capitals": (lambda f: rename(f, ".TXT"), ".TXT: it may be a log, but its name"),
+    "another suffix": (lambda f: rename(f, ".log"), ".log: it may be a log, but its name"),
+    "a log above logs/": (
+        lambda f: log(f).rename(f / "x.txt"), "unreadable log x.txt: it may be a log, but"),
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
     "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the losses of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
@@ -281,6 +301,9 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a file and a named file": (name_twice, "has a train_gpt.py and a train_gpt.sha256; delete"),
     "stopped by itself": (stop_early, "incomplete"),
     "stopped at its end": (lambda f: replace_in(f, *REACHED), "could have stopped"),
+    "finished, damaged, thrown away": (damage_and_throw_away, "in unfinished/, has a RESULT, but"),
+    "a loss that is rounded differently": (
+        lambda f: replace_in(f, "(500/500 val_loss:1.465)5", r"\g<1>7"), "does not agree"),
     "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),
     "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "does not agree"),
     "no tokens": (lambda f: rewrite(f, tokens=-1), "tokens of RESULT cannot be -1"),
@@ -313,9 +336,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "one more": (lambda f: add_log(f, ours(99, 1.46)), "planned 5 runs with 5 seeds, found 6"),
     "seeds to choose from": (
         lambda f: write_plan(f, [*SEEDS, 7], n=5), "planned 5 runs with 6 seeds, found 5"),
-    "an unplanned seed": (lambda f: rewrite(f, seed=99), "seeds that were not planned: [99]"),
+    "an unplanned seed": (lambda f: rewrite(f, seed=99), "seeds that were not planned: 99"),
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
-    "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": sha(SOURCE)}), "no plan"),
+    "another's plan": (
+        lambda f: write_plan(f, SEEDS, arms={"x": "", "y": ""}), "no variant good, only x, y"),
     "a late plan": (lambda f: write_plan(f, SEEDS, created="2026-11-21T13:00:01Z"), "run began"),
     "added later": (
         lambda f: write_plan(f, SEEDS, added={f.name: "2026-11-21T12:59:30Z"}), "had been used"),
@@ -383,14 +407,48 @@ def test_nothing_to_judge(tmp_path, capsys):
     no_log = SOURCE + fake_runs.BORDER + "hello\n"
     for folder, text, message in (
         (two, "x", "these runs do not fit any track"),
+        (tmp_path, fake_runs.upstream(3.27, 90000), "do not state their track: add --track"),
         (tmp_path, "x", "a.txt: it has no line of 100 ="),
         (tmp_path, no_log, "it is not a log of train_gpt.py or modded-nanogpt"),
         (tmp_path / "y", "x", "y has no log that can be read"),
-        (tmp_path / "typo", "x", "there is no folder "),
+        (tmp_path / "a\ntypo", "x", "there is no folder "),
     ):
         (tmp_path / "a.txt").write_text(text)
         status, printed = judged(capsys, folder)
-        assert status == 2 and message in printed
+        assert status == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_a_run_of_modded_nanogpt_counts_once(tmp_path, capsys):
+    """Its log states no seed, but has the same loss and time at every step."""
+    folder = write_upstream(tmp_path / "x", [(3.278, 80000), (3.279, 80100), (3.2779, 80050)])
+    text = (folder / "run00.txt").read_text()
+    (folder / "run03.txt").write_text(text.replace("peak memory", "the peak of memory"))
+    found = fails(capsys, folder, *ON_8XH100)
+    assert found == ["run03.txt has, at every step, the loss and the time of run00.txt"]
+
+
+def test_the_report_names_the_track_and_a_whole_plan_takes_none(tmp_path, capsys):
+    folder = write_ours(tmp_path / "all" / "a")
+    text = "\nThe track is tiny, which fits these runs: --track names another.\n"
+    assert text in judged(capsys, folder)[1]
+    assert "\nThe track is tiny, as --track" in judged(capsys, folder, "--track", "tiny")[1]
+    (folder / "plan.json").rename(folder.parent / "plan.json")
+    assert "- note: the rules are those of track tiny" in judged(capsys, folder.parent)[1]
+    for option in ("--track", "tiny"), ("--target", "1.4"):
+        status, text = judged(capsys, folder.parent, *option)
+        assert status == 2 and "is a whole plan, which takes no --track and no --target" in text
+
+
+def test_logs_may_lie_beside_the_plan_of_their_variant(tmp_path, capsys):
+    folder = write_ours(tmp_path / "x")
+    for path in (folder / "logs").iterdir():
+        path.rename(folder / path.name)
+    (folder / "logs").rmdir()
+    assert judged(capsys, folder)[0] == 0
+    (folder / "plan.json").unlink()
+    (folder / "plan.json").symlink_to("gone.json")
+    status, text = judged(capsys, folder)
+    assert status == 2 and "plan.json is a link to gone.json, which is not there" in text
 
 
 def test_two_sets(tmp_path, capsys):
@@ -440,11 +498,11 @@ def test_time_needs_p_below_a_hundredth(tmp_path, capsys):
     slower = [(loss, ms + 60) for loss, ms in fake_runs.RECURSIVE[1:]]
     this = write_upstream(tmp_path / "new", faster)
     base = write_upstream(tmp_path / "old", slower)
-    _, printed = judged(capsys, this, base)
+    _, printed = judged(capsys, this, base, *ON_8XH100)
     (p,) = re.findall(r"time, s \| -0\.\d+ \| Welch[^|]* p = (0\.\d+)", printed)
     assert 0.01 < float(p) < 0.05
     message = f"not faster than the baseline: p = {p}"
-    assert any(message in found for found in fails(capsys, this, base))
+    assert any(message in found for found in fails(capsys, this, base, *ON_8XH100))
 
 
 def test_a_target_instead_of_a_track(tmp_path, capsys):
@@ -488,7 +546,7 @@ def test_8xh100_takes_both_records_and_no_other_preset(tmp_path, capsys):
         status, text = judged(capsys, folder)
         assert status == 0 and "FAIL" not in text
     found = fails(capsys, *both)  # as if one were a version of the other
-    assert found[0].startswith("different argv: ['record', '--target', '0'] / ['record92', ")
+    assert found[0].startswith("different argv: record --target 0 / record92 ")
     tiny = write_8xh100(tmp_path / "tiny", "tiny")
     assert fails(capsys, tiny, "--track", "8xh100") == [
         "run with tiny --target 0; a record is what the file does with record or record92 "
@@ -496,7 +554,7 @@ def test_8xh100_takes_both_records_and_no_other_preset(tmp_path, capsys):
     ]
     shutil.copy(log(both[0], 0), log(both[1], 0))
     found = " ".join(fails(capsys, both[1]))
-    assert "different argv: ['record', '--target', '0'] / ['record92', " in found
+    assert "different argv: record --target 0 / record92 " in found
     assert "different config: preset" in found
 
 
@@ -522,14 +580,15 @@ def test_two_equal_losses_of_four_digits_are_no_repeat(tmp_path, capsys):
     """They are one where a log has more losses. NaN is no loss."""
     folder = write_upstream(tmp_path / "x", [(3.278, 80000), (3.279, 80100), (3.2779, 80050)])
     (folder / "run01.txt").write_text(fake_runs.upstream(3.278, 80100))
-    assert fails(capsys, folder) == []
+    assert fails(capsys, folder, *ON_8XH100) == []
     end = "step:1390/1390 train"
     more = "step:300/1390 val_loss:4 train_time:9300ms step_avg:36ms\n"
     for path in folder.iterdir():
         path.write_text(path.read_text().replace(end, more + end))
-    assert fails(capsys, folder) == ["run01.txt has, at every step, the losses of run00.txt"]
+    found = fails(capsys, folder, *ON_8XH100)
+    assert found == ["run01.txt has, at every step, the losses of run00.txt"]
     (folder / "run01.txt").write_text(fake_runs.upstream(float("nan"), 80100))
-    assert "run01.txt: not finite" in fails(capsys, folder)
+    assert "run01.txt: not finite" in fails(capsys, folder, *ON_8XH100)
 
 
 def test_the_judge_needs_no_packages_and_executes_no_source(tmp_path):
@@ -539,7 +598,8 @@ def test_the_judge_needs_no_packages_and_executes_no_source(tmp_path):
     for name in "runs.py", "messages.py", "fits.py":
         (folder / name).write_text(evil)
     command = [sys.executable, "-S", verify.__file__, "."]  # -S: without site-packages
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    env = {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "") and not flag.exists()
 
 
@@ -594,6 +654,8 @@ def test_what_is_no_plan_is_one_line(tmp_path, capsys, content):
     ("added", [], "added of .* cannot be"),
     ("created", 1, "created of .* cannot be 1"),
     ("created", "11/21/2026", "has '11/21/2026' for a time like"),
+    ("arguments", ["a\0b"], "has a character that no argument"),
+    ("arms", {"\ud800": ""}, "has a character that no argument"),
     ("arguments", [1], "a part of arguments of .* cannot be 1"),
 ])  # fmt: skip
 def test_a_plan_of_another_form_is_one_line(tmp_path, capsys, name, value, why):
@@ -604,10 +666,10 @@ def test_a_plan_of_another_form_is_one_line(tmp_path, capsys, name, value, why):
 
 
 @pytest.mark.parametrize("encoding, output, status", [
-    ("ascii", "| cat", 0), ("utf-8", ">&-", 0), ("utf-8", ">/dev/full", 2),
+    ("ascii", "| cat", 0), ("utf-8", ">&-", 2), ("utf-8", ">/dev/full", 2),
 ])  # fmt: skip
 def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, status):
-    """On every terminal and pipe."""
+    """On every terminal and pipe. A report that is printed nowhere is none."""
     folder = write_ours(tmp_path / "x")
     command = f"{sys.executable} -S {verify.__file__} {folder} {output}"
     environment = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": encoding}
