@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -45,6 +46,11 @@ TOKENS = {  # by the tokenizer in config.json
 }
 
 
+def as_utf8(name: str) -> str:
+    """The name of a file with ? for those of its bytes that are not UTF-8."""
+    return name.encode("utf-8", "replace").decode()
+
+
 def training_text(config: dict) -> Text:
     """The entry of TEXTS, or one with the folder's name."""
     return TEXTS.get(config["data"], Text(config["data"] or "a text without a name"))
@@ -74,7 +80,7 @@ def describe(w: weights.Weights) -> dict:
     }
     tokenizers = {(257, 256): "bytes", (50257, 50256): "gpt2"}
     # Only the names, because the paths of this machine are of no use elsewhere.
-    names = {key: Path(w.config[key]).name for key in ("data", "prefixes")}
+    names = {key: as_utf8(Path(w.config[key]).name) for key in ("data", "prefixes")}
     return (
         w.config
         | names
@@ -142,12 +148,12 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
         language=text.language,
         datasets=text.dataset,
         metrics=["loss"],
-        model_name=w.path.stem,
+        model_name=as_utf8(w.path.stem),
         eval_results=[val_loss],
     )
     facts = re.findall(r'^(?:versions|devices|driver|git|seed|data) [\[{"\d].*', log, re.M)
     blanks = dict(
-        run=w.path.stem,
+        run=as_utf8(w.path.stem),
         text=text.name,
         prompt=text.prompt,
         result=json.dumps(w.result),
@@ -171,6 +177,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
             )
     present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
     is_export = "reference.py" in present and present <= {*FILES}
+    is_export = is_export and all((out / name).is_file() for name in present)
     if out.is_file() or (present and not is_export):
         refuse(f"{out} is neither empty nor an export: name a new folder")
     log = read_log(w)
@@ -182,7 +189,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
         (part / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
         config = describe(w)
         (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        about = dict(run=w.path.stem, result=json.dumps(w.result))
+        about = dict(run=as_utf8(w.path.stem), result=json.dumps(w.result))
         write_safetensors(part / "model.safetensors", w.arrays, about)
         try:
             gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
@@ -195,7 +202,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
             (part / name).replace(out / name)
     print(f"wrote {', '.join(sorted(FILES))} to {out}")
     prompt = training_text(config).prompt
-    print(f"next: .venv/bin/python '{out}/reference.py' '{prompt}'")
+    print(f"next: {shlex.join(['.venv/bin/python', f'{out}/reference.py', prompt])}")
 
 
 def read_log(w: weights.Weights) -> str:
