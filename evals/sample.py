@@ -136,7 +136,7 @@ def main() -> None:
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
     w = weights.open_weights(args.weights, args.script, checkpoints=True)
-    coder = weights.tokenizer(w.c)
+    coder = weights.tokenizer(w)
 
     def last_logits(x, head, _, last):
         return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])
