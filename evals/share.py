@@ -47,7 +47,7 @@ def check_arguments(repo: str, endpoint: str) -> None:
             "from HF_TOKEN, or type .venv/bin/hf auth login"
         )
     if "@" in endpoint:  # huggingface_hub would send that password in place of the token
-        refuse("HF_ENDPOINT contains a user or a password: remove them, a hub takes your token")
+        refuse("HF_ENDPOINT has a user or a password, which would replace your token: remove it")
 
 
 def explain(error: Exception, hub: str, repo: str) -> str:

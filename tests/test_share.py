@@ -286,7 +286,7 @@ def test_a_token_that_no_hub_gives_gets_a_line_without_it(share_it, hub, monkeyp
     (answers(200, {}), "me/a", "is no hub, or a login page answers for it: check HF_ENDPOINT and"),
     (answers(200, b"<html>"), "me/a", "for it: check HF_ENDPOINT and the network (JSONDecodeError"),
     (endpoint("htp://x"), "me/a", "htp://x is no hub, or a login page answers for it: check"),
-    (endpoint("http://me:good@x"), "me/a", "HF_ENDPOINT contains a user or a password: remove"),
+    (endpoint("http://me:good@x"), "me/a", "HF_ENDPOINT has a user or a password, which would"),
     (odd, "me/a", "did not take the upload to me/a (BadRequestError: "),
 ])  # fmt: skip
 def test_what_the_hub_refuses_gets_a_line(share_it, hub, monkeypatch, trouble, argv, message):
