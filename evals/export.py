@@ -1,6 +1,7 @@
 """Writes a folder that works without this repository: the weights as safetensors, config.json, a
 model card, and reference.py, the model in NumPy."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,12 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from huggingface_hub import EvalResult, ModelCardData
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import reference
 import weights
 from weights import ROOT, refuse, shards
+
+try:
+    with contextlib.redirect_stdout(None):  # it would print the error, and with it a password
+        from huggingface_hub import EvalResult, HfApi, ModelCardData  # noqa: F401 - HfApi: share.py
+except ValueError:
+    refuse("huggingface_hub cannot read HF_ENDPOINT, or a number in an HF_HUB_... variable: "
+           "correct it, or unset it")  # fmt: skip
 
 # reference.py comes first: with it, an export that was interrupted is recognized and replaced.
 FILES = "reference.py", "config.json", "model.safetensors", "README.md"

@@ -13,13 +13,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, get_token
-from huggingface_hub.utils import validate_repo_id
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import export
 import weights
+from export import HfApi
 from weights import refuse, shards
+
+# isort: split
+# After export, which exits with a line if huggingface_hub cannot be imported.
+from huggingface_hub import errors, get_token
+from huggingface_hub.utils import validate_repo_id
 
 # Errors of a server that is no hub, or of an address that is none.
 NO_HUB = (
@@ -70,8 +73,8 @@ def explain(error: Exception, hub: str, repo: str) -> str:
         return "HF_HUB_OFFLINE is set: unset it"
     if type(error).__name__ in NO_HUB or status == 511:
         return (
-            f"{hub} is no hub, or a login page answers for it: check HF_ENDPOINT and the network "
-            f"({type(error).__name__}: {why})"
+            f"{hub} is no hub, or a login page answers for it: check HF_ENDPOINT, the proxy "
+            f"and the network ({type(error).__name__}: {why})"
         )
     if status is None:
         fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")

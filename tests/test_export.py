@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -292,6 +293,17 @@ def test_a_text_that_cannot_be_printed(exports, monkeypatch, capsys, error, stat
     with pytest.raises(SystemExit) as stopped:
         call(reference, "x")
     assert (stopped.value.code, capsys.readouterr().err) == (status, message)
+
+
+def test_a_variable_that_huggingface_hub_cannot_read_gets_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "10s")
+    for name in [*sys.modules]:  # it reads its variables when it is imported
+        if name.partition(".")[0] == "huggingface_hub":
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(export.__file__)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "cannot read HF_ENDPOINT, or a number in an" in err
 
 
 # The last column begins with the tool that is called.
