@@ -290,7 +290,7 @@ def pieces(args):
         encode = vocabulary.encode_ordinary
         piece = vocabulary.decode_single_token_bytes
     tokens = [c.eot, *encode(args.prompt)]
-    yield args.prompt.encode("utf-8", "surrogateescape")  # its bytes, also if it is no UTF-8
+    yield args.prompt.encode("utf-8", "surrogateescape")  # the bytes that were typed
     rng = np.random.default_rng(args.seed)
     for _ in range(args.tokens):
         z_V = logits(tokens, c, weights)[-1]

@@ -29,8 +29,9 @@ NO_HUB = (
     "TooManyRedirects DecodingError UnsupportedProtocol InvalidURL JSONDecodeError "
     "UnicodeDecodeError KeyError TypeError AttributeError"
 ).split()
-BUSY = 408, 425, 429  # and those of a server from 500 on, except
-FINAL = 501, 505, 507, 508, 510, 511  # which a second try meets as well
+# A second try may help after these statuses, and after those from 500 on that are not in FINAL.
+BUSY = 408, 425, 429
+FINAL = 501, 505, 507, 508, 510, 511
 
 
 def check_arguments(repo: str, endpoint: str) -> None:

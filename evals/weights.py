@@ -71,7 +71,8 @@ class Weights(NamedTuple):
 
 def refuse(message: object) -> NoReturn:
     """Exits with status 2 and one line that begins with the tool's name."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    text = " ".join(str(message).splitlines())  # names may have newlines
+    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
     sys.exit(2)
 
 

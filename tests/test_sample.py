@@ -347,6 +347,7 @@ BAD = {
     "a folder": (lambda _, tmp_path: tmp_path, "is a folder: name a file of weights in it"),
     "a device": (lambda *_: Path("/dev/null"), "/dev/null: It is a pipe or a device"),
     "nothing": (lambda *x: cut(*x, 0), "is no file of weights, but empty: get it again"),
+    "two lines": (lambda _, x: content(x, b"").rename(x / "a\nb"), "a b is no file of weights"),
     "truncated": (lambda *x: cut(*x, 50_000), "but the beginning of a file that was cut off"),
     "a pointer": (lambda _, x: content(x, b"version https://git-lfs.github.com/"), "git lfs pull"),
     "a page": (lambda _, x: content(x, b"\n<!DOCTYPE html>"), "but HTML or XML, perhaps a"),
