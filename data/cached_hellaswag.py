@@ -50,11 +50,11 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:
 
             rows = parquet.read_table(path).to_pylist()
         else:
-            rows = path.read_bytes().splitlines()
+            rows = path.read_bytes().rstrip().splitlines()
         for number, row in enumerate(rows, 1):
             place = f"{path}:{number}"
             if isinstance(row, bytes):
-                row = json.loads(row)
+                row = json.loads(row.decode("utf-8-sig"))
             match row:
                 case {"ctx": str(ctx), "endings": [str(), str(), str(), str()] as endings,
                       "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label} if ctx:  # fmt: skip

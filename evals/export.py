@@ -1,10 +1,12 @@
 """Writes a folder that works without this repository: the weights as safetensors, config.json, a
 model card, and reference.py, the model in NumPy."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -12,12 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from huggingface_hub import EvalResult, ModelCardData
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import reference
 import weights
 from weights import ROOT, refuse, shards
+
+try:
+    with contextlib.redirect_stdout(None):  # it would print the error, and with it a password
+        from huggingface_hub import EvalResult, HfApi, ModelCardData  # noqa: F401 - HfApi: share.py
+except ValueError:
+    refuse("huggingface_hub cannot read HF_ENDPOINT, or a number in an HF_HUB_... variable: "
+           "correct it, or unset it")  # fmt: skip
 
 # reference.py comes first: with it, an export that was interrupted is recognized and replaced.
 FILES = "reference.py", "config.json", "model.safetensors", "README.md"
@@ -43,6 +51,11 @@ TOKENS = {  # by the tokenizer in config.json
     "gpt2": dict(unit="token", token="one of GPT-2's", packages="NumPy and tiktoken"),
     None: dict(unit="token", token="a number of a vocabulary unknown to us", packages="NumPy"),
 }
+
+
+def as_utf8(name: str) -> str:
+    """The name of a file with ? for those of its bytes that are not UTF-8."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def training_text(config: dict) -> Text:
@@ -74,7 +87,7 @@ def describe(w: weights.Weights) -> dict:
     }
     tokenizers = {(257, 256): "bytes", (50257, 50256): "gpt2"}
     # Only the names, because the paths of this machine are of no use elsewhere.
-    names = {key: Path(w.config[key]).name for key in ("data", "prefixes")}
+    names = {key: as_utf8(Path(w.config[key]).name) for key in ("data", "prefixes")}
     return (
         w.config
         | names
@@ -142,12 +155,12 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
         language=text.language,
         datasets=text.dataset,
         metrics=["loss"],
-        model_name=w.path.stem,
+        model_name=as_utf8(w.path.stem),
         eval_results=[val_loss],
     )
     facts = re.findall(r'^(?:versions|devices|driver|git|seed|data) [\[{"\d].*', log, re.M)
     blanks = dict(
-        run=w.path.stem,
+        run=as_utf8(w.path.stem),
         text=text.name,
         prompt=text.prompt,
         result=json.dumps(w.result),
@@ -171,6 +184,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
             )
     present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
     is_export = "reference.py" in present and present <= {*FILES}
+    is_export = is_export and all((out / name).is_file() for name in present)
     if out.is_file() or (present and not is_export):
         refuse(f"{out} is neither empty nor an export: name a new folder")
     log = read_log(w)
@@ -182,7 +196,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
         (part / "reference.py").write_bytes(Path(reference.__file__).read_bytes())
         config = describe(w)
         (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        about = dict(run=w.path.stem, result=json.dumps(w.result))
+        about = dict(run=as_utf8(w.path.stem), result=json.dumps(w.result))
         write_safetensors(part / "model.safetensors", w.arrays, about)
         try:
             gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
@@ -195,7 +209,7 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
             (part / name).replace(out / name)
     print(f"wrote {', '.join(sorted(FILES))} to {out}")
     prompt = training_text(config).prompt
-    print(f"next: .venv/bin/python '{out}/reference.py' '{prompt}'")
+    print(f"next: {shlex.join(['.venv/bin/python', f'{out}/reference.py', prompt])}")
 
 
 def read_log(w: weights.Weights) -> str:

@@ -113,7 +113,7 @@ def main() -> None:
     if args.file and not args.file.is_file():
         weights.refuse(f"no such file: {args.file}")
     w = weights.open_weights(args.weights, args.script)
-    coder = weights.tokenizer(w.c)
+    coder = weights.tokenizer(w)
     start = time.perf_counter()
     try:
         path = args.file or cached_hellaswag.fetch()

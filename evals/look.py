@@ -6,6 +6,7 @@ weights it draws the losses only."""
 import dataclasses
 import math
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -479,33 +480,42 @@ def main() -> None:
     cli.add_argument("--out", type=Path, help="folder for the pictures; default: <run>_look")
     cli.add_argument("--data", type=Path, help="folder with shards; default: that of the run")
     args = cli.parse_args()
-    if not args.weights.is_file():
-        refuse(f"there is no file {args.weights}")
-    path = args.weights.with_suffix(".npz")
-    log = args.weights if args.weights != path else path.with_suffix(".txt")
+    path = args.weights
+    if not path.is_file():
+        refuse(f"there is no file {path}")
+    log = path.with_suffix(".txt")
+    if path.suffix not in (".npz", ".state") and not zipfile.is_zipfile(path):
+        log = path
+        path = path.with_suffix(".npz")
     out = args.out or path.with_name(f"{path.stem}_look")
     plt.rcParams.update(STYLE)
     try:
         run = runs.read(log) if log.exists() else None
     except runs.Unreadable as error:
         refuse(f"{log} is no log of a run: {error}")
-    out.mkdir(parents=True, exist_ok=True)
-    check_place(out / "loss")
-    pictures = []
-    if run:
-        plot_log(run, out / "loss")
-        pictures.append("loss")
-    if path.exists():
+    has_weights = path.exists()
+    if has_weights:  # they are checked before the first picture is drawn
         w = open_weights(path, args.script)
         tokens = text(w, args.data or ROOT / w.config["data"])
+    out.mkdir(parents=True, exist_ok=True)
+    check_place(out / "loss")
+
+    def report(name: str) -> None:
+        print(f"{out / name}.svg: {SHOWS[name]}", flush=True)
+
+    if run:
+        plot_log(run, out / "loss")
+        report("loss")
+    if has_weights:
         heads, gates, sums = observe(w, tokens)
         draw_reach(out, w, tokens, heads)
+        report("reach")
         draw_gates(out, w, gates)
+        report("gates")
         draw_streams(out, sums)
+        report("streams")
         draw_singular(out, w)
-        pictures += ["reach", "gates", "streams", "singular"]
-    for name in pictures:
-        print(f"{out / name}.svg: {SHOWS[name]}")
+        report("singular")
 
 
 if __name__ == "__main__":

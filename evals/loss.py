@@ -107,7 +107,7 @@ def main() -> None:
     if len(shard) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
                        "lower --tokens or --T")  # fmt: skip
-    piece = weights.tokenizer(c).piece
+    piece = weights.tokenizer(w).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     unit = "byte" if lengths.max() == 1 else "token"
     try:

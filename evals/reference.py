@@ -3,7 +3,8 @@ the same folder.
 
     python reference.py "prompt" [--tokens N] [--temperature T] [--seed S]
 
-Written to be read from the top down, not to be fast: one sequence, float32, no cache.
+Written to be read from the top down, not to be fast: one sequence, float32, no cache. It has no
+limit of length, but nobody has measured the model beyond val_T tokens (see config.json).
 Names end in their dimensions: T position, S position of a key, D model, R hidden of a gate net,
 H head, K head channel, F hidden of the MLP, V token, N term of a sum. x is the residual stream.
 """
@@ -280,7 +281,7 @@ def mix(weights_TN, streams):
 def pieces(args):
     """Yields the bytes of the prompt, and those of each token of its continuation."""
     c, weights = load(Path(__file__).resolve().parent)
-    encode = lambda text: [*text.encode()]
+    encode = lambda text: [*text.encode("utf-8", "surrogateescape")]
     piece = lambda token: bytes([token])
     if c.tokenizer != "bytes":
         import tiktoken  # its vocabulary comes from the network, or TIKTOKEN_CACHE_DIR
@@ -289,7 +290,7 @@ def pieces(args):
         encode = vocabulary.encode_ordinary
         piece = vocabulary.decode_single_token_bytes
     tokens = [c.eot, *encode(args.prompt)]
-    yield args.prompt.encode()
+    yield args.prompt.encode("utf-8", "surrogateescape")  # the bytes that were typed
     rng = np.random.default_rng(args.seed)
     for _ in range(args.tokens):
         z_V = logits(tokens, c, weights)[-1]
@@ -312,8 +313,8 @@ def main():
     args = cli.parse_args()
     if args.tokens < 1 or args.seed < 0:
         cli.error("--tokens begins at 1, --seed at 0")
-    if not 0 <= args.temperature < math.inf:
-        cli.error("--temperature is at least 0, and finite")
+    if not 0 <= args.temperature <= 1e6:  # refuses nan, too
+        cli.error("--temperature is from 0 to 1e6")
     try:
         out = open(1, "wb", buffering=0, closefd=False)  # stdout, unbuffered: tokens show at once
         for piece in pieces(args):

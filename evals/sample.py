@@ -130,13 +130,13 @@ def main() -> None:
     if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
         refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
     if args.samples > 10_000:
-        refuse("--samples is at most 10000: make more with another --seed")
+        refuse("--samples is at most 10,000: make more with another --seed")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
     w = weights.open_weights(args.weights, args.script, checkpoints=True)
-    coder = weights.tokenizer(w.c)
+    coder = weights.tokenizer(w)
 
     def last_logits(x, head, _, last):
         return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])

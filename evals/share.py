@@ -13,17 +13,30 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, get_token
-from huggingface_hub.utils import validate_repo_id
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import export
 import weights
+from export import HfApi
 from weights import refuse, shards
 
+# isort: split
+# After export, which exits with a line if huggingface_hub cannot be imported.
+from huggingface_hub import errors, get_token
+from huggingface_hub.utils import validate_repo_id
 
-def check_arguments(repo: str) -> None:
-    """Exits with status 2 if no hub could accept the name or the token. Raises OSError."""
+# Errors of a server that is no hub, or of an address that is none.
+NO_HUB = (
+    "TooManyRedirects DecodingError UnsupportedProtocol InvalidURL JSONDecodeError "
+    "UnicodeDecodeError KeyError TypeError AttributeError"
+).split()
+# A second try may help after these statuses, and after those from 500 on that are not in FINAL.
+BUSY = 408, 425, 429
+FINAL = 501, 505, 507, 508, 510, 511
+
+
+def check_arguments(repo: str, endpoint: str) -> None:
+    """Exits with status 2 if no hub could accept the name, the token or HF_ENDPOINT. Raises
+    OSError."""
     try:
         validate_repo_id(repo)
     except errors.HFValidationError:
@@ -37,22 +50,33 @@ def check_arguments(repo: str) -> None:
             "your token contains characters that tokens never have, such as quotes: remove them "
             "from HF_TOKEN, or type .venv/bin/hf auth login"
         )
+    if "@" in endpoint:  # huggingface_hub would send that password in place of the token
+        refuse("HF_ENDPOINT has a user or a password, which would replace your token: remove it")
 
 
 def explain(error: Exception, hub: str, repo: str) -> str:
     """What the Hub, or the way to it, did not allow, and what to do, in one line."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    why = " ".join(str(error).split())[:300] or type(error).__name__
+    why = " ".join(str(error).split()) or type(error).__name__
+    token = get_token()
+    if token:  # a server may repeat it
+        why = why.replace(token, "<your token>")
+    why = why[:300]
     if isinstance(error, errors.LocalTokenNotFoundError):
         return "you are not logged in: type .venv/bin/hf auth login, or set HF_TOKEN"
     if status == 401:
         return f"{hub} does not accept your token: type .venv/bin/hf auth login, or set HF_TOKEN"
     if status == 403:
         return f"your token may not write to {repo}: take one that may, or another name ({why})"
-    if status and (status == 429 or status >= 500):
+    if status in BUSY or (status and status >= 500 and status not in FINAL):
         return f"{hub} is busy or out of order: try again later ({why})"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
+    if type(error).__name__ in NO_HUB or status == 511:
+        return (
+            f"{hub} is no hub, or a login page answers for it: check HF_ENDPOINT, the proxy "
+            f"and the network ({type(error).__name__}: {why})"
+        )
     if status is None:
         fault = shards.certificate_fault("SSL_CERT_FILE", "SSL_CERT_DIR")
         if fault:
@@ -104,7 +128,7 @@ def main() -> None:
     repo = args.repo
     if repo is not None:  # before the export, because that may take minutes
         with errors_as_lines(api.endpoint, repo):
-            check_arguments(repo)
+            check_arguments(repo, api.endpoint)
             repo = find_place(api, repo, args.private)
     w = export.open_on_cpu(args.weights, args.script)
     out = args.out or w.path.with_name(f"{w.path.stem}_export")
@@ -113,6 +137,7 @@ def main() -> None:
         command = ["./run.sh", "share", *sys.argv[1:], "YOUR_NAME/my-gpt"]
         print(f"to upload it: {shlex.join(command)}")
         return
+    name = export.as_utf8(w.path.stem)
     with errors_as_lines(api.endpoint, repo):
         # None leaves it to the settings of an organization.
         page = api.create_repo(repo, private=args.private or None, exist_ok=True)
@@ -120,7 +145,7 @@ def main() -> None:
             repo_id=repo,
             folder_path=out,
             allow_patterns=sorted(export.FILES),
-            commit_message=f"{w.path.stem}, validation loss {w.result['val_loss']:.4f}",
+            commit_message=f"{name}, validation loss {w.result['val_loss']:.4f}",
         )
     print(f"uploaded to {page}")
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -70,7 +71,8 @@ class Weights(NamedTuple):
 
 def refuse(message: object) -> NoReturn:
     """Exits with status 2 and one line that begins with the tool's name."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    text = " ".join(str(message).splitlines())  # names may have newlines
+    print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -88,8 +90,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def open_script(path: Path) -> ModuleType:
     """Imports a copy of train_gpt.py; exits with status 2 if it is not one."""
+    if path.is_dir():
+        refuse(f"--script {path} is a folder: name the script that trained the weights")
     try:
-        spec = importlib.util.spec_from_file_location("train_gpt", path)
+        # It is Python also where its name does not end in .py.
+        loader = importlib.machinery.SourceFileLoader("train_gpt", str(path))
+        spec = importlib.util.spec_from_loader("train_gpt", loader)
         code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(code)
     except (Exception, SystemExit) as error:
@@ -292,7 +298,7 @@ def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints
     try:
         c = make_config(code, config)
         if result["steps"] not in range(c.total_steps + 1):
-            raise ValueError(f"{result['steps']} of {c.total_steps} steps")
+            raise ValueError(f"{result['steps']!r} of {c.total_steps} steps")
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
@@ -392,9 +398,9 @@ def logits(w: Weights, x: Array, head: Array) -> Array:
     return w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
 
 
-def tokenizer(c: Any) -> SimpleNamespace:
-    """shards.coder for a Config; exits with status 2 if it has none."""
+def tokenizer(w: Weights) -> SimpleNamespace:
+    """shards.coder for a run's tokens; exits with status 2 if there is none."""
     try:
-        return shards.coder(c.vocab, c.eot)
+        return shards.coder(w.c.vocab, w.c.eot)
     except shards.Fault as fault:
-        refuse(fault)
+        refuse(f"{w.path} has {w.c.vocab} tokens and its end-of-text is {w.c.eot}: {fault}")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -167,8 +168,8 @@ def test_the_end_of_a_document_ends_a_text(exports, monkeypatch, capfd):
     coming = [*"é!".encode(), 256, 0]
     monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
     monkeypatch.setattr(reference, "logits", lambda *_: 99 * np.eye(257)[[coming.pop(0)]])
-    call(reference, "h")
-    assert (capfd.readouterr().out, coming) == ("hé!\n", [0])
+    call(reference, "h\udcc3\udca9")  # as Python reads bytes that its locale does not know
+    assert (capfd.readouterr().out, coming) == ("héé!\n", [0])
 
 
 def test_a_text_is_a_sample_at_the_temperature(exports, monkeypatch, capfd):
@@ -216,7 +217,7 @@ def test_the_card_of_a_trained_model(trained, tmp_path):
     (path,) = trained.glob("logs/*.npz")
     done = start(ROOT / "evals/export.py", path, "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "next: .venv/bin/python 'out/ref" in done.stdout
+    assert "next: .venv/bin/python out/ref" in done.stdout
     card = (tmp_path / "out/README.md").read_text()
     log = path.with_suffix(".txt").read_text()
     assert float(re.search(r"within (\S+) of", card)[1]) < 1e-4
@@ -245,7 +246,16 @@ def test_the_card_names_a_known_text_and_how_to_try_the_model(
     assert (result.metric_type, result.metric_value) == ("loss", 1.25)
     assert result.metric_name.endswith("per byte" if name == "tiny" else "per token")
     assert f'python reference.py "{prompt}"\n' in card.text
-    assert made.printed.endswith(f"next: .venv/bin/python '{made.out}/reference.py' '{prompt}'\n")
+    command = made.printed.partition("next: ")[2]
+    assert shlex.split(command) == [".venv/bin/python", f"{made.out}/reference.py", prompt]
+
+
+def test_names_that_are_not_utf8_are_written_with_question_marks(exports):
+    w = weights.open_weights(exports["tiny"].path, TRAIN)
+    w = w._replace(path=Path("a\udcff.npz"), config=w.config | dict(data="b\udcff"))
+    config = export.describe(w)
+    card = export.write_card(config, w, "", 0.0)
+    assert config["data"] == "b?" and "# jNanoGPT: a?\n" in card and card.encode()
 
 
 @pytest.mark.parametrize("name, value", [("val_loss", np.nan), ("val_loss", None), ("tokens", "9")])
@@ -285,10 +295,23 @@ def test_a_text_that_cannot_be_printed(exports, monkeypatch, capsys, error, stat
     assert (stopped.value.code, capsys.readouterr().err) == (status, message)
 
 
+def test_a_variable_that_huggingface_hub_cannot_read_gets_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "10s")
+    for name in [*sys.modules]:  # it reads its variables when it is imported
+        if name.partition(".")[0] == "huggingface_hub":
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(export.__file__)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "cannot read HF_ENDPOINT, or a number in an" in err
+
+
 # The last column begins with the tool that is called.
 @pytest.mark.parametrize("before, argv, message", [
     ("rm -r out; touch out", "w.npz out", "export.py: out is neither empty nor an export"),
     ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
+    ("cd out; rm model.*; mkdir model.safetensors", "w.npz out",
+     "export.py: out is neither empty nor an export"),
     ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
     ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is no file of weights"),
     ("echo x > w.txt", "w.npz out", "export.py: w.txt is not the log of w.npz: put the right"),
@@ -301,7 +324,8 @@ def test_a_text_that_cannot_be_printed(exports, monkeypatch, capsys, error, stat
     ("cd out; truncate -s -4 model.*; printf '\\0\\0\\300\\177' >>model.safetensors", "x",
      "reference.py: ValueError: gates_input.b2 has numbers that are not finite"),
     ("true", "x --seed -1", "reference.py: --tokens begins at 1, --seed at 0"),
-    ("true", "x --temperature nan", "reference.py: --temperature is at least 0"),
+    ("true", "x --temperature nan", "reference.py: --temperature is from 0 to 1e6"),
+    ("true", "x --temperature 1e308", "reference.py: --temperature is from 0 to 1e6"),
     ("rm out/config.json", "x", "reference.py: FileNotFoundError"),
     ("true", "", "reference.py: the following arguments are required: prompt"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pyarrow
 import pytest
+import shards
 import weights
 from hub import Hub
 from pyarrow import parquet
@@ -28,7 +29,7 @@ from tests.tools import PHRASE, bank_matrices, bigram_rows
 TRAIN = Path(train_gpt.__file__).resolve()
 SCRIPT = Path(hellaswag.__file__)
 SOURCE = SCRIPT.read_text()
-ENCODE = weights.tokenizer(train_gpt.PRESETS["tiny"]).encode
+ENCODE = shards.coder(257, 256).encode
 read = lambda path: [*hellaswag.tokenize(cached_hellaswag.read(path), ENCODE)]
 CONTEXT = PHRASE[-7:] + PHRASE[:7]  # of all examples
 ON = "sat on a mat, the cat " * 3  # the likeliest ending
@@ -179,11 +180,16 @@ def test_parquet_is_read_and_what_is_bad_is_named(its, tmp_path, monkeypatch):
     changes = [dict(endings=["a", "b", "c"]), dict(endings=["a", "b", "c", 4]), dict(label=4)]
     changes += [dict(label=""), *(dict(ctx=ctx) for ctx in ("", None, "\ud800", "a" * 2029))]
     bad = [json.dumps(ROWS[0] | change).encode() for change in changes]
-    for line in (b"{", b"[1]", b"", b'"\xe9"', b"[" * 99_999, *bad):
+    good = json.dumps(ROWS[0]).encode()
+    for line in (b"{", b"[1]", b"\n" + good, good + b"\xe9", b"[" * 99_999, *bad):
         file = tmp_path / "x"
-        file.write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
+        file.write_bytes(good + b"\n" + line + b"\n")
         messages = f"{file}:2 is no example of HellaSwag: ", "row 2 has 2050 tokens, more than 2049"
         assert fault_of(file).startswith(messages)
+    file.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\n")  # an editor's mark, and an empty last line
+    assert len(read(file)) == 1
+    file.write_text(good.decode(), encoding="utf-16")
+    assert f"{file}:1 is no example of HellaSwag: 'utf-8' codec can't" in fault_of(file)
     with pytest.raises(FileNotFoundError):  # which one_line() explains
         read(tmp_path / "none.jsonl")
     good, bad, other = (tmp_path / f"{name}.parquet" for name in ("x", "y", "z"))

@@ -1,8 +1,10 @@
 """evals/look.py: the numbers in its pictures, for weights and attention that are known."""
 
 import dataclasses
+import json
 import re
 import runpy
+import shutil
 import sys
 
 import look
@@ -292,7 +294,15 @@ def test_a_dollar_in_the_name_of_weights_is_no_formula(tmp_path):
 
 def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
     folder, (w, *_), _ = trained
+    shutil.copy(w.path, folder / "best")
+    shutil.copy(LOG, folder / "cut.txt")
+    (folder / "cut.npz").write_bytes(w.path.read_bytes()[:9999])
+    with open(folder / "3.state", "wb") as file:
+        np.savez(file, facts=json.dumps(dict(command="./run.sh tiny")))
     for argv, message in {
+        f"{folder}/cut.npz": "but the beginning of a file that was cut off",
+        f"{folder}/3.state": "is a checkpoint, which only sample and loss read; this makes weights",
+        f"{folder}/best --data {folder}/none": "no such file or folder: ",
         f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
         f"{folder}/none.npz": "there is no file ",
         f"{w.path} --data {folder}/none": "no such file or folder: ",
@@ -305,3 +315,14 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
             runpy.run_path(look.__file__, run_name="__main__")
         out, err = capsys.readouterr()
         assert (out, err[:9], err.count("\n")) == ("", "look.py: ", 1) and message in err
+    assert [*folder.glob("*_look")] == []
+
+
+def test_a_picture_is_reported_before_the_next_one_is_drawn(trained, tmp_path, monkeypatch, capsys):
+    shutil.copy(trained[1][0].path, tmp_path / "a.npz")
+    shutil.copy(LOG, tmp_path / "a.txt")
+    monkeypatch.setattr(look, "observe", lambda *_: [][0])
+    monkeypatch.setattr(sys, "argv", ["look.py", str(tmp_path / "a.npz")])
+    with pytest.raises(IndexError):
+        look.main()
+    assert capsys.readouterr().out == f"{tmp_path}/a_look/loss.svg: {look.SHOWS['loss']}\n"

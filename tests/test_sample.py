@@ -186,7 +186,7 @@ def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys)
     monkeypatch.setattr(sys, "stdout", out)
     how = argparse.Namespace(**HOW | dict(tokens=99))
     w, _ = model
-    sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
+    sample.print_samples("> ", run, w, weights.tokenizer(w), how)
     assert (out.getvalue(), coming, shown) == ("> é€\ufffd!\n", [], [])
 
 
@@ -199,7 +199,7 @@ def test_a_sample_that_has_ended_says_no_more(model, capsys):
 
     how = argparse.Namespace(**HOW | dict(samples=2))
     w, _ = model
-    sample.print_samples("> ", run, w, weights.tokenizer(w.c), how)
+    sample.print_samples("> ", run, w, weights.tokenizer(w), how)
     assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
 
 
@@ -209,7 +209,7 @@ def test_a_full_context_is_told(wanted, token, told, model, capsys):
     w, _ = model
     run = lambda tokens, last: np.eye(257)[[token]]
     how = argparse.Namespace(**HOW | dict(tokens=wanted))
-    sample.print_samples("x" * 253, run, w, weights.tokenizer(w.c), how)
+    sample.print_samples("x" * 253, run, w, weights.tokenizer(w), how)
     line = "The context of 256 tokens is full: a prompt of 253 leaves room for 2, not for 3.\n"
     assert capsys.readouterr().err.partition("[1 x")[0] == told * line
 
@@ -347,6 +347,7 @@ BAD = {
     "a folder": (lambda _, tmp_path: tmp_path, "is a folder: name a file of weights in it"),
     "a device": (lambda *_: Path("/dev/null"), "/dev/null: It is a pipe or a device"),
     "nothing": (lambda *x: cut(*x, 0), "is no file of weights, but empty: get it again"),
+    "two lines": (lambda _, x: content(x, b"").rename(x / "a\nb"), "a b is no file of weights"),
     "truncated": (lambda *x: cut(*x, 50_000), "but the beginning of a file that was cut off"),
     "a pointer": (lambda _, x: content(x, b"version https://git-lfs.github.com/"), "git lfs pull"),
     "a page": (lambda _, x: content(x, b"\n<!DOCTYPE html>"), "but HTML or XML, perhaps a"),
@@ -360,8 +361,8 @@ BAD = {
     "a flipped bit": (flipped, "is damaged: get it again (BadZipFile: Bad CRC-32 for file"),
     "another's": (lambda *x: edited(*x, config=None), "has no config: another program wrote it"),
     "older": (lambda *x: edited(*x, result=None), "has no result: another program wrote it"),
-    "no config": (lambda *x: edited(*x, config="null"), "x.npz has null as its config: get"),
-    "no result": (lambda *x: edited(*x, result="[]"), "x.npz has [] as its result: get it again"),
+    "no config": (lambda *x: edited(*x, config="null"), "x.npz has null as its config: name a"),
+    "no result": (lambda *x: edited(*x, result="[]"), "x.npz has [] as its result: name a"),
     "no text": (lambda *x: edited(*x, config=HEAD), "has a config of float32 (384, 32), which"),
     "half": (
         lambda *x: edited(*x, head=HEAD.astype("f2")),
@@ -379,12 +380,14 @@ BAD = {
         lambda *x: edited(*x, config=dict(head_chunk="1")), "TypeError(\"head_chunk is '1'\")"),
     "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window 0 is no"),
     "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "'None of 80 steps'"),
+    "steps in quotes": (lambda *x: edited(*x, result=dict(steps="60")), "'60' of 80 steps"),
     "NaN steps": (lambda *x: edited(*x, result=dict(steps=np.nan)), "'nan of 80 steps'"),
     "a field more": (
         lambda *x: edited(*x, config=dict(more=1)), "only one of them has the field more"),
     "another vocabulary": (
         lambda *x: edited(*x, config=dict(vocab=258), value0=np.zeros((258, 32), "f4")),
-        "there is a tokenizer for bytes and for GPT-2's tokens, none for 258"),
+        "x.npz has 258 tokens and its end-of-text is 256: there is a tokenizer for bytes and"),
+    "another end of text": (lambda *x: edited(*x, config=dict(eot=3)), "its end-of-text is 3: "),
 }  # fmt: skip
 
 
@@ -424,13 +427,14 @@ def test_no_array_is_read_before_all_names_and_sizes_are_right(run, tmp_path, ca
     (["x", "--interactive"], "give a prompt or --interactive"),
     (["x" * 255], "the prompt has 255 tokens, more than 254"),
     (["x", "--tokens", "0"], "begin at 1"),
-    (["x", "--samples", "1000000000000"], "--samples ends at 10000"),
+    (["x", "--samples", "1000000000000"], "--samples is at most 10,000"),
     (["x", "--temperature", "-1"], "begins at 0"),
     (["x", "--temperature", "nan"], "begins at 0"),
     (["x", "--top_p", "0"], "--top_p is above 0"),
     (["x", "--top_p", "nan"], "--top_p is above 0"),
     (["x", "--topk", "3"], "unrecognized arguments"),
     (["x", "--script", "none.py"], "--script none.py is not a script like train_gpt.py"),
+    (["x", "--script", "."], "--script . is a folder: name the script"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_in_a_line(argv, message, call):
     status, out, err = call(*argv)
@@ -440,7 +444,7 @@ def test_bad_arguments_are_refused_in_a_line(argv, message, call):
 def test_without_gpt2s_vocabulary_a_line_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setattr("tiktoken.get_encoding", lambda _: [][0])
     with pytest.raises(SystemExit) as error:
-        weights.tokenizer(train_gpt.PRESETS["record"])
+        weights.tokenizer(argparse.Namespace(path="x.npz", c=train_gpt.PRESETS["record"]))
     err = capsys.readouterr().err
     assert error.value.code == 2 and err.count("\n") == 1
     assert "(IndexError)" in err and "set TIKTOKEN_CACHE_DIR to it" in err
@@ -449,21 +453,21 @@ def test_without_gpt2s_vocabulary_a_line_says_how_to_get_it(monkeypatch, capsys)
 def test_weights_of_another_script_need_it_and_an_older_one_is_refused(run, tmp_path, call):
     def script(old, new):
         assert train_gpt.SOURCE.count(old) == 1
-        (tmp_path / "other.py").write_text(train_gpt.SOURCE.replace(old, new))
-        return "--script", str(tmp_path / "other.py")
+        (tmp_path / "other").write_text(train_gpt.SOURCE.replace(old, new))  # any name will do
+        return "--script", str(tmp_path / "other")
 
     greedy = "ABC", "--temperature", "0"
     row = '        "smear_lambda": replicated((1,), 0.0, 5),\n'
     one_more = script(row, f'{row}        "gain": replicated((3,), 2.0, 1),\n')
     path = edited(run, tmp_path, gain=np.ones(3, "f4"))
     status, out, err = call(*greedy, *one_more, path=path)
-    assert (status, out) == (0, ALPHABET + "\n") and "other.py has changed since" in err
+    assert (status, out) == (0, ALPHABET + "\n") and "other has changed since" in err
     changed = script("return SOFTCAP * jax.nn.sigmoid(", "return -SOFTCAP * jax.nn.sigmoid(")
     status, out, err = call(*greedy, *changed)
     assert status == 0 and not out.startswith("ABCD") and err.startswith("warning: ")
     status, out, err = call(*greedy, *script("def forward(", "def backward("))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "other.py has no forward: it is older than evals/" in err
+    assert "other has no forward: it is older than evals/" in err
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if status == 404:
                 self.send_header("X-Error-Code", "RepoNotFound")
             reply = dict(error=reply)
-        content = json.dumps(reply).encode()
+        content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -241,8 +241,12 @@ def full(monkeypatch, hub):
     hub.is_full = True
 
 
-def busy(monkeypatch, hub):
-    monkeypatch.setattr(hub, "answer", lambda *_: (503, "Service Unavailable"))
+def answers(status, reply):
+    return lambda monkeypatch, hub: monkeypatch.setattr(hub, "answer", lambda *_: (status, reply))
+
+
+def endpoint(value):
+    return lambda monkeypatch, hub: monkeypatch.setattr(constants, "ENDPOINT", value)
 
 
 def odd(monkeypatch, hub):
@@ -275,7 +279,14 @@ def test_a_token_that_no_hub_gives_gets_a_line_without_it(share_it, hub, monkeyp
     (others, "you/a", "your token may not write to you/a: take one that may, or another name"),
     (offline, "me/a", "check the network and HF_ENDPOINT, and try again"),
     (full, "me/a", "your token may not write to me/a: take one that may, or another name (403 F"),
-    (busy, "me/a", "is busy or out of order: try again later (Server error '503"),
+    (answers(503, "Unavailable"), "me/a", "out of order: try again later (Server error '503"),
+    (answers(408, "Timeout"), "me/a", "or out of order: try again later (Client error '408"),
+    (answers(501, "No"), "me/a", "did not take the upload to me/a (HfHubHTTPError: Server"),
+    (answers(500, "of Bearer good"), "me/a", "of Bearer <your token>)"),
+    (answers(200, {}), "me/a", "is no hub, or a login page answers for it: check HF_ENDPOINT, the"),
+    (answers(200, b"<html>"), "me/a", "the proxy and the network (JSONDecodeError"),
+    (endpoint("htp://x"), "me/a", "htp://x is no hub, or a login page answers for it: check"),
+    (endpoint("http://me:good@x"), "me/a", "HF_ENDPOINT has a user or a password, which would"),
     (odd, "me/a", "did not take the upload to me/a (BadRequestError: "),
 ])  # fmt: skip
 def test_what_the_hub_refuses_gets_a_line(share_it, hub, monkeypatch, trouble, argv, message):
