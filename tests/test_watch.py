@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -369,7 +370,8 @@ def script(monkeypatch):
                 raise KeyboardInterrupt
             left.pop(0)()
 
-        monkeypatch.setattr(watch.time, "sleep", sleep)
+        # Of watch alone: a thread that sleeps elsewhere would take a step, or Ctrl-C.
+        monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep, time=time.time))
         return left
 
     return replace
