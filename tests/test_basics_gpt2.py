@@ -366,7 +366,7 @@ def test_arrays_fill_the_file_without_gaps(folder, offsets, cut, message):
 @pytest.fixture
 def theirs(folder, monkeypatch):
     """The folder as transformers loads it."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="to compare: pip install transformers torch")
     with monkeypatch.context() as patch:  # torch needs Python's profile.py, not that of dev/
         patch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "dev"])
         patch.delitem(sys.modules, "profile", raising=False)
