@@ -1,0 +1,108 @@
+"""The optimizer benchmark on 1, 2, 4 and 8 simulated devices: first values and losses are the
+same in float32, and every device has its share of the parameters, of the state and of the batch."""
+
+import dataclasses
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tests.simple import muon, simple
+
+STEPS = 8
+# One device runs the batch in 16 microbatches, and eight in 2.
+SIZE = dataclasses.replace(
+    simple.SIZES["tiny"], vocab=128, layers=1, D=64, K=32, T=48, batch=16, microbatch=1,
+    val_tokens=16 * 48, compute="float32",
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 50, (STEPS + 1) * SIZE.batch * SIZE.T + 1)
+OPTIMIZERS = {"muon": muon.optimizer, "adamw": simple.optimizer}
+RUNS = [("muon", 1), ("muon", 8), ("adamw", 1), ("adamw", 8)]
+RUNS += [pytest.param("muon", count, marks=pytest.mark.slow) for count in (2, 4)]
+
+
+def make_mesh(devices: int) -> Mesh:
+    """The first devices, as main() has all of them."""
+    return Mesh(np.array(jax.devices()[:devices]), ("devices",))
+
+
+def batch(step: int, mesh: Mesh) -> jax.Array:
+    """The tokens of a step on the devices, (microbatches, sequences, T + 1)."""
+    return simple.read_batch((TOKENS, step * SIZE.batch * SIZE.T), SIZE, mesh)
+
+
+def random_params() -> dict[str, np.ndarray]:
+    """Parameters of which none is 0: with a head of zeros, every first loss is log(vocab)."""
+    rng = np.random.default_rng(1)
+    shapes = simple.parameter_shapes(SIZE)
+    return {n: np.float32(rng.normal(0, shape[0] ** -0.5, shape)) for n, shape in shapes.items()}
+
+
+@functools.cache
+def run(name: str, devices: int) -> SimpleNamespace:
+    """A run from random_params(): its losses, of which the last is the validation program's; the
+    first values that the optimizer's program makes of seed 5; the parameters and the state at the
+    end; and the text of the training program."""
+    mesh = make_mesh(devices)
+    start = random_params()
+    tx = OPTIMIZERS[name](start, STEPS)
+    begin, step, validation = simple.compile_programs(tx, SIZE, mesh)
+    first, state = begin(5)
+    params = jax.device_put(start, simple.shardings(start, mesh))
+    losses = []
+    for i in range(STEPS):
+        params, state, loss = step(params, state, batch(i, mesh))
+        losses.append(float(loss))
+    losses.append(float(validation(params, state, batch(STEPS, mesh))))
+    first = jax.tree.map(np.asarray, first)
+    return SimpleNamespace(
+        losses=losses, first=first, params=params, state=state, text=step.as_text()
+    )
+
+
+@functools.cache
+def loss_by_hand() -> float:
+    """The mean over the sequences of the first batch, of which each is alone."""
+    mesh = make_mesh(1)
+    loss = jax.jit(simple.mean_loss, static_argnums=(2, 3))
+    sequences = batch(0, mesh).reshape(SIZE.batch, 1, SIZE.T + 1)
+    return float(np.mean([loss(random_params(), one, SIZE, mesh) for one in sequences]))
+
+
+@pytest.mark.parametrize("name, devices", RUNS)
+def test_losses_are_the_same(name, devices):
+    losses = run(name, devices).losses
+    assert losses[0] == pytest.approx(loss_by_hand(), rel=1e-6)
+    np.testing.assert_allclose(losses, run(name, 1).losses, rtol=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_first_values_are_the_same():
+    one = run("muon", 1).first
+    for name, param in run("muon", 8).first.items():
+        np.testing.assert_array_equal(param, one[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_device_has_an_eighth_of_parameters_and_state(name):
+    """Only numbers, as the count of steps, are on all devices."""
+    after = run(name, 8)
+    state = [x for x in jax.tree.leaves(after.state) if x.ndim > 0]
+    params = [*after.params.values()]
+    assert sum(x.size for x in state) >= sum(x.size for x in params)
+    for x in params + state:
+        assert [part.data.size for part in x.addressable_shards] == [x.size // 8] * 8, x.shape
+
+
+def test_a_device_has_an_eighth_of_the_batch():
+    tokens = batch(0, make_mesh(8))
+    assert tokens.shape == (2, 8, SIZE.T + 1)
+    assert {part.data.shape for part in tokens.addressable_shards} == {(2, 1, SIZE.T + 1)}
+    # Logits of one sequence are there, and of no more.
+    logits = set(re.findall(rf"f32\[([\d,]*{SIZE.T},{SIZE.vocab})\]", run("muon", 8).text))
+    counts = {np.prod([int(n) for n in shape.split(",")[:-2]]) for shape in logits}
+    assert counts == {1}
