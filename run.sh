@@ -8,6 +8,7 @@
 #   ./run.sh plan                                          says what ./run.sh would do here, and why
 #   ./run.sh check [--small | --field value ...]           tests whether the machine computes right
 #   ./run.sh watch [LOG]                                   shows how a run is going, from its log
+#   ./run.sh optimizers [NAME] [--flag value ...]          trains with that optimizer: --help
 #   ./run.sh tokenize PATH... --out DIR [--bytes]          makes training data of your own text
 #   ./run.sh sample | loss | hellaswag | look | export | share WEIGHTS ...      evals/README.md
 #   ./run.sh basics/NAME.py [argument ...]                 runs a tutorial: basics/README.md
@@ -245,6 +246,12 @@ case ${1:-} in
     case " $* " in *" --draw"*) install evals evals/requirements.txt ;; esac # for matplotlib
     unlock
     exec .venv/bin/python "$@"
+    ;;
+  optimizers)
+    shift
+    unlock
+    [ "$wheels" != cpu ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
+    exec .venv/bin/python records/optimizers/run.py "$@"
     ;;
   tokenize)
     shift

@@ -113,7 +113,12 @@ PROCESSES = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
-VERBS = ("plan check watch tokenize sample hellaswag loss export look share test install").split()
+VERBS = "plan check watch optimizers tokenize sample hellaswag loss export look share test install"
+VERBS = VERBS.split()
+ONE_HOST = (
+    "optimizers trains in one process, on all devices of one host, and this is one of several "
+    "processes: start it once, without srun, mpirun or torchrun"
+)
 PATIENCE = 60  # seconds that a program may take
 # A row of nvidia-smi: index, UUID, name, compute capability, MiB or why there are none. A GPU that
 # is lost has cells like "[GPU is lost]" or "[Unknown Error]".
@@ -366,6 +371,8 @@ def misspelt(argv: list[str]) -> str:
             return f"there is no file {script} in {os.getcwd()}, from which paths count"
         if script != "train_gpt.py":
             return ""
+    elif rest and rest[0] == "optimizers":
+        return unknown_optimizer(rest[1:], "records/optimizers")
     elif rest and rest[0] in VERBS and rest[0] != "check":
         return ""
     presets, fields = names_in("train_gpt.py")
@@ -390,6 +397,35 @@ def misspelt(argv: list[str]) -> str:
         if name.startswith("--") and name[2:] not in flags:
             return f"there is no flag {name}{nearest(name, flags, '--')}"
     return ""
+
+
+def unknown_optimizer(argv: list[str], folder: str | Path) -> str:
+    """Why these arguments of `optimizers` name no file, and what may be meant; "" if they do."""
+    if not argv or argv[0].startswith("-"):
+        return ""
+    names = optimizer_names(folder)
+    is_path = argv[0].endswith(".py") or os.sep in argv[0]
+    if is_path and not os.path.isfile(argv[0]):
+        return f"there is no file {argv[0]} in {os.getcwd()}, from which paths count"
+    if is_path or argv[0] in names:
+        return ""
+    near = nearest(argv[0], names) or f": there are {', '.join(names)}"
+    return f"there is no optimizer {argv[0]!r}{near}"
+
+
+def optimizer_names(folder: str | Path) -> list[str]:
+    """The contestants among the files of a folder, without .py."""
+    names = []
+    for path in sorted(Path(folder).glob("*.py")):
+        if is_contestant(path.read_text(encoding="utf-8", errors="replace")):
+            names.append(path.stem)
+    return names
+
+
+def is_contestant(source: str) -> bool:
+    """Whether a file defines optimizer() and is no whole program."""
+    has_optimizer = re.search(r"^def optimizer\(", source, re.M)
+    return bool(has_optimizer) and not re.search(r"^def main\(", source, re.M)
 
 
 def lacks_folder(argv: list[str]) -> bool:
@@ -436,10 +472,17 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     """Why run.sh with these arguments would install and fetch in vain, and what to do; "" if not.
     Several processes are never refused, and where there is a GPU or a TPU, neither are copies of
     train_gpt.py and ADVANCED flags: they may fit."""
+    if argv[:1] == ["optimizers"] and several_processes():
+        return ONE_HOST
     preset = trained_preset(argv, decision.preset)
     flags = {argument.partition("=")[0] for argument in argv}
     if several_processes() or flags.intersection(HELP):
         return ""
+    if preset == "124m" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
+        return (
+            f"124m does not run here: {decision.why}; leave out --size, or name what JAX should "
+            "use all the same, as in  JAX_PLATFORMS=cpu ./run.sh optimizers NAME --size 124m"
+        )
     large_on_cpu = decision.wheels == CPU and preset in LARGE
     may_fit = preset not in BATCH or is_copy(argv) or flags.intersection(ADVANCED)
     if may_fit and not large_on_cpu:
@@ -479,6 +522,9 @@ def trained_preset(argv: list[str], default: str) -> str:
     rest = list(argv)
     if rest and os.path.dirname(os.path.normpath(rest[0])) == "basics":
         return rest[0]
+    if rest[:1] == ["optimizers"]:  # its size
+        text = " ".join(rest).replace("=", " ")
+        return "124m" if "--size 124m" in text else "optimizers"
     if rest and rest[0].endswith(".py"):
         rest.pop(0)
     if rest and not rest[0].startswith("-"):

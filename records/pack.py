@@ -135,8 +135,9 @@ def require_better(
 ) -> None:
     """Raises Fault unless the runs beat the last record, which has this name and this result.json.
     verify.report compares times with those of the baseline; here it must be the last record."""
-    if metric == "tokens" and this.tokens[0] >= last["tokens"]:
-        raise Fault(f"not a record, because {name} takes {last['tokens']:,} tokens")
+    now = {"tokens": this.tokens[0], "steps": this.runs[0].steps}
+    if metric in now and now[metric] >= last.get(metric, 0):
+        raise Fault(f"not a record, because {name} takes {last.get(metric, 0):,} {metric}")
     is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
     if not is_last_record or not verify.interleaved(this, base):
         raise Fault(f"a record needs --baseline, with {name} in the same plan")
@@ -246,7 +247,7 @@ def make(folder: Path, name: str, baseline: Path | None) -> None:
         (place / "result.json").write_text(json.dumps(plan.result, indent=1) + "\n")
         (place / "README.md").write_text(page(plan, notes), "utf-8")
         curves = [(inside or name, evidence) for inside, evidence in plan.sets.items()]
-        units = ["steps", "time"] if track.metric == "time" else ["tokens"]
+        units = ["steps", "time"] if track.metric == "time" else [track.metric]
         target = None if plan.is_study else track.target
         plot.plot(curves, place / "curves", units, target, to.name, differences=plan.is_study)
         place.rename(to)
@@ -290,9 +291,9 @@ def history(track: str) -> str:
     rows = []
     for folder, result in records_of(track):
         link = f"[{result['name']}](tracks/{track}/{folder.name}/)"
-        score = f"{result['tokens']:,} tokens"
-        if metric == "time":
-            score = f"{result['seconds']:.2f} s"
+        score = f"{result['seconds']:.2f} s"
+        if metric != "time":
+            score = f"{result[metric]:,} {metric}"
         loss = f"{result['mean']:.4f} ± {result['sd']:.4f}"
         p = verify.p_value(result["p"])
         rows.append([result["date"], link, score, loss, result["n"], p, result["machine"]])

@@ -3,12 +3,12 @@
     python records/run_ab.py VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
     python records/run_ab.py --resume DIR [VARIANT ...]
 
-A variant is a train_gpt.py, a folder with one (or with a train_gpt.sha256, which names one), or a
-change of the first variant: a .patch for its file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH
-gives a name to the others. DIR/plan.json states the number of runs and their seeds before the first
-run. For each seed, all variants run in turn (A B A B), for the whole schedule (--target 0).
---resume runs what was interrupted or not begun, and adds variants to the plan. At the end,
-verify.py judges all runs.
+A variant is a train_gpt.py, a folder with one (or with a train_gpt.sha256, which names one), an
+optimizer for optimizers/train_gpt_simple.py, or a change of the first variant: a .patch for its
+file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to the others. DIR/plan.json
+states the number of runs and their seeds before the first run. For each seed, all variants run in
+turn (A B A B), for the whole schedule (--target 0). --resume runs what was interrupted or not
+begun, and adds variants to the plan. At the end, verify.py judges all runs.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import verify
+from optimizers import contest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
 import machine  # noqa: E402
@@ -44,6 +45,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Variables that a log states, by how their names begin; train_gpt.py has the same pattern.
 LOGGED_VARIABLES = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
 PARSE = "import sys, train_gpt; train_gpt.parse_config(sys.argv[1:])"  # a program for python -c
+CHECK = (  # for contestants, before PARSE
+    f"import sys, train_gpt; sys.path.append({str(ROOT / 'records')!r}); "
+    "from optimizers import run; run.check_numbers(train_gpt, 'its optimizer'); "
+)
 RESERVED = {"lock", "logs", "plan.json", "plan.part"}  # names of others in a plan's folder
 
 
@@ -145,6 +150,8 @@ def read_source(path: Path, first: bytes) -> bytes:
         refuse(f"no such file: {file}")
     source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()
     source = runs.without_cr(source)  # as a log will state it
+    if machine.is_contestant(source.decode("utf-8", "replace")):
+        source = contest.assemble(contest.read(file)).encode()
     if not source.endswith(b"\n") or b"\n" + runs.BORDER in source:
         refuse(f"{file} must end with a newline and have no line of 100 =, so that its end can be "
                "found in a log")  # fmt: skip
@@ -167,17 +174,21 @@ def patched(first: bytes, patch: Path) -> bytes:
 
 
 def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
-    """Refuses arguments that a variant's parse_config() refuses, because no run could begin."""
+    """Refuses arguments that a variant's parse_config() refuses, because no run could begin, and
+    SETTINGS of an optimizer that no run would use."""
     for name, variant in variants.items():
         if not re.search(rb"^def parse_config\(", variant.source, re.M):
             continue
         all_arguments = [*arguments, *variant.flags]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "train_gpt.py").write_bytes(variant.source)
-            command = [interpreter(), "-c", PARSE, *all_arguments]
+            is_optimizer = b"\n" + contest.BEGIN.encode() in variant.source
+            program = CHECK + PARSE if is_optimizer else PARSE
+            command = [interpreter(), "-c", program, *all_arguments]
             done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace")
         if done.returncode:
             _, _, why = done.stderr.strip().rpartition("\n")
+            why = why.removeprefix("messages.Fault: ")
             refuse(f"{name} cannot run with {shlex.join(all_arguments)}: {why}; correct this, and "
                    "type the command again")  # fmt: skip
 
@@ -306,6 +317,8 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
     source = (variant / "train_gpt.py").read_bytes()
+    if b"\n" + contest.BEGIN.encode() in source:  # dev/launch.py does this for the others
+        env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | env
     command = [python, "train_gpt.py", *arguments]
     if re.search(rb"^def main\(.*\bcommand\b", source, re.M):  # older versions launch themselves
         command.insert(1, str(ROOT / "dev/launch.py"))

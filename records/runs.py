@@ -196,6 +196,45 @@ def source_file(folder: Path) -> Path:
     return source
 
 
+def source_text(folder: Path) -> bytes:
+    """Returns the source of a folder's logs, also of a variant in a packed comparison, which has a
+    change.patch of the first variant's source. Raises Unreadable if it is missing."""
+    file = source_file(folder)
+    patch = folder / "change.patch"
+    plan = folder.resolve().parent / "plan.json"
+    if file.is_file():
+        return without_cr(file.read_bytes())
+    if not patch.is_file() or not plan.is_file():
+        raise Unreadable(f"{file} is missing")
+    first = next(iter(read_json(plan, {"arms": {str: str}})["arms"]), "")
+    old = source_file(plan.parent / first)
+    if not old.is_file():
+        raise Unreadable(f"{old} is missing, which {patch} changes")
+    return apply_exact(without_cr(old.read_bytes()), without_cr(patch.read_bytes()), patch)
+
+
+def apply_exact(old: bytes, patch: bytes, name: Path) -> bytes:
+    """Returns a source with a unified diff of one file applied, whose lines must be exact, as
+    pack.py writes it. Raises Unreadable where it does not fit."""
+    lines = old.splitlines(keepends=True)
+    new = []
+    done = 0  # lines of the old source
+    for line in patch.splitlines(keepends=True)[2:]:
+        hunk = re.match(rb"@@ -(\d+)(,0)?", line)
+        if hunk:
+            start = int(hunk[1]) - (0 if hunk[2] else 1)
+            new += lines[done:start]
+            done = start
+        elif line.startswith(b"+"):
+            new.append(line[1:])
+        elif done < len(lines) and line[:1] in (b" ", b"-") and line[1:] == lines[done]:
+            new += [lines[done]] if line.startswith(b" ") else []
+            done += 1
+        else:
+            raise Unreadable(f"{name} does not fit the source that it changes")
+    return b"".join(new + lines[done:])
+
+
 def source_hash(file: Path) -> str:
     """Returns the sha256 of a train_gpt.py, as a log states it."""
     return hashlib.sha256(without_cr(file.read_bytes())).hexdigest()

@@ -9,6 +9,7 @@ they do not, and 2 if they cannot be judged. No error ends with 0 or 1.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
+from optimizers import contest
 from runs import Run, Unreadable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
@@ -55,7 +57,7 @@ class Track(NamedTuple):
     """What all records of a track share."""
 
     presets: tuple[str, ...]  # a run has one of them
-    metric: str  # what a record has less of: "time" or "tokens"
+    metric: str  # what a record has less of: "time", "tokens" or "steps"
     target: float  # nats
     z_margin: float  # margin * sqrt(n) at which a z-test has p = 0.001, the sd being known; nats
     margin: float  # wanted between mean and target, nats: machines differ by about as much
@@ -67,6 +69,8 @@ class Track(NamedTuple):
     may_fit: bool = False  # dev/launch.py may add flags where memory is short
     val_T: int | None = None  # tokens in a validation sequence; None: any
     max_parameters: int | None = None
+    word: str | None = None  # the preset on a command line, where it is not that of the log
+    model: dict[str, Any] = {}  # what the config must have, by name
 
 
 FINEWEB = dict(
@@ -79,15 +83,30 @@ FINEWEB = dict(
 MEDIUM = dict(presets=("medium",), target=2.92, z_margin=0.0022, more_shards=True)
 TINY = dict(presets=("tiny",), metric="tokens", margin=0.005, devices="cpu", count=None,
             val_tokens=65536, val_T=1024, max_parameters=5_000_000)  # fmt: skip
+CODE = "1a9b61a147d894ec 74c2d9b68d4d17bd eb0c3850de1d7907"  # data/source_code.py
 TRACKS = {
     "8xh100": Track(**FINEWEB, devices="NVIDIA H100 80GB HBM3", count=8),
     "1xgpu": Track(**FINEWEB, devices="NVIDIA .*", count=1, may_fit=True),
     "8xh100-medium": Track(**FINEWEB | MEDIUM, devices="NVIDIA H100 80GB HBM3", count=8),
-    "tiny-2k": Track(**TINY, target=1.38, z_margin=0.033,
-                     shards="1a9b61a147d894ec 74c2d9b68d4d17bd eb0c3850de1d7907"),
+    "tiny-2k": Track(**TINY, target=1.38, z_margin=0.033, shards=CODE),
     "tiny": Track(**TINY, target=1.49, z_margin=0.031,  # closed; its documents were not cut
                   shards="799fdc6b6b565b8b f83ec25b395b239c f7a55403e5071ae3"),
+    "optimizers-tiny": Track(
+        presets=("optimizers-tiny",), word="tiny", metric="steps", target=1.84, z_margin=0.060,
+        margin=0.005, devices="cpu", count=None, val_tokens=32768, shards=CODE,
+        model=dict(goal=1.84, vocab=384, layers=2, D=64, K=32, T=128, batch=4, compute="float32"),
+    ),
+    "optimizers-124m": Track(
+        **FINEWEB | dict(presets=("optimizers-124m",), metric="steps"), word="124m",
+        devices="(?!cpu).*", count=None, more_shards=True,
+        model=dict(goal=3.28, vocab=50304, layers=12, D=768, K=128, T=1024, batch=512,
+                   compute="bfloat16"),
+    ),
 }  # fmt: skip
+# The sha256 of train_gpt_simple.py without its section "Optimizer", in all versions with records.
+PLAIN = {
+    "7d2a48d6cdd73ef06acaa1459550d79cfbb5f8dc90093b38004c4f36338b63a0",
+}
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -369,6 +388,37 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield note(f"compare the sha256 of training shards {numbers} with the data set's page")
 
 
+def check_model(e: Evidence, track: Track | None) -> Iterator[Finding]:
+    """On a track of optimizers, all else is that of train_gpt_simple.py. This finds names that the
+    section replaces. Python has other ways to change the model, so a reviewer reads the section."""
+    if not track or not track.model:
+        return
+    config = e.runs[0].config or {}
+    for name, value in track.model.items():
+        if config.get(name) != value:
+            yield fail(f"{name} is {config.get(name)}, not the track's {value}")
+    try:
+        source = runs.source_text(e.folder)
+        plain = contest.outside(source.decode("utf-8", "replace"))
+    except messages.Fault as error:
+        yield fail(f"nothing shows which model ran: {error}")
+        return
+    if {hashlib.sha256(source).hexdigest()} != {run.source_sha256 for run in e.runs}:
+        yield fail("the source that can be compared is not the source that the logs state")
+    sha256 = hashlib.sha256(plain.encode()).hexdigest()
+    if sha256 not in PLAIN:
+        yield fail(
+            "outside its section Optimizer, the source is not records/optimizers/"
+            f"train_gpt_simple.py, but has sha256 {sha256[:16]}"
+        )
+        return
+    _, section, _ = contest.parts(source.decode("utf-8", "replace"))
+    try:
+        contest.check_text(section, Path("section Optimizer"), plain)
+    except messages.Fault as error:
+        yield fail(str(error))
+
+
 def shards(run: Run) -> tuple[list[str], str | None]:
     """Returns the training shards that a run read, in their order, and its validation shard (None
     where the log states no data), named as a track names them."""
@@ -384,10 +434,11 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
     if not track or not run.ours:
         return
     rows = RECORD_FITS if track.may_fit else RECORD_FITS[:1]  # the first has no flags
-    typed = [[preset, "--target", "0"] for preset in track.presets]
+    words = [track.word] if track.word else track.presets
+    typed = [[word, "--target", "0"] for word in words]
     if variant_flags(e) or not any(is_fitted(run.argv, argv, rows) for argv in typed):
         yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
-                   f"{' or '.join(track.presets)} --target 0")  # fmt: skip
+                   f"{' or '.join(words)} --target 0")  # fmt: skip
     for name, value in run.environment.items():
         by_launcher = name == "XLA_FLAGS" and NEUTRAL_XLA_FLAGS.issuperset(value.split())
         if not (NEUTRAL.fullmatch(name) or by_launcher):
@@ -460,6 +511,7 @@ CHECKS = {
     "one machine, versions, environment": check_machine,
     "one set of flags and data": check_settings,
     "the track's text and devices": check_track,
+    "the track's model": check_model,
     "no flags, no environment variables": check_flags,
     "as many runs as planned": check_plan,
     "fresh seeds": check_seeds,
@@ -544,6 +596,12 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
         p = stats.welch(this.seconds, base.seconds).p
         if math.isnan(p) or p >= ALPHA:
             yield fail(f"not faster than the baseline: p = {p_value(p)}, and it takes p < {ALPHA}")
+        return
+    if track.metric == "steps":  # whatever a step costs
+        most = max((run.steps for run in this.ended), default=0)
+        least = min((run.steps for run in base.ended), default=0)
+        if most >= least:
+            yield fail(f"no fewer steps than the baseline: {most:,} against {least:,}")
         return
     most = max(this.tokens, default=0)
     least = min(base.tokens, default=0)
@@ -699,7 +757,12 @@ def study(folder: Path) -> tuple[bool, str]:
                 p = p_value(stats.paired(pairs).p)
                 cells = [f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p]
             seeds.append([name, " ".join(f"{change:+.3f}" for change in pairs)])
-        rows.append([name, len(variant.ended), spread(variant.losses, 4), *cells])
+        row = [name, len(variant.ended), spread(variant.losses, 4), *cells]
+        if track and track.metric == "steps":
+            steps = sorted({run.steps for run in variant.ended})
+            row.insert(2, ", ".join(f"{n:,}" for n in steps))
+            row.append(p_value(stats.below(variant.losses, track.target).p))
+        rows.append(row)
         holds = holds and not any(finding.fails for finding in found)
         remarks += [f"- {name}: {finding}" for finding in found]
     title = [
@@ -710,6 +773,9 @@ def study(folder: Path) -> tuple[bool, str]:
         "standard deviation of differences",
         "p of a paired t-test",
     ]
+    if track and track.metric == "steps":
+        title.insert(2, "steps")
+        title.append(f"p: mean below {track.target:g}")
     lines = table(title, rows)
     lines += table(["variant", "difference, seed by seed"], seeds)
     return holds, "\n".join(lines + remarks)
