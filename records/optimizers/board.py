@@ -1,0 +1,177 @@
+"""Makes the board and its picture from the packed runs, and compares them with upstream's results.
+
+    python records/optimizers/board.py
+
+It writes the table and the correlation into README.md, between their comments, and upstream.svg. A
+contestant that was packed several times has the row of its newest runs.
+"""
+
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import plot  # noqa: E402
+import runs  # noqa: E402
+import stats  # noqa: E402
+import verify  # noqa: E402
+from optimizers import tune  # noqa: E402
+
+TRACK = "optimizers-tiny"
+# Steps to 3.28 and number of runs by June 2026: modded-nanogpt, records/track_3_optimization.
+UPSTREAM = {
+    "spectral": (8225, 4),
+    "adamw": (5625, 1),
+    "adamh": (4875, 5),
+    "shampoo": (4100, 4),
+    "psgd_h": (3375, 5),
+    "muonh": (3325, 10),
+    "muon_squared": (3325, 1),
+    "muon": (3250, 10),
+    "normuon": (3250, 20),
+    "pmuon": (3225, 9),
+    "dynmuon": (3175, 25),
+    "ema_nesterov": (3125, 20),
+    "soap_h": (3125, 6),
+    "kl_soap_h": (3125, 6),
+    "muown": (3075, 30),
+}
+COMMON = 1.80  # the mean loss for which all steps were chosen
+PERMUTATIONS = 100_000
+
+
+class Row(NamedTuple):
+    """A contestant's runs on tiny."""
+
+    steps: int  # of every run
+    name: str
+    losses: list[float]
+    numbers: dict[str, float]  # of the optimizer
+    began: str  # when the first run began
+
+
+def read_rows() -> list[Row]:
+    """Returns the rows of the board, the fewest steps first. Variants without a file here, as those
+    with flags, have none."""
+    rows = {}
+    for plan in HERE.parent.glob(f"tracks/{TRACK}/*/plan.json"):
+        for name in verify.read_plan_file(plan)["arms"]:
+            if not (HERE / f"{name}.py").is_file():
+                continue
+            found = [runs.read(log) for log in runs.log_files(plan.parent / name)]
+            losses = [run.loss for run in found]
+            numbers = found[0].config["numbers"]
+            began = min(run.began for run in found)
+            row = Row(found[0].steps, name, losses, numbers, began)
+            if name not in rows or rows[name].began < began:
+                rows[name] = row
+    return sorted(rows.values())
+
+
+def comparable_steps(row: Row) -> float:
+    """Returns the steps at which the mean would be COMMON, if it falls by tune.SLOPE when the steps
+    grow by a factor e: some rows have more steps than they need."""
+    return row.steps * math.exp((fmean(row.losses) - COMMON) / tune.SLOPE)
+
+
+def spearman(a: list[float], b: list[float]) -> tuple[float, float]:
+    """Returns the rank correlation of pairs, and how often random pairs have one that is at least
+    as large (one-sided permutation test)."""
+    ranks_a = ranks(a)
+    ranks_b = ranks(b)
+    rho = np.corrcoef(ranks_a, ranks_b)[0, 1]
+    shuffled = np.random.default_rng(0).permuted(np.tile(ranks_b, (PERMUTATIONS, 1)), axis=1)
+    centered = ranks_a - ranks_a.mean()
+    as_large = shuffled @ centered >= ranks_b @ centered - 1e-9
+    return float(rho), (1 + int(as_large.sum())) / (1 + PERMUTATIONS)
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    """Returns the rank of every value, from 1; equal values share their mean rank."""
+    values = np.array(values)
+    below = (values[:, None] > values).sum(axis=1)
+    equal = (values[:, None] == values).sum(axis=1)
+    return below + (equal + 1) / 2
+
+
+def board(rows: list[Row], target: float) -> str:
+    """Returns the table."""
+    cells = []
+    for place, row in enumerate(rows, 1):
+        upstream = UPSTREAM.get(row.name)
+        loss = f"{fmean(row.losses):.4f} ± {stdev(row.losses):.4f}"
+        p = verify.p_value(stats.below(row.losses, target).p)
+        numbers = ", ".join(f"{name} {value:g}" for name, value in row.numbers.items())
+        rate, *_ = row.numbers.values()
+        rates, *_ = tune.GRIDS[row.name].values()
+        if rate in (rates[0], rates[-1]):
+            numbers = numbers.replace(",", "*,", 1)
+        link = f"[{row.name}]({row.name}.py)"
+        steps = f"{upstream[0]} ({upstream[1]})" if upstream else ""
+        same = f"{comparable_steps(row):.0f}"
+        cells.append([place, link, row.steps, loss, len(row.losses), p, same, numbers, steps])
+    title = ["", "optimizer", "steps", "final loss", "n", "p", f"for {COMMON:.2f}", "numbers"]
+    title.append("upstream's steps (n)")
+    return "\n".join(verify.table(title, cells))
+
+
+def correlation(rows: list[Row]) -> str:
+    """Returns a sentence with the rank correlation of our steps and upstream's."""
+    both = [row for row in rows if row.name in UPSTREAM]
+    ours = [comparable_steps(row) for row in both]
+    rho, p = spearman(ours, [UPSTREAM[row.name][0] for row in both])
+    return (
+        f"Spearman's ρ = {rho:.2f} over {len(both)} optimizers (one-sided permutation p = {p:.2g})."
+    )
+
+
+def draw(rows: list[Row], out: Path) -> None:
+    """Draws our comparable steps against upstream's, with names."""
+    both = sorted((comparable_steps(row), row) for row in rows if row.name in UPSTREAM)
+    with plot.plt.rc_context(plot.STYLE):
+        figure, axes = plot.plt.subplots(figsize=(7, 5.2), layout="constrained")
+        last = {"left": 0.0, "right": 0.0}  # where the last name stands, on either side
+        for y, row in both:
+            x = UPSTREAM[row.name][0]
+            axes.plot(x, y, "o", color="tab:blue", markersize=5)
+            side = "right" if x < 3200 else "left"  # of the name, which is aligned by it
+            last[side] = max(y, 1.03 * last[side])  # names of near points are moved apart
+            place = (x * (0.98 if side == "right" else 1.02), last[side])
+            axes.annotate(row.name, place, ha=side, va="center", fontsize=8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks([3000, 4000, 6000, 8000], ["3,000", "4,000", "6,000", "8,000"], minor=False)
+        axes.set_yticks([1000, 1500, 2000, 3000], ["1,000", "1,500", "2,000", "3,000"], minor=False)
+        axes.minorticks_off()
+        axes.set_xlim(2500, 9800)
+        axes.set_xlabel("upstream's steps to 3.28 on FineWeb, 124 million parameters")
+        axes.set_ylabel(f"our steps on tiny, for a mean loss of {COMMON:.2f}")
+        plot.save(figure, out)
+
+
+def filled(page: str) -> str:
+    """Returns a page with the table and the correlation between their comments."""
+    rows = read_rows()
+    target = verify.TRACKS[TRACK].target
+    parts = {"board": board(rows, target), "correlation": correlation(rows) + "\n"}
+    for name, new in parts.items():
+        form = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
+        page = re.sub(form, lambda match, new=new: match[1] + new + match[2], page, flags=re.S)
+    return page
+
+
+def main() -> None:
+    """Writes the page and the picture."""
+    page = HERE / "README.md"
+    page.write_text(filled(page.read_text("utf-8")), "utf-8")
+    draw(read_rows(), HERE / "upstream")
+
+
+if __name__ == "__main__":
+    main()
