@@ -22,17 +22,17 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "records/optimizers")]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "records")]
 
 import compile_8xh100  # noqa: E402
 import compile_tpu  # noqa: E402
-import contest  # noqa: E402
 import jax  # noqa: E402
 from h100.estimate import PARTS, step_ms, transfers  # noqa: E402
 from h100.hlo import kernels, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
 from h100.report import table  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
+from optimizers import contest  # noqa: E402
 
 H100S = {"h100-8": 8, "h100-1": 1}
 ESTIMATES = ("sent GB", *PARTS, "ms", "minutes")

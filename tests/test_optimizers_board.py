@@ -1,32 +1,17 @@
 """The board of optimizers is what the packed runs show, and tuning takes as many runs for all."""
 
 import ast
-import importlib
 import itertools
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import scipy.stats
+from optimizers import board, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIMIZERS = ROOT / "records/optimizers"
-
-
-def load(name):
-    """A module of records/optimizers/, whose folder is on the path only meanwhile: contestants have
-    names of other modules."""
-    sys.path.insert(0, str(OPTIMIZERS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(OPTIMIZERS))
-
-
-board = load("board")
-tune = load("tune")
 
 
 def test_rank_correlation_is_that_of_scipy():
