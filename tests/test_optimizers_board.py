@@ -71,3 +71,10 @@ def test_tuning_is_eleven_runs_and_finds_the_best_numbers_and_steps(tmp_path, mo
     assert exact <= steps <= exact + 10
     tune.best_numbers("muon", tune.Search(tmp_path / "search.tsv", seed=1))
     assert len(runs) == 11  # all are in the file
+
+
+def test_the_page_shows_a_contestant_as_it_is():
+    page = (OPTIMIZERS / "README.md").read_text("utf-8")
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert "def optimizer(" in shown
+    assert (OPTIMIZERS / "lion.py").read_text("utf-8").endswith(shown)
