@@ -202,7 +202,7 @@ class Config:
         ("input", 0.0), ("layer7", -0.5), ("layer9", 0.0), ("value0", 0.0), ("layer3", 0.0))
     # To shorten a run, pass --steps alone: all stages shrink in proportion, and the schedule below
     # is in fractions of the run.
-    steps: int = 0              # of the run; 0: the sum over its stages
+    steps: int = 0              # of the run; 0, the default: the sum over its stages
     cooldown_start: float = 508 / 1285     # fraction of the run where learning rates begin to fall
     cooldown_end: float = 1270 / 1285      # fraction where they stop; the fall is linear
     lr_floor: float = 0.15                 # factor on the rates after the cooldown
@@ -225,7 +225,7 @@ class Config:
     # different rows as this fraction of its n-grams. N-grams beyond that are lost: they read zeros,
     # and the log counts them. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
-    copy: int = 0               # longest match of [copy], in tokens; needs T x T arrays; 0: none
+    copy: int = 0               # longest match of [copy], in tokens; 0: none
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
     deal: int = 0               # 1: sequences of a step come from distant places, see deal()
@@ -799,15 +799,18 @@ def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
     t = jnp.arange(T)
     document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
     token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
-    equal_BTT = (token_BT[:, :, None] == token_BT[:, None, :]) & (t[:, None] > t)
-    # A match of n tokens ends at (t, j) if tokens t and j are equal, and a match of n - 1 ends at
-    # (t - 1, j - 1).
-    match_BTT = equal_BTT
-    length_BTT = equal_BTT.astype(jnp.int32)
-    for _ in range(c.copy - 1):
-        match_BTT = equal_BTT & jnp.pad(match_BTT[:, :-1, :-1], ((0, 0), (1, 0), (1, 0)))
-        length_BTT += match_BTT
-    best_BT = (length_BTT * T + t).max(axis=-1)  # the longest, and of these the latest
+
+    def at_token(length_BT, i):
+        # length_BT[:, j] is the length of the match that ends at token i and at the earlier token
+        # j. It is 1 more than that of the tokens before them.
+        token_B1 = lax.dynamic_slice_in_dim(token_BT, i, 1, axis=1)
+        longer_BT = jnp.pad(length_BT[:, :-1], ((0, 0), (1, 0))) + 1
+        is_match_BT = (token_BT == token_B1) & (t < i)
+        length_BT = jnp.where(is_match_BT, jnp.minimum(longer_BT, c.copy), 0)
+        return length_BT, (length_BT * T + t).max(axis=1)
+
+    _, best_TB = lax.scan(at_token, jnp.zeros_like(token_BT), t)
+    best_BT = best_TB.T  # the longest match, and of these the latest
     length_BT = best_BT // T
     next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
     follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
@@ -1802,13 +1805,15 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
                 return compile_val_step(stage, c, mesh)
             return compile_train_step(stage, kind, c, mesh)
 
-    # The first one alone fills the cache of autotuning, which takes memory in every thread.
+    # On GPUs the first one alone fills the cache of autotuning, which takes memory in every thread.
     tunes = mesh.devices.flat[0].platform == "gpu"
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     least = min(stat.get("bytes_limit", math.inf) for stat in stats)
+    alone = 1 if tunes else 0
+    compiled = [compile_one(key) for key in keys[:alone]]
     pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
-    first = pool.submit(compile_one, keys[0]).result()
-    programs = dict(zip(keys, [first, *pool.map(compile_one, keys[1:])], strict=True))
+    compiled += pool.map(compile_one, keys[alone:])
+    programs = dict(zip(keys, compiled, strict=True))
     log.facts({"compile": {"seconds": time.perf_counter() - start}})
     return programs
 
@@ -1816,7 +1821,10 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
 def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     """Runs every program once, on zeros, because the first call loads it and sets up the
     communication between devices. Returns a state of which only the memory is used again."""
-    state = make_state(c, mesh)
+    shapes = state_shapes(c, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
+    state = jax.jit(zeros, out_shardings=shardings)()
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
