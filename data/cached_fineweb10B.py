@@ -9,7 +9,6 @@ interruption, run this again: it keeps the files that were complete. If all file
 right, it does not need the network, also if they were copied by hand and are those of the record.
 """
 
-import argparse
 import os
 import pathlib
 import shutil
@@ -26,6 +25,7 @@ except ValueError as error:  # of a time limit
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
+from messages import Parser
 
 HERE = pathlib.Path(__file__).resolve().parent
 VARIANTS = {  # flag: repository, prefix of its files, training shards in it
@@ -242,8 +242,7 @@ def download(
 
 def arguments() -> tuple[str, list[str], str | None, pathlib.Path]:
     """From the command line: repository, names of the files, revision and folder."""
-    form = argparse.RawDescriptionHelpFormatter
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli = Parser(description=__doc__)
     help = "training shards; default: %(default)s, which the record reads"
     cli.add_argument("n", type=int, nargs="?", metavar="N", default=RECORD_SHARDS, help=help)
     which = cli.add_mutually_exclusive_group()

@@ -25,19 +25,22 @@ OUT = pathlib.Path(__file__).resolve().parent / "hellaswag"
 
 def fetch() -> pathlib.Path:
     """The path of the file, which is downloaded once; raises shards.Fault."""
-    if not (OUT / NAME).exists():
+    path = OUT / NAME
+    if not path.exists():
         print(f"downloading HellaSwag to {OUT} ...", file=sys.stderr)
-    # Not at the top: `explain` is of a script that says why this cannot be imported.
-    from huggingface_hub import hf_hub_download
+        # Not at the top: `explain` is of a script that says why this cannot be imported.
+        from huggingface_hub import HfApi, hf_hub_download
 
-    try:
-        path = hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
-        found = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-    except Exception as error:
-        raise shards.Fault(explain(error, REPO, COMMIT)) from None
+        try:
+            # Without a network this fails at once, where hf_hub_download() tries for 25 seconds.
+            HfApi().dataset_info(REPO, revision=COMMIT, timeout=10)
+            hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
+        except Exception as error:
+            raise shards.Fault(explain(error, REPO, COMMIT)) from None
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SHA256:
         raise shards.Fault(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")
-    return pathlib.Path(path)
+    return path
 
 
 def read(path: pathlib.Path) -> Iterator[tuple[str, list[str], int]]:

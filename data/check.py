@@ -6,16 +6,17 @@ It checks that headers and sizes are right, that names are numbered without a ga
 shards are equal. If there is a MANIFEST.json, it also checks that exactly the listed shards are
 there with the listed sha256, that tokens are below the vocabulary, and that every shard has the
 start of a document. --quick, which run.sh passes, reads only files whose size or time of change
-differs from when they were last read. Without DIR, every folder of shards beside this script is
-checked. Exit status: 0 if all is right, 1 if not, 2 for bad arguments.
+differs from when they were last read, and goes on where nobody reads what it prints, because a run
+follows. Without DIR, every folder of shards beside this script is checked. Exit status: 0 if all is
+right, 1 if not, 2 for bad arguments.
 """
 
-import argparse
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
+from messages import Parser, discard_output
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -24,11 +25,11 @@ def check(folder: pathlib.Path, quick: bool) -> list[str]:
     """Prints a table of the shards of a folder, or with `quick` one line. Returns a line for each
     thing that is wrong."""
     start = f"checking {folder} ... " if quick else f"{folder}:"
-    print(start, end="", flush=True)
+    say(start, quick, end="")
     try:
         about, names = shards.read_folder(folder)
     except shards.Fault as fault:
-        print()
+        say("", quick)
         return [f"{folder} {fault}"]
     if not quick:
         if about:
@@ -51,14 +52,23 @@ def check(folder: pathlib.Path, quick: bool) -> list[str]:
             numbers = f"{tokens:13,} {documents:10,} {mean:>8}"
             print(f"{name:30} {numbers}  {fault or 'ok'}", flush=True)
     summary = f"{len(names)} shards, {all_tokens:,} tokens, {all_documents:,} documents"
-    print(f"{summary}, {len(faults) or 'nothing'} wrong")
+    say(f"{summary}, {len(faults) or 'nothing'} wrong", quick)
     return faults
+
+
+def say(text: str, quick: bool, end: str = "\n") -> None:
+    """Prints a text. With `quick` it is lost if nobody reads it."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        if not quick:
+            raise
+        discard_output()
 
 
 @shards.one_line("check.py")
 def main():
-    form = argparse.RawDescriptionHelpFormatter
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli = Parser(description=__doc__)
     cli.add_argument("folders", type=shards.folder_name, nargs="*", metavar="DIR")
     cli.add_argument("--quick", action="store_true", help="read only what is new or changed")
     args = cli.parse_args()

@@ -8,7 +8,6 @@ read it before the clock starts, because like the tokens it is a property of the
 makes it from GPT-2's merges and compares.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
+from messages import Parser
 
 
 def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
@@ -32,8 +32,7 @@ def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
 
 @shards.one_line("gpt2_prefixes.py")
 def main():
-    form = argparse.RawDescriptionHelpFormatter
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli = Parser(description=__doc__)
     cli.add_argument("out", type=Path, metavar="OUT")
     out = cli.parse_args().out
     shards.write(out, [prefixes(shards.gpt2()._mergeable_ranks).tobytes()])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import os
 import pathlib
@@ -13,6 +14,7 @@ import select
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import NoReturn
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's, which is a RuntimeError
@@ -23,6 +25,38 @@ CURES = {  # what to do about errors of the system; about others, see reason()
     (errno.EISDIR,): "a file belongs there: move the folder away",
     (errno.EMFILE, errno.ENFILE): "allow more open files: ulimit -n 4096",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses a tool's arguments. What it cannot use ends the tool with one line and status 2, which
+    names the nearest flag where there is none of this name. Flags cannot be abbreviated."""
+
+    def __init__(self, **options):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the tool."""
+        _, _, words = message.partition("unrecognized arguments: ")
+        hint = ""
+        if words.startswith("--"):
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            flag = words.split()[0].partition("=")[0]
+            message = f"there is no flag {flag}"
+            hint = nearest(flag, [name[2:] for name in known], "--")
+        text = " ".join(f"{message}{hint}".splitlines())
+        print(f"{pathlib.Path(self.prog).name}: {text}", file=sys.stderr)
+        sys.exit(2)
+
+
+def nearest(word: str, words: list[str], dashes: str = "") -> str:
+    """A question that names the words of which this one is a part, or else the most similar one."""
+    part = word.lstrip("-").lower()
+    by_lower = {other.lower(): other for other in words}
+    found = [other for lower, other in by_lower.items() if part in lower and len(part) > 1]
+    if not found:
+        found = [by_lower[lower] for lower in difflib.get_close_matches(part, by_lower, n=1)]
+    return f": did you mean {' or '.join(dashes + other for other in found[:3])}?" if found else ""
 
 
 class Fault(Exception):
@@ -71,6 +105,9 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
     try:
         yield
         sys.stdout.flush()
+    except SystemExit:  # as of --help
+        flush_or_discard()
+        raise
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):  # stderr may be full
             print(f"{script}: stopped by Ctrl-C", file=sys.stderr, flush=True)
@@ -79,10 +116,7 @@ def one_line(script: str, status: int = 1, replacement: str = "backslashreplace"
         if isinstance(error, BrokenPipeError) and nobody_reads():
             discard_output()
             sys.exit(141)
-        try:
-            sys.stdout.flush()
-        except OSError:
-            discard_output()
+        flush_or_discard()
         if isinstance(error, Fault):
             message = f"{script}: {' '.join(str(error).splitlines())}"  # names may have newlines
         elif is_of_system(error):
@@ -104,6 +138,14 @@ def open_streams(replacement: str = "backslashreplace") -> None:
         sys.stdout.reconfigure(errors=replacement)
 
 
+def flush_or_discard() -> None:
+    """Prints what waits for stdout, or discards it if nobody reads it any more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output()
+
+
 def discard_output() -> None:
     """Discards what Python will flush to a broken stdout when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -114,6 +156,19 @@ def nobody_reads() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def install_command(packages: str) -> str:
+    """What adds packages to this Python's environment: .venv has no pip where uv or a pip from
+    outside has installed it."""
+    from importlib.util import find_spec  # here, because few need it
+    from shutil import which
+
+    if find_spec("pip"):
+        return f"{sys.executable} -m pip install {packages}"
+    if which("uv"):
+        return f"uv pip install --python {sys.executable} {packages}"
+    return f"python3 -m pip --python {sys.executable} install {packages}"
 
 
 def folder_name(text: str) -> pathlib.Path:

@@ -17,12 +17,12 @@ import os
 import pathlib
 import re
 import shlex
-import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from messages import install_command
 
 KINDS = ("txt", "md", "jsonl", "json")
 SUFFIXES = tuple(f".{kind}{how}" for kind in KINDS for how in ("", ".gz", ".zst"))
@@ -64,16 +64,19 @@ def walk(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(found, key=lambda path: hashlib.sha256(within[path]).digest())
 
 
-def find(paths: list[pathlib.Path], column: str, notes: Notes) -> list[pathlib.Path]:
-    """The input files in their order. Raises Unreadable unless they exist and the packages that
-    read them are installed."""
+def find(
+    paths: list[pathlib.Path], column: str, notes: Notes, also: tuple[str, ...] = ()
+) -> list[pathlib.Path]:
+    """The input files in their order: those that are named themselves, and of a folder those with
+    SUFFIXES or one of `also`. Raises Unreadable unless they exist and the packages that read them
+    are installed."""
     files = {}  # by device and inode: a file with several names, or links to it, is read once
     for path in paths:
         usable = 0
+        others = []
         for file in walk(path) if path.is_dir() else [path]:
-            is_known = file.name.lower().endswith(SUFFIXES)
-            if file != path and not is_known:
-                notes["ignored for the suffix"].append(file)
+            if file != path and not file.name.lower().endswith(SUFFIXES + also):
+                others.append(file)
                 continue
             if not file.exists():
                 raise missing(file)
@@ -81,16 +84,30 @@ def find(paths: list[pathlib.Path], column: str, notes: Notes) -> list[pathlib.P
                 raise Unreadable(f"{file} is a pipe or a device", "copy its text to a file")
             if file != path and kind(file) == "json" and not has_json_lines(file, column):
                 notes[f'ignored for lack of JSON lines with "{column}"'].append(file)
-            elif is_known:
+            else:
                 module(file)  # raises Unreadable if its package is missing
                 usable += 1
                 status = file.stat()
                 if files.setdefault((status.st_dev, status.st_ino), file) is not file:
                     notes["read only once, as another name of the same file"].append(file)
-        if not usable:
-            cure = "rename text to .txt and JSON lines to .jsonl, and convert other files to one"
-            raise Unreadable(f"{path}: found no {FORMATS}", cure)
+        if others:
+            kinds, cure = as_text(others)
+            if not usable:
+                raise Unreadable(f"{path}: found no {FORMATS}, but {kinds}", cure)
+            notes[f"ignored for the suffix; {kinds}: {cure}"] += others
+        elif not usable:
+            raise Unreadable(f"{path}: found no {FORMATS}", "check the path")
     return list(files.values())
+
+
+def as_text(files: list[pathlib.Path]) -> tuple[str, str]:
+    """The numbers of files by suffix, of the commonest, and how to read them as text."""
+    counts = collections.Counter(file.suffix.lower() for file in files).most_common()
+    kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in counts[:3]]
+    kinds += ["others"] * (len(counts) > 3)
+    suffixes = [quote(suffix) for suffix, _ in counts if suffix]
+    flag = f"add --also {suffixes[0]}, or " if suffixes else ""
+    return ", ".join(kinds), f"to read them as text, {flag}name the files"
 
 
 def missing(path: pathlib.Path) -> Unreadable:
@@ -103,13 +120,15 @@ def missing(path: pathlib.Path) -> Unreadable:
 
 
 def kind(path: pathlib.Path) -> str:
-    """One of KINDS, or "parquet": the suffix of a name without .gz or .zst."""
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    """The suffix of a name without .gz or .zst: one of KINDS, "parquet", or one of other text."""
+    _, dot, suffix = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")
+    return suffix if dot else ""
 
 
 def is_plain(path: pathlib.Path) -> bool:
-    """Whether a file is text, and not rows of texts."""
-    return kind(path) in ("txt", "md")
+    """Whether a file is text, and not rows of texts: so is all that is named without a suffix that
+    says otherwise."""
+    return kind(path) not in ("jsonl", "json", "parquet")
 
 
 def has_json_lines(path: pathlib.Path, column: str) -> bool:
@@ -139,7 +158,7 @@ def module(path: pathlib.Path) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.split(".")[0]
-        cure = f"{sys.executable} -m pip install {package}"
+        cure = install_command(package)
         raise Unreadable(f"{path} needs the package {package}", cure) from None
 
 

@@ -24,6 +24,7 @@ from messages import (  # noqa: F401 - the scripts have them as shards.one_line 
     Fault,
     certificate_fault,
     folder_name,
+    install_command,
     is_of_system,
     one_line,
     reason,
@@ -87,7 +88,7 @@ def no_vocabulary(error: Exception) -> str:
         error = error.__cause__ or error.__context__
     why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     if "SOCKS" in why:
-        return f"{why}: type .venv/bin/python -m pip install pysocks, or unset ALL_PROXY"
+        return f"{why}: type  {install_command('pysocks')},  or unset ALL_PROXY"
     if os.environ.get("TIKTOKEN_CACHE_DIR"):
         why += f", and TIKTOKEN_CACHE_DIR, {os.environ['TIKTOKEN_CACHE_DIR']}, has no right copy"
     get = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
@@ -446,22 +447,50 @@ def write_manifest(folder: pathlib.Path, source: str, vocab: int, eot: int, file
 @contextlib.contextmanager
 def workplace(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder inside `out` for unfinished files, deleted at the end. Only one process at a time
-    works in `out`; others wait for it. What a killed process left is deleted."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a+") as lock:  # "w" would wait if it were a pipe
-        has_lock = True
+    works in `out`; others wait for it. What a killed process left is deleted, and so are folders
+    that were made here, if nothing is in them at the end."""
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    file, has_lock = lock(out)
+    with file:
+        part = None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process is at work in {out}; waiting for it to end ...", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            has_lock = False
-        if has_lock:  # otherwise another process may be using these folders
-            for abandoned in out.glob(".part-*"):
-                shutil.rmtree(abandoned, ignore_errors=True)
-        part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
-        try:
+            if has_lock:  # otherwise another process may be using these folders
+                for abandoned in out.glob(".part-*"):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            part = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=out))
             yield part
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            if part:
+                shutil.rmtree(part, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of the first folder with files
+                if os.path.samestat(os.fstat(file.fileno()), (out / ".lock").lstat()):
+                    (out / ".lock").unlink()
+                for folder in new:
+                    folder.rmdir()
+
+
+def lock(out: pathlib.Path) -> tuple[BinaryIO, bool]:
+    """Makes a folder, and waits for its lock. Returns the open file .lock, and whether the file
+    system has locks. Its last owner may have deleted what was waited for: then it begins anew."""
+    announced = False
+    while True:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            file = (out / ".lock").open("ab+")  # "w" would wait if it were a pipe
+        except FileNotFoundError:  # its last owner has just deleted the folder
+            if out.is_dir():
+                raise
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not announced:
+                print(f"another process is at work in {out}; waiting for it to end ...", flush=True)
+            announced = True
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            return file, False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (out / ".lock").stat()):
+                return file, True
+        file.close()

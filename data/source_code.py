@@ -8,7 +8,6 @@ two of them, up to 2,048 bytes. Some files are used for validation only. The sha
 format, like FineWeb's, and must have the sha256 in SHARDS below.
 """
 
-import argparse
 import ast
 import collections
 import hashlib
@@ -22,10 +21,11 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
+from messages import Parser, discard_output, install_command
 
 PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
 SOURCE = " ".join(map("==".join, PACKAGES.items()))
-REMEDY = f"run {sys.executable} -m pip install --force-reinstall --no-deps {SOURCE}"
+REMEDY = f"run {install_command(f'--force-reinstall --no-deps {SOURCE}')}"
 SHARDS = {  # name: sha256
     "source_train_000001.bin": "1a9b61a147d894ec0ee7289c1f88f6725355af3218985db9b4dc21d7e345a063",
     "source_train_000002.bin": "74c2d9b68d4d17bda99679cbd11744f046adc966967cfb7edb80433a0a708c75",
@@ -142,6 +142,14 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def tell(line: str) -> None:
+    """Prints a line, if somebody reads: the training that follows needs the shards all the same."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
 def make(out: pathlib.Path) -> None:
     """Makes the shards and their manifest in `out`, unless they are there with the right sha256.
     Raises OSError if it cannot write."""
@@ -154,7 +162,7 @@ def make(out: pathlib.Path) -> None:
             for name, data in encoded.items():
                 shards.write(part / name, [data])
                 os.replace(part / name, out / name)
-                print(f"made {out / name}, sha256 {SHARDS[name]}")
+                tell(f"made {out / name}, sha256 {SHARDS[name]}")
     files = {}
     for name, digest in SHARDS.items():
         files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
@@ -163,8 +171,7 @@ def make(out: pathlib.Path) -> None:
 
 @shards.one_line("source_code.py")
 def main():
-    form = argparse.RawDescriptionHelpFormatter
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    cli = Parser(description=__doc__)
     help = "folder for the shards"
     cli.add_argument("--out", type=shards.folder_name, default=FOLDER, help=help)
     make(cli.parse_args().out)

@@ -4,7 +4,8 @@
 
 It reads .txt and .md (each file is a document, unless a separator divides it), .jsonl and JSON
 lines in .json (each line has a document in its field "text"), all of these also as .gz and .zst,
-and .parquet (each row has one in its column "text"). Every document begins with an end-of-text
+and .parquet (each row has one in its column "text"). A file of another kind is read as .txt is, if
+it is named itself, or if --also names its suffix. Every document begins with an end-of-text
 token, and so does every shard, also where it continues a document, because train_gpt.py refuses a
 shard without one. "<|endoftext|>" in a text is encoded as ordinary text, unless it is the
 separator. The first tokens are the validation set, as in llm.c's FineWeb. The last line printed is
@@ -33,6 +34,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # missing with PYTHONSAFEPATH=1
 import readers  # noqa: E402
 import shards  # noqa: E402
+from messages import Parser  # noqa: E402
 from readers import FORMATS, MARK, Notes, Parts, Unreadable, is_plain  # noqa: E402
 
 # A document is cut at the first safe boundary that comes PIECE to 2 * PIECE characters after the
@@ -407,11 +409,13 @@ def report(rows: dict[str, dict], passes: int, dense: bool, args: Any) -> None:
 def parse() -> argparse.Namespace:
     """The command line's arguments, and in `about` the vocabulary's size and its EOT."""
     about = "Turns your own text into shards that train_gpt.py reads."
-    cli = argparse.ArgumentParser("./run.sh tokenize", description=about, allow_abbrev=False)
+    cli = Parser(prog="./run.sh tokenize", description=about)
     add = cli.add_argument
-    formats = f"a file, or a folder with files, of the kinds {FORMATS}"
+    formats = f"a folder with {FORMATS}, or a file, which may be any text, such as .py"
     add("paths", nargs="+", type=named, metavar="PATH", help=formats)
     add("--out", type=named, required=True, metavar="DIR", help="folder for the shards")
+    suffix = "read files of a folder with this suffix, such as .py, as text, too (may be repeated)"
+    add("--also", action="append", default=[], metavar="SUFFIX", help=suffix)
     by_bytes = "make one token per byte of UTF-8, with which a CPU trains tiny faster"
     add("--bytes", action="store_true", help=by_bytes)
     shard_size = "tokens in a training shard; the last one may have fewer (default: %(default)s)"
@@ -439,6 +443,9 @@ def parse() -> argparse.Namespace:
             cli.error(f"--{name} {value} is not from {low} to {2**31 - 1}")
     if re.fullmatch(r"(?s).*\n.*|(\\[rn])+", args.separator or ""):  # also if typed as \n
         cli.error("--separator is not one line: --separator '' is for blank lines")
+    args.also = tuple(f".{suffix.lower().lstrip('.')}" for suffix in args.also)
+    if "." in args.also:
+        cli.error("--also has no suffix: pass one, such as .py")
     args.about = dict(vocab=257, eot=256) if args.bytes else shards.GPT2
     return args
 
@@ -490,7 +497,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_used(args.out)
     notes = collections.defaultdict(list)
     try:
-        paths = readers.find(args.paths, args.column, notes)
+        paths = readers.find(args.paths, args.column, notes, args.also)
     finally:
         show_notes(notes)
     counts = collections.Counter()

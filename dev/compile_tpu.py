@@ -40,9 +40,11 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 import train_gpt  # noqa: E402
+from data.messages import install_command  # noqa: E402
 
 PAGE = ROOT / "records/gpu/tpu_compile.txt"
-MISSING = f"JAX has no TPU compiler: pip install 'jax[tpu]=={jax.__version__}' (needs no TPU)"
+TPU_JAX = f"'jax[tpu]=={jax.__version__}'"
+MISSING = f"JAX has no TPU compiler: {install_command(TPU_JAX)} (needs no TPU)"
 SHARE = 0.9  # of a chip's memory that a program may take
 COLUMNS = (
     "chip   program       T  compile s  arguments GB  temporaries GB  with all of the state GB  "

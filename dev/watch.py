@@ -24,7 +24,6 @@ versions.
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import contextlib
 import json
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "data"))
-from messages import Fault, one_line  # noqa: E402
+from messages import Fault, Parser, one_line  # noqa: E402
 
 # Dense bfloat16 operations per second, in 1e12, by the name that JAX gives to a device. Other
 # variants, such as laptop GPUs and MIG slices, have other rates and are left out.
@@ -312,10 +311,12 @@ class Line(NamedTuple):
 
     rank: int  # lines of the highest rank are left out first, where the terminal is too low
     text: str
+    whole: bool = False  # it may be copied, so the terminal wraps it: it is not cut
 
 
 def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -> list[str]:
-    """The lines that are shown for a run on a terminal of this size."""
+    """The lines that are shown for a run on a terminal of this size. Only the path of the log and
+    how the run ended, which may name a command, may be wider than that."""
     start = Loss("train", 0, math.nan, 0.0)
     last = run.losses[-1] if run.losses else start
     steps = run.stages[-1].end
@@ -325,11 +326,14 @@ def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -
     silence = f"{duration(run.age)} since the log's last line"
     several = run.count > 1 and not run.mixed
     place = f"the last of {run.count} runs in {run.path}" if several else run.path
-    lines = [Line(8, f"{run.title}, {place}"), Line(0, progress(last.step, steps, columns))]
+    lines = [
+        Line(8, f"{run.title}, {place}", whole=True),
+        Line(0, progress(last.step, steps, columns)),
+    ]
     if run.mixed:
         lines.append(Line(3, "lines of several runs are mixed: no number here is right"))
     if run.end:
-        lines.append(Line(2, run.end))
+        lines.append(Line(2, run.end, whole=True))
         text = f"{show(tokens, ',.0f')} tokens in {last.seconds:,.1f} s, {on_average}, "
         lines.append(Line(6, f"{text}MFU {show(average.mfu, '.1%')}"))
     elif run.losses:
@@ -351,10 +355,13 @@ def summary(run: Run, columns: int = 10**6, rows: int = 10**6, hint: str = "") -
     lines += [Line(9, text) for text in curve(train or run.losses, columns)]
     if hint:
         lines.append(Line(1, hint))
-    while len(lines) > rows:
+    while sum(height(line.text, columns) if line.whole else 1 for line in lines) > rows:
         highest = max(line.rank for line in lines)
         lines = [line for line in lines if line.rank < highest]
-    return [cut_at_number(line.text, columns) for line in lines]
+    texts = []
+    for line in lines:
+        texts.append(cut_at_number(line.text, 10**6 if line.whole else columns))
+    return texts
 
 
 def progress(step: int, steps: int, columns: int) -> str:
@@ -386,12 +393,12 @@ def first_that_fits(forms: Sequence[str], columns: int) -> str:
 
 def cut_at_number(text: str, columns: int) -> str:
     """The beginning of a text, as by cut(), but without a part of a number, which would read as
-    another number. The path of a log may end anywhere."""
+    another number."""
     part = cut(text, columns)
     start = text.rfind(" ", 0, len(part) + 1) + 1
     word = text[start:].partition(" ")[0]
     is_cut = len(part) < start + len(word)
-    if is_cut and re.search(r"\d", word) and "/" not in word:
+    if is_cut and re.search(r"\d", word):
         return part[:start].rstrip(" ,")
     return part
 
@@ -407,6 +414,16 @@ def cut(text: str, columns: int) -> str:
         if width > columns:
             return text[:i]
     return text
+
+
+def height(text: str, columns: int) -> int:
+    """How many lines of a terminal a text takes."""
+    rest = cut(text, 10**6)
+    lines = 1
+    while cut(rest, columns) != rest:
+        rest = rest[max(1, len(cut(rest, columns))) :]
+        lines += 1
+    return lines
 
 
 def curve(losses: list[Loss], columns: int = 10**6) -> list[str]:
@@ -475,11 +492,11 @@ class Screen:
     def __init__(self):
         self.height = 0  # lines shown
 
-    def show(self, lines: list[str]) -> None:
+    def show(self, lines: list[str], columns: int) -> None:
         if self.height:
             print(f"\x1b[{self.height}A\x1b[J", end="")  # up, and clear what is below
         print("".join(f"{line}\n" for line in lines), end="", flush=True)
-        self.height = len(lines)
+        self.height = sum(height(line, columns) for line in lines)
 
 
 def follow(path: Path | None) -> None:
@@ -494,7 +511,7 @@ def follow(path: Path | None) -> None:
         if found and not ended:
             waiting = False
         size = shutil.get_terminal_size()
-        columns = (size.columns or 80) - 1  # 0 in some containers; a longer line would wrap
+        columns = (size.columns or 80) - 1  # 0 in some containers
         rows = (size.lines or 24) - 1  # the cursor is below the last line
         hint = ""
         if waiting:
@@ -502,7 +519,7 @@ def follow(path: Path | None) -> None:
         elif not found:
             hint = first_that_fits(INCOMPLETE, columns)
         lines = summary(run, columns, rows, hint) if run else [cut(hint, columns)][:rows]
-        screen.show(lines)
+        screen.show(lines, columns + 1)
         if ended and not waiting:
             end = cut(run.end, 10**6)
             if end not in lines:
@@ -532,9 +549,7 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 def main(argv: list[str]) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="./run.sh watch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(prog="./run.sh watch", description=__doc__)
     parser.add_argument("log", nargs="?", type=Path, metavar="LOG")
     parser.add_argument("--once", action="store_true", help="print one summary, do not wait")
     args = parser.parse_args(argv)

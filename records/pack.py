@@ -1,15 +1,14 @@
 """Makes a record from runs that hold: see records/README.md. Nothing else writes records.
 
-    python records/pack.py VARIANT --name NAME [--baseline VARIANT]
-    python records/pack.py DIR --name NAME     packs all variants of a plan, as a comparison
-    python records/pack.py --tables            renews the histories and adds to SHA256SUMS
+    ./run.sh pack VARIANT --name NAME [--baseline VARIANT]
+    ./run.sh pack DIR --name NAME     packs all variants of a plan, as a comparison
+    ./run.sh pack --tables            renews the histories and adds to SHA256SUMS
 
-VARIANT is the folder of one variant of run_ab.py, and DIR the folder of its plan. Your notes are in
-notes.md in that folder. If it is missing, pack.py writes one, with questions to answer. A record
-never changes: records/SHA256SUMS has its hashes, and a test compares them.
+VARIANT is the folder of one variant of ./run.sh compare, and DIR the folder of its plan. Your notes
+are in notes.md in that folder. If it is missing, pack.py writes one, with questions to answer. A
+record never changes: records/SHA256SUMS has its hashes, and a test compares them.
 """
 
-import argparse
 import difflib
 import hashlib
 import io
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
 import stats
 import verify
-from messages import Fault, one_line
+from messages import Fault, Parser, one_line
 from verify import TRACKS, Evidence
 
 HERE = Path(__file__).resolve().parent
@@ -342,8 +341,7 @@ def renew() -> None:
 
 def main(argv: list[str]) -> None:
     """Makes the record that the command line names, if any, and renews the tables."""
-    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    cli = Parser(prog="./run.sh pack", description=__doc__)
     cli.add_argument("folder", type=Path, nargs="?", help="folder of a variant, or of a whole plan")
     cli.add_argument(
         "--name", default="", help="name of the record: small letters, digits, _ and -"

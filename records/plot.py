@@ -1,22 +1,23 @@
 """Curves of validation loss, from logs: see records/README.md. Needs matplotlib.
 
-    python records/plot.py [NAME=]FOLDER ... [--out curves] [--x steps tokens time] [--target LOSS]
-                           [--title TEXT] [--upstream] [--differences]
+    ./run.sh plot [NAME=]FOLDER ... [--out curves] [--x steps tokens time] [--target LOSS]
+                  [--title TEXT] [--upstream] [--differences]
 
 Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
-side. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
+side. A log makes one, too, and the folder of a whole plan of ./run.sh compare makes one for each
+variant. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
 final losses minus those of the first folder, for every seed that both have run; beside it, curves
 of fewer than 4 points are left out, because they do not show a shape, and so are more than 20
 curves, because colors would repeat. Writes OUT.svg.
 """
 
-import argparse
 import collections
 import csv
 import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import stats
 import verify
-from messages import Fault, one_line
+from messages import Fault, Parser, one_line
 from runs import Run, Validation
 
 # A notebook's backend cannot be imported here, and a user's settings would change the picture.
@@ -33,7 +34,7 @@ try:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 except ImportError:
-    remedy = "pip install -r tests/requirements.txt, as ./run.sh look does"
+    remedy = "start this by ./run.sh, which installs it"
     print(f"{Path(sys.argv[0]).name}: matplotlib is missing: {remedy}", file=sys.stderr)
     sys.exit(2)
 
@@ -367,21 +368,31 @@ def save(figure, out: Path) -> None:
 
 
 def name_and_folder(argument: str) -> tuple[str, Path]:
-    """Returns the name and the folder in [NAME=]FOLDER. Both may contain =: the longest folder that
-    exists counts."""
+    """Returns the name ("" without one) and the folder, or the log, in [NAME=]FOLDER. Both may
+    contain =: the longest path that exists counts."""
     parts = argument.split("=")
     for i in range(len(parts)):
         name = "=".join(parts[:i])
         folder = "=".join(parts[i:])
-        if folder and Path(folder).is_dir():
-            return name or Path(folder).resolve().name, Path(folder)
-    raise Fault(f"{argument!r} names no folder")
+        if folder and Path(folder).exists():
+            return name, Path(folder)
+    raise Fault(f"{argument!r} names no folder and no log")
+
+
+def read_variants(argument: str) -> Iterator[tuple[str, verify.Evidence]]:
+    """Yields the name and the runs of what [NAME=]FOLDER names: of every variant, if that is the
+    folder of a whole plan."""
+    name, folder = name_and_folder(argument)
+    if not folder.is_dir() or not verify.is_plan(folder):
+        yield name or folder.resolve().name.removesuffix(".txt"), verify.collect(folder)
+        return
+    for variant in verify.read_plan_file(folder / "plan.json")["arms"]:
+        yield f"{name} {variant}".strip(), verify.collect(folder / variant)
 
 
 def main() -> None:
     """Draws the curves of the folders that the command line names."""
-    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    cli = Parser(prog="./run.sh plot", description=__doc__)
     cli.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER")
     cli.add_argument("--out", type=Path, default=Path("curves"), help="picture, without .svg")
     cli.add_argument("--x", nargs="+", choices=LABELS, default=["steps"], help="a panel for each")
@@ -395,10 +406,10 @@ def main() -> None:
     check_place(args.out)
     variants = []
     for argument in args.folders:
-        name, folder = name_and_folder(argument)
-        if name in dict(variants):
-            raise Fault(f"two curves are called {name}: name them by NAME=FOLDER")
-        variants.append((name, verify.collect(folder)))
+        for name, evidence in read_variants(argument):
+            if name in dict(variants):
+                raise Fault(f"two curves are called {name}: name them by NAME=FOLDER")
+            variants.append((name, evidence))
     plot(variants, args.out, args.x, args.target, args.title, args.upstream, args.differences)
     print(f"drew {', '.join(name for name, _ in variants)} in {args.out}.svg")
     for name, evidence in variants:

@@ -1,14 +1,15 @@
 """Runs versions of train_gpt.py in turn, with the same seeds, as evidence: see records/README.md.
 
-    python records/run_ab.py VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
-    python records/run_ab.py --resume DIR [VARIANT ...]
+    ./run.sh compare VARIANT [VARIANT ...] -n RUNS [--out DIR] [-- preset and flags]
+    ./run.sh compare --resume DIR [VARIANT ...]
 
 A variant is a train_gpt.py, a folder with one (or with a train_gpt.sha256, which names one), an
 optimizer for optimizers/train_gpt_simple.py, or a change of the first variant: a .patch for its
 file, or flags, as in "hot=--muon_lr 0.03". NAME=PATH gives a name to the others. DIR/plan.json
 states the number of runs and their seeds before the first run. For each seed, all variants run in
 turn (A B A B), for the whole schedule (--target 0). --resume runs what was interrupted or not
-begun, and adds variants to the plan. At the end, verify.py judges all runs.
+begun, and adds variants to the plan. At the end, ./run.sh verify judges all runs. Where nobody
+reads what is printed, the runs go on, and the exit status is that of their verdict.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import secrets
@@ -28,8 +30,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
@@ -57,6 +61,20 @@ def refuse(message: str) -> NoReturn:
     raise messages.Fault(message)
 
 
+def say(text: str) -> None:
+    """Prints a line, or loses it if it cannot be printed: nobody must watch the runs."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        messages.discard_output()
+
+
+def typed(path: Path) -> str:
+    """Returns a path as it is typed behind ./run.sh, which is in the root of the repository."""
+    path = path.resolve()
+    return shlex.quote(str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
+
+
 def machine_hash(salt: str) -> str:
     """Returns a hash of a plan's salt and the machine's name, which does not reveal the name."""
     return hashlib.sha256(f"{salt} {socket.gethostname()}".encode()).hexdigest()[:16]
@@ -65,15 +83,19 @@ def machine_hash(salt: str) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Reads the command line. Arguments after -- are flags of train_gpt.py."""
     split = argv.index("--") if "--" in argv else len(argv)
-    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    cli.error = refuse
+    cli = messages.Parser(prog="./run.sh compare", description=__doc__)
     cli.add_argument("variants", nargs="*", metavar="VARIANT", help="[NAME=]PATH, or NAME=FLAGS")
     cli.add_argument("-n", type=int, help="number of runs of every variant")
     cli.add_argument("--out", type=Path, help="a new folder; default: logs/ab_<time>")
     cli.add_argument("--resume", type=Path, metavar="DIR", help="continue the plan in DIR")
     cli.add_argument("--keep_weights", action="store_true", help="beside the logs, for evals/")
-    args = cli.parse_args(argv[:split])
+    args, unknown = cli.parse_known_intermixed_args(argv[:split])
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        if messages.nearest(flag, ["out", "resume", "keep_weights", "help"]):
+            cli.error(f"unrecognized arguments: {flag}")
+        refuse(f"{flag} is no flag of ./run.sh compare: flags of train_gpt.py come last, after a "
+               f"preset, as in  -- tiny {flag} ...")  # fmt: skip
     args.flags = argv[split + 1 :]
     if args.resume and (args.n or args.out or args.flags or args.keep_weights):
         refuse("--resume takes the number of runs and all flags from the plan; leave them out")
@@ -147,7 +169,9 @@ def read_source(path: Path, first: bytes) -> bytes:
     """Returns the source in a file or of a folder, or the first one changed by a patch."""
     file = runs.source_file(path) if path.is_dir() else path
     if not file.is_file():
-        refuse(f"no such file: {file}")
+        is_word = not file.suffix and file == Path(file.name)
+        more = f"; if it is a preset, it comes last, as in  -- {file}" if is_word else ""
+        refuse(f"no such file: {file}{more}")
     source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()
     source = runs.without_cr(source)  # as a log will state it
     if machine.is_contestant(source.decode("utf-8", "replace")):
@@ -202,6 +226,11 @@ def check_machine(arguments: list[str]) -> None:
                "tiny, end the command with  -- tiny")  # fmt: skip
 
 
+def to_resume(out: Path) -> str:
+    """Returns the command that continues a plan."""
+    return f"./run.sh compare --resume {typed(out)}"
+
+
 def make_plan(args: argparse.Namespace) -> Path:
     """Makes a plan with its folder, which it returns."""
     variants = read_variants(args.variants, first=b"", taken=set())
@@ -215,7 +244,7 @@ def make_plan(args: argparse.Namespace) -> Path:
     try:
         out.mkdir(parents=True)
     except FileExistsError:
-        refuse(f"{out} is there already: choose another --out, or continue with --resume {out}")
+        refuse(f"{out} is there already: choose another --out, or continue it: {to_resume(out)}")
     salt = secrets.token_hex(8)
     seeds = []
     while len(seeds) < args.n:
@@ -309,7 +338,44 @@ def interpreter() -> str:
     return str(python)
 
 
-def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
+class Screen:
+    """Prints the lines of runs, except those with paths, which begin in the variant's folder. What
+    comes before training, such as the table of layers, is printed once if it is the same in all."""
+
+    def __init__(self, keep_weights: bool):
+        self.keep_weights = keep_weights
+        self.heads = set()  # that were printed
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Prints the lines of a run."""
+        head = []
+        has_begun = False
+        for line in lines:
+            line = line.rstrip("\n")
+            begins = line.startswith(("compiling ", "step:"))
+            if begins and not has_begun:
+                self.show_head(head)
+                has_begun = True
+            if " logs/" in line:
+                continue
+            if line.startswith("RESULT {") and not self.keep_weights:  # they are deleted
+                line = re.sub(', "weights": "[^"]*"', "", line)
+            if has_begun:
+                say(line)
+            else:
+                head.append(line)
+        if not has_begun:
+            self.show_head(head)
+
+    def show_head(self, head: list[str]) -> None:
+        """Prints what comes before training, if it was not printed before."""
+        text = "\n".join(head)
+        if text and text not in self.heads:
+            say(text)
+        self.heads.add(text)
+
+
+def run(python: str, variant: Path, arguments: list[str], lock: int, screen: Screen) -> int:
     """Trains once; returns the exit status. Signals are passed on to the training, and raised as
     KeyboardInterrupt when it has ended."""
     env = os.environ.copy()
@@ -325,12 +391,13 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     # In a new session, a terminal's Ctrl-C does not reach the training directly, but only once, by
     # send_signal below. The training inherits the lock: if this process is killed, no other
     # run_ab.py can start a run beside it. As its output is no terminal, it ends without a sample.
-    child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], start_new_session=True,
-                             stdout=subprocess.PIPE)  # fmt: skip
+    output = dict(stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
+    child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock],
+                             start_new_session=True, **output)  # fmt: skip
     interrupt = None
     while True:
         try:
-            show(child.stdout)
+            screen.show(child.stdout)
             status = child.wait()
             break
         except KeyboardInterrupt as error:
@@ -341,13 +408,15 @@ def run(python: str, variant: Path, arguments: list[str], lock: int) -> int:
     return status
 
 
-def show(lines: Iterable[bytes]) -> None:
-    """Prints the lines of a run, except those with paths, which begin in the variant's folder."""
-    for line in lines:
-        if b" logs/" not in line:
-            with contextlib.suppress(OSError):  # if nobody reads them, the run goes on
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
+def time_left(waiting: list[str], seconds: dict[str, list[float]]) -> str:
+    """As ", about 12 min left": for each of the variants that wait for a run, the mean of the
+    seconds that its runs have taken, or of all runs if it had none. "" before the first run."""
+    every = sum(seconds.values(), [])
+    if not every:
+        return ""
+    total = sum(fmean(seconds[name] or every) for name in waiting)
+    hours, minutes = divmod(math.ceil(total / 60), 60)
+    return f", about {f'{hours} h ' if hours else ''}{minutes} min left"
 
 
 def stop(number: int, _) -> NoReturn:
@@ -378,16 +447,24 @@ def run_plan(out: Path, added: list[str]) -> None:
     if added:
         add_variants(out, plan, added)
     turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
+    finished = {name: finished_seeds(out / name) for name in plan["arms"]}
+    waiting = [name for seed, name in turns if seed not in finished[name]]
+    seconds = {name: [] for name in plan["arms"]}
+    screen = Screen(plan["keep_weights"])
     for number, (seed, name) in enumerate(turns, start=1):
-        if seed in finished_seeds(out / name):
+        if seed in finished[name]:
             continue
         place = out / name / "logs"
-        print(f"\n[{number}/{len(turns)}] {name}, seed {seed}, log in {place}", flush=True)
+        left = time_left(waiting, seconds)
+        say(f"\n[{number}/{len(turns)}] {name}, seed {seed}, log in {place}{left}")
         arguments = [*plan["arguments"], *plan["flags"].get(name, []), "--seed", str(seed)]
-        status = run(python, out / name, arguments, lock)
+        start = time.monotonic()
+        status = run(python, out / name, arguments, lock, screen)
         if seed not in finished_seeds(out / name):
             refuse(f"this run ended with status {status} and does not count; remove the cause, "
-                   f"then continue with --resume {out}")  # fmt: skip
+                   f"then continue: {to_resume(out)}")  # fmt: skip
+        seconds[name].append(time.monotonic() - start)
+        waiting.remove(name)
         if not plan["keep_weights"]:
             for weights in (out / name / "logs").glob("*.npz"):
                 weights.unlink()  # they are large, and not evidence
@@ -398,13 +475,13 @@ def main() -> int:
     args = parse(sys.argv[1:])
     if not args.resume:
         interpreter()  # refuses before a plan is made
-    for name in sorted(os.environ):
-        if LOGGED_VARIABLES.match(name) and not verify.NEUTRAL.fullmatch(name):
-            print(f"{name} is set, so these runs will not count as a record")
+    for name, value in sorted(os.environ.items()):
+        if LOGGED_VARIABLES.match(name) and not verify.is_neutral(name, value):
+            say(f"{name} is set, so these runs will not count as a record")
     out = args.resume or make_plan(args)
     if not (out / "plan.json").is_file():
         refuse(f"no such file: {out}/plan.json; --resume needs the folder of a plan")
-    print(f"the plan is in {out}/plan.json")
+    say(f"the plan is in {out}/plan.json")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's background job ignores SIGINT
             signal.signal(number, stop)
@@ -412,14 +489,15 @@ def main() -> int:
         run_plan(out, added=args.variants if args.resume else [])
         return judge(out)
     except KeyboardInterrupt as error:
-        print(f"\nrun_ab.py: interrupted; to continue: --resume {out}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"\nrun_ab.py: interrupted; to continue: {to_resume(out)}", file=sys.stderr)
         return 128 + signal_number(error)
 
 
 def judge(out: Path) -> int:
     """Judges the runs of a plan by verify.py; returns its status."""
     plan = read_plan(out)
-    variants = [str(out / name) for name in plan["arms"]]
+    variants = [out / name for name in plan["arms"]]
     # Where the second of two cannot be a record, they are compared like many.
     could_be_record = plan["arguments"][1:] == ["--target", "0"]
     if plan["flags"] or plan["added"]:
@@ -430,10 +508,12 @@ def judge(out: Path) -> int:
         baseline, new = variants
         judged = [new, baseline]
     else:
-        judged = [str(out)]
-    print(f"\nverify.py {' '.join(judged)}\n", flush=True)
-    verify_py = str(ROOT / "records/verify.py")
-    status = subprocess.run([sys.executable, verify_py, *judged]).returncode
+        judged = [out]
+    say(f"\n./run.sh verify {' '.join(map(typed, judged))}\n")
+    command = [sys.executable, str(ROOT / "records/verify.py"), *map(str, judged)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
+    say(done.stdout.rstrip("\n"))
+    status = done.returncode
     return status if status >= 0 else 128 - status  # as a shell states that a signal ended it
 
 

@@ -1,12 +1,19 @@
 """Judges runs by their logs: see records/README.md. It executes nothing that it reads.
 
-    python records/verify.py THIS [BASELINE] [--track NAME] [--target LOSS]
+    ./run.sh verify THIS [BASELINE] [--track NAME] [--target LOSS]
 
-THIS and BASELINE are folders with logs: a record, a variant of run_ab.py, or any folder with logs
-of train_gpt.py or modded-nanogpt. If THIS is the folder of a whole plan of run_ab.py, all variants
-are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if
-they do not, and 2 if they cannot be judged. No error ends with 0 or 1.
+THIS and BASELINE are folders with logs: a record, a variant of ./run.sh compare, or any folder with
+logs of train_gpt.py or modded-nanogpt; or one log, whose report says what a record needs beside it.
+If THIS is the folder of a whole plan of ./run.sh compare, all variants are compared with the first
+one. The report is Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they
+cannot be judged. No error ends with 0 or 1, and neither does a report that nobody read to its end.
 """
+
+# ruff: noqa: E402 - a handler comes before most imports
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, also while it imports
 
 import argparse
 import hashlib
@@ -27,10 +34,10 @@ from optimizers import contest
 from runs import Run, Unreadable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
-from statistics import fmean, stdev  # noqa: E402 - runs.py refuses a Python that lacks fmean
+from statistics import fmean, stdev  # runs.py refuses a Python that lacks fmean
 
-import fits  # noqa: E402
-import messages  # noqa: E402 - runs.py adds its folder to the path
+import fits
+import messages  # runs.py adds its folder to the path
 
 ALPHA = 0.01
 PLAN = {  # the form of a plan: see runs.require()
@@ -111,7 +118,7 @@ PLAIN = {
 
 # ---- Reading -------------------------------------------------------------------------------------
 class Evidence(NamedTuple):
-    """A folder with the logs of one variant, and the files beside them."""
+    """A folder with the logs of one variant, and the files beside them; or one log."""
 
     folder: Path
     runs: list[Run]  # all that can be read, in the order in which they began
@@ -157,16 +164,34 @@ def read_logs(folder: Path) -> tuple[list[Run], list[str]]:
 
 
 def collect(folder: Path) -> Evidence:
-    """Reads the logs of a folder and the files beside them; raises Unreadable without a log."""
+    """Reads the logs of a folder and the files beside them, or one log; raises Unreadable without
+    a log."""
+    if not folder.exists():
+        place = "" if folder.is_absolute() else f" in {Path.cwd()}, from where paths are looked for"
+        raise Unreadable(f"{folder} does not exist{place}: name a folder with logs, or a log")
     if not folder.is_dir():
-        raise Unreadable(f"there is no folder {folder}")
+        try:
+            return Evidence(folder, [runs.read(folder)], [], read_plan(folder))
+        except Unreadable as error:
+            raise Unreadable(f"{folder} is no log: {error}") from None
     found, unreadable = read_logs(folder)
+    if not found and not unreadable:
+        raise Unreadable(f"{folder} has no logs, which are files *.txt{those_below(folder)}")
     if not found:
-        why = "; ".join(unreadable[:2]) or "it has no file *.txt"
+        why = "; ".join(unreadable[:2])
         if len(unreadable) > 2:
             why += f"; and {len(unreadable) - 2} more"
         raise Unreadable(f"{folder} has no log that can be read: {why}")
     return Evidence(folder, found, unreadable, read_plan(folder))
+
+
+def those_below(folder: Path) -> str:
+    """Names folders of a folder that have logs, as the end of a sentence."""
+    found = {path.parent for path in (*folder.glob("*/*.txt"), *folder.glob("*/logs.tar.xz"))}
+    found |= {path.parent.parent for path in folder.glob("*/logs/*.txt")}
+    names = [str(path) for path in sorted(found)]
+    more = ", or another one" if len(names) > 3 else ""
+    return f": name {' or '.join(names[:3])}{more}" if names else ": name a folder that has some"
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -440,11 +465,16 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[Finding]:
         yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
                    f"{' or '.join(words)} --target 0")  # fmt: skip
     for name, value in run.environment.items():
-        by_launcher = name == "XLA_FLAGS" and NEUTRAL_XLA_FLAGS.issuperset(value.split())
-        if not (NEUTRAL.fullmatch(name) or by_launcher):
+        if not is_neutral(name, value):
             yield fail(
                 f"{name} is set; unset it, because no variable may change what the file does"
             )
+
+
+def is_neutral(name: str, value: str) -> bool:
+    """Returns whether a record's runs may have a variable of the environment with this value."""
+    by_launcher = name == "XLA_FLAGS" and NEUTRAL_XLA_FLAGS.issuperset(value.split())
+    return by_launcher or bool(NEUTRAL.fullmatch(name))
 
 
 def is_fitted(argv: list[str], typed: list[str], rows: Iterable[tuple]) -> bool:
@@ -462,7 +492,7 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[Finding]:
             names = ", ".join(other["arms"])
             text = f"plan.json has no variant {other['arm']}, only {names}"
         if e.runs[0].ours:
-            yield fail(f"{text}; use run_ab.py")
+            yield fail(f"{text}; use ./run.sh compare")
         else:
             yield note(text)
         return
@@ -582,7 +612,7 @@ def check_result(this: Evidence, base: Evidence | None, track: Track | None, tar
     p = stats.below(this.losses, target).p
     length_not_fixed = any(check_length(this, track))
     if math.isnan(p):
-        why = "the losses do not vary" if n > 1 else f"{n} complete runs"
+        why = "the losses do not vary" if n > 1 else f"{n or 'no'} complete run"
         yield fail(f"{why}, so there is no p-value")
     elif length_not_fixed:
         yield fail("there is no p-value over runs whose length is not fixed")
@@ -838,12 +868,12 @@ def judge(args: argparse.Namespace) -> tuple[bool, str]:
 
 def main(argv: list[str]) -> int:
     """Judges the runs that the command line names; returns the exit status."""
-    cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    cli.add_argument("this", type=Path, help="folder of the runs to judge")
+    cli = messages.Parser(prog="./run.sh verify", description=__doc__)
+    cli.add_argument("this", type=Path, help="folder of the runs to judge, or a log")
     cli.add_argument("baseline", type=Path, nargs="?", help="folder of the runs to beat")
-    cli.add_argument("--track", choices=TRACKS, help="default: the track that fits runs "
-                     "of train_gpt.py; those of modded-nanogpt need it, or --target")  # fmt: skip
+    names = f"one of {', '.join(TRACKS)}; default: the track that fits runs of train_gpt.py; those "
+    names += "of modded-nanogpt need it, or --target"
+    cli.add_argument("--track", choices=TRACKS, metavar="NAME", help=names)
     cli.add_argument("--target", type=float, help="loss that the mean must be below; without "
                      "--track, the rules of a track are not checked")  # fmt: skip
     args = cli.parse_args(argv)

@@ -264,6 +264,17 @@ def test_a_closed_pipe_ends_it_quietly(data):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_the_check_before_a_run_ends_with_its_verdict_where_nobody_reads(data):
+    read, write = os.pipe()
+    os.close(read)
+    for says in b"", b"0 bytes, which hold no header":
+        command = [sys.executable, DATA / "check.py", "--quick", data]
+        done = subprocess.run(command, stdout=write, stderr=-1)
+        assert done.returncode == bool(says) and says in done.stderr
+        os.truncate(data / SECOND, 0)
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_quick_reads_what_is_new_or_changed(data, run, monkeypatch):
     names, inspect = [], shards.inspect
     noted = lambda path, eot: names.append(path.name) or inspect(path, eot)

@@ -1,10 +1,13 @@
 """The scripts of data/: the text is the committed one, files are whole, a failure is one line."""
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -99,7 +102,7 @@ def test_second_run_does_nothing_but_make_a_broken_shard_anew(built, monkeypatch
     assert hashlib.sha256(path.read_bytes()).hexdigest() == source_code.SHARDS[path.name]
 
 
-REMEDY = "-m pip install --force-reinstall --no-deps optax==0.2.8 huggingface_hub==2.4.0"
+REMEDY = "install .*--force-reinstall --no-deps optax==0.2.8 huggingface_hub==2.4.0"
 
 
 def test_other_or_missing_text_is_refused_and_nothing_written(tmp_path, monkeypatch):
@@ -119,7 +122,28 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
     with shards_py.workplace(tmp_path) as part:
         (part / "y.bin").touch()
         assert list(tmp_path.glob(".part-*")) == [part]
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_made_for_work_that_failed_is_deleted(tmp_path, monkeypatch, capsys):
+    """Not one that was there. Who waited for its lock begins anew."""
+    for out in tmp_path / "a/b", tmp_path:
+        with contextlib.suppress(ZeroDivisionError), shards_py.workplace(out):
+            assert (out / ".lock").exists() and 1 / 0
+        assert list(tmp_path.iterdir()) == []
+
+    waits = iter([BlockingIOError, None, None])
+
+    def wait(file, how):
+        if next(waits) is BlockingIOError:
+            raise BlockingIOError
+        if how == fcntl.LOCK_EX:
+            shutil.rmtree(tmp_path / "c")  # its owner has failed
+
+    monkeypatch.setattr(shards_py.fcntl, "flock", wait)
+    with shards_py.workplace(tmp_path / "c") as part:
+        assert part.is_dir() and (tmp_path / "c/.lock").exists()
+    assert capsys.readouterr().out.count("\n") == 1 and next(waits, "used") == "used"
 
 
 @pytest.mark.parametrize("number, where, says", [
@@ -145,7 +169,7 @@ GET = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
 @pytest.mark.parametrize("error, variables, says", [
     (ModuleNotFoundError("No module named 'tiktoken'"), {}, "'tiktoken': run ./run.sh install"),
     (PermissionError(13, "Permission denied", "x/9b5a"), {}, "TIKTOKEN_CACHE_DIR: x/9b5a: Perm"),
-    (InvalidSchema("Missing dependencies for SOCKS support."), {}, "SOCKS support: type .venv/"),
+    (InvalidSchema("Missing dependencies for SOCKS support."), {}, "SOCKS support: type .* pysock"),
     (OSError("invalid path: /no.pem"), {"REQUESTS_CA_BUNDLE": "/no.pem"}, "REQUESTS_CA_BUNDLE nam"),
     (OSError("invalid path: /no.pem"), {"CURL_CA_BUNDLE": __file__}, "CURL_CA_BUNDLE names "),
     (ValueError("Hash mismatch for data."), {}, f"Hash mismatch for data: check the net.*{GET}"),

@@ -13,7 +13,7 @@ import plot
 import pytest
 import runs
 import verify
-from fake_runs import LOSSES, upstream, write_ours, write_upstream
+from fake_runs import LOSSES, plan_together, upstream, write_ours, write_upstream
 from messages import Fault
 
 
@@ -126,13 +126,26 @@ def test_folders_may_have_equals_signs(tmp_path, monkeypatch):
     Path("runs/lr=0.01").mkdir(parents=True)
     Path("0.01").mkdir()
     for argument, right in {
-        "runs/lr=0.01": ("lr=0.01", "runs/lr=0.01"),
+        "runs/lr=0.01": ("", "runs/lr=0.01"),
         "mine=runs/lr=0.01": ("mine", "runs/lr=0.01"),
         "lr=3=0.01": ("lr=3", "0.01"),
-        ".": (tmp_path.name, "."),
+        ".": ("", "."),
     }.items():
         name, folder = plot.name_and_folder(argument)
         assert (name, str(folder)) == right
+
+
+def test_the_folder_of_a_plan_draws_its_variants_and_a_log_its_run(tmp_path, drawn):
+    old = write_ours(tmp_path / "plan/old")
+    new = write_ours(tmp_path / "plan/new", hour=15)
+    plan_together(new, old)
+    (old / "plan.json").rename(tmp_path / "plan/plan.json")
+    (new / "plan.json").unlink()
+    log = min((old / "logs").iterdir())
+    text = drawn(tmp_path / "plan", f"a={tmp_path / 'plan'}", log)
+    for name in "old (n = 5)", "new (n = 5)", "a old (n = 5)", f"{log.stem} (n = 1)":
+        assert name in text
+    assert "minus that of new" in drawn(tmp_path / "plan", "--differences")
 
 
 def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
@@ -155,7 +168,9 @@ def test_what_is_not_in_the_picture_is_named(tmp_path, drawn, capsys):
         f"{ours} ours={theirs}": "two curves are called ours: name them by NAME=FOLDER",
         f"{ours}/logs/x": "/logs/x' names no folder",
         "x=": "'x=' names no folder",
-        f"{tmp_path}": "has no log that can be read",
+        f"{tmp_path}": "has no logs, which are files *.txt: name ",
+        f"{theirs / 'run00.txt'}/x": "names no folder and no log",
+        plot.__file__: "plot.py is no log: ",
     }.items():
         with pytest.raises(Fault, match=re.escape(message)):
             drawn(*arguments.split())

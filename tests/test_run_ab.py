@@ -36,8 +36,10 @@ name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + f"{{seed:08x}}.txt"
 place = pathlib.Path("logs", name)
 text = fake_runs.ours(seed, random.Random(seed).gauss(LOSS, 0.001), argv=sys.argv[1:],
                       source=pathlib.Path(__file__).read_text())
-print("step:0/500 of", name, flush=True)
+print("layer 0", flush=True)
 print("log in", place)
+print("step:0/500 of", name)
+print('RESULT {{"reason": "x", "weights": "2026.npz"}}')
 print("next: ./run.sh sample", place.with_suffix(".npz"))
 with open("../order", "a") as file:
     file.write(f"{{pathlib.Path.cwd().name}} {{seed}}\\n")
@@ -105,7 +107,7 @@ def order(out: Path) -> list[list[str]]:
 def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     out = tmp_path / "out"
     arguments = script, tmp_path / "better.patch", "-n", 4, "--out", out, "--", "tiny"
-    status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": ""})
+    status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": "--x"})
     assert (status, err) == (1, "")  # "better" is no record: it has as many tokens
     assert "XLA_FLAGS is set, so these runs will not count as" in text.partition("[1/")[0]
     assert f'"{run_ab.LOGGED_VARIABLES.pattern}"' in train_gpt.SOURCE
@@ -115,12 +117,31 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
     assert order(out) == [[name, str(seed)] for seed in plan["seeds"] for name in plan["arms"]]
     assert not list(out.rglob("*.npz"))
     assert text.count("step:0/500 of 20") == 8
-    assert f"old, seed {plan['seeds'][0]}, log in {out}/old/logs" in text
+    assert f"old, seed {plan['seeds'][0]}, log in {out}/old/logs\n" in text
+    assert text.count("/logs, about 1 min left\n") == 7
+    assert text.count("layer 0\n") == 1 and text.count('\nRESULT {"reason": "x"}\n') == 8
+    assert f"\n./run.sh verify {out}/better {out}/old\n" in text
     assert "log in logs/" not in text and "next:" not in text  # paths from the variant's folder
     assert "## FAIL: better" in text and "no fewer tokens than the baseline" in text
     assert text.count("FAIL") == 2  # the tokens and the title
     changes = verify.changes(verify.collect(out / "better"), verify.collect(out / "old"))
     assert changes == pytest.approx([-0.02] * 4)
+
+
+def test_runs_go_on_where_nobody_reads(script, tmp_path):
+    """The status is that of the verdict: one variant of 4 runs that hold."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, RUN_AB, script, "-n", "4", "--out", tmp_path / "out", "--", "tiny"]
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=300)
+    os.close(pipe)
+    assert (done.returncode, done.stderr, len(order(tmp_path / "out"))) == (0, b"", 4)
+
+
+def test_the_time_left_is_that_of_runs_like_those_that_wait():
+    assert run_ab.time_left(["a", "b"], {"a": [], "b": []}) == ""
+    assert run_ab.time_left(["a", "b"], {"a": [60, 80], "b": []}) == ", about 3 min left"
+    assert run_ab.time_left(["b"] * 60, {"a": [9], "b": [65]}) == ", about 1 h 5 min left"
 
 
 def test_many_variants_or_flags_end_in_a_table(script, tmp_path):
@@ -177,8 +198,9 @@ def test_weights_remain_on_request(script, tmp_path):
     out = tmp_path / "out"
     run(script, "-n", 2, "--out", out, "--keep_weights", "--", "tiny")
     assert len(list(out.glob("old/logs/*.npz"))) == 2
+    assert '"weights": "2026.npz"' in run("--resume", out, "y=--lr 2")[1]
     assert run("--resume", out, "x=--lr 3")[0] == 0
-    assert len(list(out.glob("*/logs/*.npz"))) == 4
+    assert len(list(out.glob("*/logs/*.npz"))) == 6
 
 
 def test_every_plan_has_fresh_seeds_and_tells_nothing_of_its_machine(script, tmp_path):
@@ -218,7 +240,7 @@ def test_a_signal_costs_one_run(unfinished, number):
     *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
     assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
     assert process.returncode == 128 + number
-    assert f"to continue: --resume {out}" in process.stderr.read()
+    assert f"to continue: ./run.sh compare --resume {out}\n" in process.stderr.read()
     (out / "wait").unlink()
     status, text, _ = run("--resume", out)
     assert not list(out.rglob("*.state"))
@@ -263,6 +285,9 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
 @pytest.mark.parametrize("arguments, message", [
     ("", "name at least one train_gpt.py"),
     ("old -n 1", "-n must be at least 2"),
+    ("old -n 2 tiny --steps 9", "--steps is no flag of ./run.sh compare: flags of train_gpt.py"),
+    ("old -n 2 --ot x", "run.sh compare: there is no flag --ot: did you mean --out?"),
+    ("old -n 2 tiny", "no such file: tiny; if it is a preset, it comes last, as in  -- tiny"),
     ("old -n 2 -- tiny --target 1.5", "leave out --target, because run_ab.py sets it"),
     ("old -n 2 -- tiny --seed=3", "leave out --seed, because run_ab.py sets it"),
     ("old -n 2 -- tiny --help", "leave out --help, because all runs train"),
@@ -363,8 +388,8 @@ def test_flags_may_have_quotes_and_a_file_crlf(tmp_path):
 
 def test_a_judge_that_was_killed_has_no_verdict(unfinished_plan, monkeypatch):
     file, _ = unfinished_plan
-    killed = SimpleNamespace(returncode=-signal.SIGKILL)
-    monkeypatch.setattr(run_ab.subprocess, "run", lambda command: killed)
+    killed = SimpleNamespace(returncode=-signal.SIGKILL, stdout="")
+    monkeypatch.setattr(run_ab.subprocess, "run", lambda command, **_: killed)
     assert run_ab.judge(file.parent) == 128 + signal.SIGKILL
 
 
@@ -413,6 +438,6 @@ def test_a_gpu_gets_the_environment_of_run_sh(monkeypatch, tmp_path):
     monkeypatch.setattr(run_ab.subprocess, "Popen", start)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     (tmp_path / "train_gpt.py").write_text("")
-    assert run_ab.run("python", tmp_path, ["record"], 0) == 0
+    assert run_ab.run("python", tmp_path, ["record"], 0, run_ab.Screen(False)) == 0
     assert started[0]["XLA_CLIENT_MEM_FRACTION"] == "0.92"
     assert started[0]["JAX_PLATFORMS"] == "cuda,cpu"

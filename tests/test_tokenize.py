@@ -20,6 +20,7 @@ import sys
 import time
 import unicodedata
 
+import cached_fineweb10B
 import gpt2_prefixes
 import guard
 import numpy as np
@@ -114,7 +115,7 @@ def refusal(tokenize, tmp_path):
         with pytest.raises(SystemExit) as stopped:
             tokenize(*argv)
         assert re.fullmatch("tokenize_text.py: .+: .+", stopped.value.code)  # what is wrong: to do
-        assert left_in(tmp_path / "out") == []
+        assert not (tmp_path / "out").exists()
         return stopped.value.code
 
     return run
@@ -128,8 +129,8 @@ def read_shards(out):
 
 
 def left_in(out):
-    """What a folder holds beside the lock, and what read_shards notes."""
-    return sorted({path.name for path in out.glob("*")} - {".lock", shards.STAMP})
+    """What a folder holds beside what read_shards notes."""
+    return sorted({path.name for path in out.glob("*")} - {shards.STAMP})
 
 
 def expected(documents, gpt2=None):
@@ -307,13 +308,35 @@ def test_order_of_a_folder(tokenize, tmp_path, capsys):
     found = tokenize(folder, "--bytes")
     order = sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     assert found.tolist() == expected([f"{name} \n" for name in order]).tolist()
-    assert "3 files ignored for the suffix, as" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "3 files ignored for the suffix; 1 ." in printed
+    assert ": to read them as text, add --also ." in printed and "or name the files, as " in printed
+    assert "1 .py" in printed and "1 .bz2" in printed and "1 without a suffix" in printed
+
+
+def test_any_text_is_read_if_it_is_named(tokenize, tmp_path, monkeypatch):
+    """As .txt is, also packed, and in folders with --also."""
+    monkeypatch.chdir(tmp_path)
+    names = "x.py", "LICENSE", "json", "y.rst.gz"
+    for name in names:
+        data = f"of {name}".encode()
+        pathlib.Path(name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    found = tokenize("x.py", "LICENSE", "json", "y.rst.gz", "--bytes")
+    assert found.tolist() == expected([f"of {name}" for name in names]).tolist()
+    shutil.rmtree("out")
+    pathlib.Path("in").mkdir()
+    pathlib.Path("x.py").rename("in/x.PY")
+    for suffix in "py", ".py":
+        assert len(tokenize("in", "--also", suffix, "--bytes")) == 1 + len("of x.py")
+        shutil.rmtree("out")
 
 
 @pytest.mark.parametrize("argv, said", [
     (["nowhere.txt"], "nowhere.txt does not exist in /"),
     (["empty"], "empty: found no .txt"),
-    (["empty/in.py"], ".parquet: rename text to .txt and JSON lines to .jsonl, and convert other"),
+    (["empty"], ".parquet, but 1 .py: to read them as text, add --also .py, or name the files"),
+    (["in.zip"], "in.zip cannot be read: it is a zip archive"),
+    (["new/in.zip", "--out", "new/a/b"], "new/in.zip cannot be read: it is a zip archive"),
     (["dangling"], "x.txt is a link to no, which does not exist"),
     (["pipe"], "pipe/in.txt is a pipe"),
     (["in.txt", "--out", "in.txt"], "in.txt is a file, but a folder belongs there: choose another"),
@@ -326,14 +349,17 @@ def test_unusable_paths(refusal, tmp_path, monkeypatch, argv, said):
     for name in ("in.txt", "empty/in.py", "empty/.hidden.txt", "linked/a.txt", "dangling/a.txt"):
         pathlib.Path(name).parent.mkdir(exist_ok=True)
         pathlib.Path(name).write_text("text " * 10)
+    pathlib.Path("new").mkdir()
+    for name in "in.zip", "new/in.zip":
+        pathlib.Path(name).write_bytes(b"PK\x03\x04")
     for link, to in ("dangling/x.txt", "no"), ("linked/more", "../empty"):
         pathlib.Path(link).symlink_to(to)
     pathlib.Path("pipe").mkdir()
     os.mkfifo("pipe/in.txt")
     pathlib.Path("busy").mkdir()
     os.mkfifo("busy/.lock")
-    assert said in refusal(*argv)
-    assert not (tmp_path / "out").exists()
+    assert said in refusal("--bytes", *argv)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "new/a").exists()
 
 
 @pytest.mark.parametrize("line", ["---", ""])
@@ -535,7 +561,7 @@ def test_missing_packages(refusal, tmp_path, monkeypatch, name, package):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / name).write_bytes(b"never read")
     (tmp_path / "before.txt").write_bytes(b"\xff")
-    message = f"{name} needs the package {package}: {sys.executable} -m pip install {package}"
+    message = f"{name} needs the package {package}: {readers.install_command(package)}"
     assert message in refusal(tmp_path / "before.txt", tmp_path / name)
 
 
@@ -720,12 +746,34 @@ def test_command_lines(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*argv[:1], "--out=~/out", "--", "-in.txt"])
     args = tokenize_text.parse()
     assert (args.out, args.paths) == (pathlib.Path.home() / "out", [pathlib.Path("-in.txt")])
-    bad = "--val_tokens 1024", "--shard_tokens 2147483648", "--workers 0", "--passes 0"
+    bad = "--val_tokens 1024", "--shard_tokens 2147483648", "--workers 0", "--passes 0", "--also ."
     for more in *bad, "--separator a\nb":
         monkeypatch.setattr(sys, "argv", argv + more.split(" "))
         with pytest.raises(SystemExit, match="2"):
             tokenize_text.parse()
-        assert "error: " in capsys.readouterr().err
+        assert re.fullmatch("run.sh tokenize: --.+\n", capsys.readouterr().err)
+
+
+def test_the_numbers_of_the_page():
+    page = (HERE.parent / "data/README.md").read_text(encoding="utf-8")
+    text = " ".join(page.split())
+    tokens = {}
+    for name, c in train_gpt.PRESETS.items():
+        tokens[name] = sum(B * T for B, T, _ in train_gpt.batch_shapes("train", c))
+    for part in (
+        f"The record trains on {tokens['record'] / 1e6:.1f} million",
+        f"`medium` trains on {tokens['medium'] / 1e6:,.0f} million tokens",
+        f"`tiny`'s 180 steps read {tokens['tiny']:,} tokens",
+        f"reads the first {train_gpt.PRESETS['record'].val_tokens:,} tokens",
+        f"at least {tokenize_text.SMALLEST:,} and at most {tokenize_text.VAL_TOKENS:,}",
+        f"tokens for {tokenize_text.SMALL_STEPS} steps of it",
+        f"more than {tokenize_text.MOST_DOCUMENTS:,} documents",
+        f"holds it up to {tokenize_text.MOST_PASSES} times",
+    ):
+        assert part in text, part
+    for training in cached_fineweb10B.RECORD_SHARDS, 24:  # of 200 MB each, and one of validation
+        size = f"{training} of training and one of validation, {(training + 1) / 5:.1f} GB"
+        assert size in text, size
 
 
 # ---- All or nothing ------------------------------------------------------------------------------

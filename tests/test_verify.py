@@ -402,6 +402,9 @@ def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
 
 
 def test_nothing_to_judge(tmp_path, capsys):
+    outer = tmp_path
+    tmp_path = outer / "inner"
+    tmp_path.mkdir()
     two = write_ours(tmp_path / "x", config=dict(preset="record"), devices=["NVIDIA H100"] * 2)
     (tmp_path / "y").mkdir()
     no_log = SOURCE + fake_runs.BORDER + "hello\n"
@@ -410,8 +413,10 @@ def test_nothing_to_judge(tmp_path, capsys):
         (tmp_path, fake_runs.upstream(3.27, 90000), "do not state their track: add --track"),
         (tmp_path, "x", "a.txt: it has no line of 100 ="),
         (tmp_path, no_log, "it is not a log of train_gpt.py or modded-nanogpt"),
-        (tmp_path / "y", "x", "y has no log that can be read"),
-        (tmp_path / "a\ntypo", "x", "there is no folder "),
+        (tmp_path / "a.txt", "x", "a.txt is no log: it has no line of 100 ="),
+        (tmp_path / "y", "x", "y has no logs, which are files *.txt: name a folder that has some"),
+        (outer, "x", f"has no logs, which are files *.txt: name {tmp_path}"),
+        (tmp_path / "a\ntypo", "x", "does not exist: name a folder with logs, or a log"),
     ):
         (tmp_path / "a.txt").write_text(text)
         status, printed = judged(capsys, folder)
@@ -704,4 +709,12 @@ def test_without_a_complete_run_they_fail_against_a_baseline_as_well(tmp_path, c
     for path in (this / "logs").iterdir():
         path.write_text(path.read_text().replace("RESULT", "INTERRUPTED"))
     status, printed = judged(capsys, this, base)
-    assert status == 1 and "0 complete runs, so there is no p-value" in printed
+    assert status == 1 and "no complete run, so there is no p-value" in printed
+
+
+def test_one_log_is_judged_as_one_run(tmp_path, capsys):
+    log = min((write_ours(tmp_path / "x") / "logs").iterdir())
+    status, text = judged(capsys, log)
+    assert status == 1 and text.startswith(f"## FAIL: {log.name}\n") and "| runs | 1 |" in text
+    assert "there is no plan, so nothing shows that n was fixed beforehand; use ./run.sh" in text
+    assert "1 complete run, so there is no p-value" in text

@@ -318,7 +318,8 @@ def test_narrow_and_low_terminals_show_what_is_newest():
     run = watch.parse(EXAMPLE, facts() + RUN)._replace(path=Path("训练" * 30))
     wide = {columns: watch.summary(run, columns, hint="Ctrl-C") for columns in range(100)}
     for columns, lines in wide.items():
-        assert all(watch.cut(line, columns) == line for line in lines)
+        assert all(watch.cut(line, columns) == line for line in lines[1:])
+        assert not lines or lines[0].endswith("训练" * 30) or columns < 30
         if columns > 6:
             assert any("3.0000" in line for line in lines)
     assert wide[60][4] == "training loss   by step  10: 4.0000  20: 3.0000"
@@ -345,6 +346,26 @@ def test_a_number_is_whole_or_absent_at_every_width():
             shown = re.findall(r"[\d.,:%]*\d[\d.,:%]*", text)
             cut = {number for number in shown if number not in whole}
             assert {number + "," for number in cut} <= whole, columns
+
+
+def test_what_may_be_copied_is_never_cut(capsys, log, script):
+    """While it waits for the next run, too; the lines that it takes are cleared."""
+    line = "INTERRUPTED by SIGINT after step 20; to resume: ./run.sh tiny --resume logs/" + 99 * "x"
+    log(GOES_ON + line)
+    left = script(lambda: None)
+    text, _ = main(capsys, terminal=True)
+    first, second = text.split("\x1b[J")
+    shown, _, up = first.rpartition("\x1b[")
+    assert left == [] and line in shown.splitlines() and line in second.splitlines()
+    extra = watch.height(line, 60) - 1
+    assert extra == 2 and up == f"{len(shown.splitlines()) + extra}A"
+
+
+@pytest.mark.parametrize("text, columns, lines", [
+    ("", 5, 1), ("abcde", 5, 1), ("abcdef", 5, 2), ("训练训", 3, 3), ("训练", 4, 1),
+])  # fmt: skip
+def test_the_height_of_a_text_is_that_on_the_terminal(text, columns, lines):
+    assert watch.height(text, columns) == lines
 
 
 def test_text_is_cut_by_the_columns_that_it_takes():
@@ -400,7 +421,7 @@ def test_it_waits_for_a_log_and_follows_it_to_its_end(capsys, log, script):
     for before in screens[:-1]:
         above = int(before.rpartition("\x1b[")[2].rstrip("A"))
         shown = before.rpartition("\x1b[")[0].splitlines()
-        assert above == len(shown) and max(map(len, shown)) < 60
+        assert above == sum(watch.height(line, 60) for line in shown)
 
 
 @pytest.mark.parametrize("logs, right", [
@@ -493,7 +514,8 @@ def test_a_finished_log_is_shown_once(capsys, log, script):
 
 def test_ctrl_c_ends_it_with_status_130(capsys, log, script, monkeypatch):
     """On a terminal that says it has no columns, as those of some containers do."""
-    monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: os.terminal_size((0, 0)))
+    size = os.terminal_size((0, 0))
+    monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda *_, **__: size)
     script()
     text, status = main(capsys, log(HEAD + facts() + RUN), terminal=True)
     assert " step 20 of 20\n" in text and status == 130
