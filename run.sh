@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
 # Installs into .venv, fetches tokens, checks them, trains. What is there is not done again.
 #
-#   ./run.sh [PRESET] [--field value ...]                  trains record, medium, small or tiny
-#   ./run.sh record92 [--field value ...]                  trains records/upstream92/train_gpt.py
-#   ./run.sh my_idea.py tiny [--field value ...]           trains a copy of it
-#   ./run.sh tiny --help                                   lists all fields
-#   ./run.sh plan                                          says what ./run.sh would do here, and why
-#   ./run.sh check [--small | --field value ...]           tests whether the machine computes right
-#   ./run.sh watch [LOG]                                   shows how a run is going, from its log
-#   ./run.sh optimizers [NAME] [--flag value ...]          trains with that optimizer: --help
-#   ./run.sh tokenize PATH... --out DIR [--bytes]          makes training data of your own text
-#   ./run.sh sample | loss | hellaswag | look | export | share WEIGHTS ...      evals/README.md
-#   ./run.sh basics/NAME.py [argument ...]                 runs a tutorial: basics/README.md
-#   ./run.sh test [--quick | --all | pytest argument ...]  runs the tests
-#   ./run.sh install                                       installs, and nothing else
+#   ./run.sh [PRESET] [--field value ...]       trains record, medium, small or tiny
+#   ./run.sh record92 [--field value ...]       trains records/upstream92/train_gpt.py
+#   ./run.sh my_idea.py tiny [--field ...]      trains a copy of train_gpt.py
+#   ./run.sh tiny --help                        lists that preset's values, which are the flags
+#   ./run.sh plan [PRESET] [--price 20]         what it takes here: disk, minutes, flags, dollars
+#   ./run.sh check ...                          measures how fast the machine is; --full: whether it
+#                                               computes right
+#   ./run.sh watch [LOG]                        shows how a run is going, from its log
+#   ./run.sh sample | loss | look [WEIGHTS]     text, the loss, pictures of a trained model
+#   ./run.sh hellaswag | export | share ...     a benchmark, a folder to pass on, Hugging Face
+#   ./run.sh tokenize PATH... --out DIR         makes training data of your own text: --bytes
+#   ./run.sh optimizers [NAME] [--flag ...]     trains with another optimizer: --help
+#   ./run.sh basics [NAME]                      lists the tutorials, or runs one
+#   ./run.sh compare VARIANT... -n RUNS         runs versions of the file in turn, same seeds
+#   ./run.sh verify | pack | plot FOLDER...     judges runs, makes a record, draws their curves
+#   ./run.sh test [--quick | --all | ...]       runs the tests; what follows is pytest's
+#   ./run.sh clean                              lists what runs have left, asks, and removes it
+#   ./run.sh install                            installs, and nothing else
+#   ./run.sh --version                          the commit and the jax that are here
 #
 # PYTHON=/path/to/python ./run.sh ... takes that Python and no other. Paths are from here.
 # Started many times in one folder, as by srun, it installs and fetches once: the others wait.
@@ -157,20 +163,33 @@ make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
   fail "found no $needs${unfit:+ (${unfit#, })}. Install one ($hint), or set PYTHON to it"
 }
 
-# Runs pip in .venv: the one there, which ensurepip makes, or else one from outside.
+# Runs a pip from outside of .venv, whose Python is of the same kind: older ones may not know that of
+# .venv. Else the pip of .venv, which ensurepip makes in three seconds.
 venv_pip() {
+  for python in ${PYTHON:+"$PYTHON"} $pythons; do
+    if runs "$python" "$minor" "$outside_pip" &&
+      [ "$kind" = "$("$python" dev/install.py kind 2>/dev/null)" ]; then
+      "$python" -m pip --python .venv/bin/python "$@"
+      return
+    fi
+  done
   if runs .venv/bin/python 8 pip ||
     .venv/bin/python -m ensurepip --default-pip >/dev/null 2>&1; then
     .venv/bin/python -m pip "$@"
     return
   fi
-  for python in ${PYTHON:+"$PYTHON"} $pythons; do
-    if runs "$python" 8 "$outside_pip"; then
-      "$python" -m pip --python .venv/bin/python "$@"
-      return
-    fi
-  done
   fail ".venv has no pip: type  uv pip install --python .venv/bin/python pip"
+}
+
+# Installs with uv where there is one, in seconds.
+uv_install() {
+  command -v uv >/dev/null || return 1
+  local uv_flags=""
+  (
+    set -f # words of uv_flags are no patterns
+    eval "$(.venv/bin/python dev/install.py uv)"
+    uv pip install --quiet --python .venv/bin/python $uv_flags "$@"
+  ) || { echo "uv could not install it, so pip tries ..." >&2 && return 1; }
 }
 
 # install NAME FILE [REQUIREMENT CONSTRAINTS]. The stamp, the kind of Python and a copy of the files,
@@ -181,9 +200,12 @@ install() {
   pins="$kind"$'\n'$(cat "$2" ${4:+"$4"})
   if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
   echo "Installing $2${3:+ with $3} into .venv (first run: a minute or two, more with GPUs) ..."
-  eval "$(.venv/bin/python dev/install.py pip)"
-  venv_pip install --quiet --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
-    fail "pip could not install $2; its message is above"
+  if ! uv_install -r "$2" ${3:+"$3" -c "$4"}; then
+    eval "$(.venv/bin/python dev/install.py pip)"
+    # What is used is compiled when it is first imported, which takes less time.
+    venv_pip install --quiet --no-compile --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
+      fail "pip could not install $2; its message is above"
+  fi
   if ! why=$(.venv/bin/python dev/install.py check 2>/dev/null); then
     why=${why:-"ends when it imports jax: try  .venv/bin/python -c 'import jax'"}
     if [ "$1" = "$wheels" ] && [ -z "$fresh" ] && [ -e .venv/made-by-run.sh ] &&
@@ -199,6 +221,18 @@ install() {
   echo "$pins" >"$stamp"
 }
 
+# What git knows, so that a copy that somebody tries does not count. Without git, all.
+lint() {
+  local name
+  set --
+  while IFS= read -r -d "" name; do
+    [ ! -e "$name" ] || set -- "$@" "$name"
+  done < <(git ls-files -z "*.py" "*.ipynb" pyproject.toml 2>/dev/null)
+  [ $# -gt 0 ] || set -- .
+  .venv/bin/python -m ruff check --force-exclude "$@"
+  .venv/bin/python -m ruff format --check --force-exclude "$@"
+}
+
 [ ! -L "${0##*/}" ] || fail "call it in its own folder, not by the link $0"
 [ -f requirements.txt ] || fail "there is no requirements.txt in $PWD: get the whole repository"
 case ${1:-} in -h | --help) print_help && exit ;; esac
@@ -209,8 +243,10 @@ esac
 
 any_python
 case ${1:-} in
-  plan) exec "$python" dev/machine.py "$@" ;;
-  watch) shift && exec "$python" dev/watch.py "$@" ;;
+  plan | watch | clean) verb=$1 && shift && exec "$python" "dev/$verb.py" "$@" ;;
+esac
+case "$*" in
+  --version | basics | "basics -h" | "basics --help") exec "$python" dev/machine.py "$1" ;;
 esac
 decisions=$("$python" dev/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
@@ -233,8 +269,10 @@ esac
 
 case ${1:-} in
   install)
-    why=$(.venv/bin/python dev/install.py check 2>/dev/null) ||
-      fail ".venv $why: type  rm -r .venv  and ./run.sh install"
+    fault=$(.venv/bin/python dev/install.py check 2>/dev/null) ||
+      fail ".venv $fault: type  rm -r .venv  and ./run.sh install"
+    [ "$wheels" = cpu ] || echo "next: ./run.sh check, which tests this machine"
+    echo "next: ./run.sh, which trains \"$preset\", because $why; ./run.sh plan says what it takes"
     exit
     ;;
   check)
@@ -242,10 +280,13 @@ case ${1:-} in
     unlock # exec runs no trap
     exec .venv/bin/python -m dev.check_gpu "$@"
     ;;
-  basics/*.py | ./basics/*.py)
+  basics | basics/* | ./basics/*)
+    if [ "$1" = basics ]; then shift; fi
+    lesson=${1##*/}
+    shift
     case " $* " in *" --draw"*) install evals evals/requirements.txt ;; esac # for matplotlib
     unlock
-    exec .venv/bin/python "$@"
+    exec .venv/bin/python "basics/${lesson%.py}.py" "$@"
     ;;
   optimizers)
     shift
@@ -253,25 +294,24 @@ case ${1:-} in
     [ "$wheels" != cpu ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
     exec .venv/bin/python records/optimizers/run.py "$@"
     ;;
-  tokenize)
+  sample | hellaswag | loss | export | look | share | tokenize | compare | verify | pack | plot)
+    case $1 in
+      tokenize) tool=data/tokenize_text.py ;;
+      compare) tool=records/run_ab.py ;;
+      verify | pack | plot) tool=records/$1.py ;;
+      *) tool=evals/$1.py ;;
+    esac
+    case $1 in hellaswag | loss | look | plot | pack) install evals evals/requirements.txt ;; esac
     shift
     unlock
-    exec .venv/bin/python data/tokenize_text.py "$@"
-    ;;
-  sample | hellaswag | loss | export | look | share)
-    tool=$1
-    shift
-    case $tool in hellaswag | loss | look) install evals evals/requirements.txt ;; esac
-    unlock
-    exec .venv/bin/python "evals/$tool.py" "$@"
+    exec .venv/bin/python "$tool" "$@"
     ;;
   test)
     shift
     install evals evals/requirements.txt # its pins are not in the stamp of tests
     install tests tests/requirements.txt
     unlock
-    .venv/bin/python -m ruff check .
-    .venv/bin/python -m ruff format --check .
+    lint
     # Freed memory is used again, which saves the kernel's work of clearing new pages. glibc only.
     export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=33554432
     export MALLOC_TOP_PAD_=16777216

@@ -37,6 +37,10 @@ from jax import P
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+from clean import RUN, has_result  # noqa: E402
+from flags import LARGE, MOST, RANGES, out_of_range  # noqa: E402
+
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
 
 
@@ -52,27 +56,6 @@ def warn(message: str) -> None:
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
-MOST = 2**31 - 1  # indices are int32
-LARGEST_VOCAB = 2**16  # tokens of shards are uint16
-LARGEST_TABLE = 2**27  # rows, of which record 92 has 84,602,880; padded, they must fit int32
-LARGE = 1e30  # of float32
-# Names of fields, and the least and the largest value that they may have. Where these are floats,
-# so may the field be. Below 0.1, scores would not tell documents apart: positions().
-RANGES = (
-    ("seed", -1, 2**32 - 1),
-    ("steps", 0, 10**6),
-    ("batch microbatch head_chunk dc_window F val_every val_T val_tokens", 1, MOST),
-    ("vocab", 1, LARGEST_VOCAB),
-    ("bigrams", 1, LARGEST_TABLE),
-    ("R eot copy", 0, MOST),
-    ("deal save", 0, 1),
-    ("muon_lr adam_lr lr_floor untie cooldown_start cooldown_end", 0.0, LARGE),
-    ("momentum_warmup momentum_cooldown", 0.0, LARGE),
-    ("momentum_low momentum_high", 0.0, 0.99999),
-    ("x_scale w_scale g_scale", 1e-30, LARGE),
-    ("score_scale", 0.1, LARGE),
-    ("target", -LARGE, LARGE),
-)
 STAGE_RANGES = (
     ("steps", 0, 10**6),
     ("tokens", 1, MOST),
@@ -162,10 +145,10 @@ def in_ranges(ranges: tuple, fields: dict, place: str) -> Iterator[tuple[bool, s
             value = fields.get(name, least)
             if not isinstance(value, (int, float)):
                 continue
-            kind = "number" if isinstance(least, float) else "whole number"
-            is_kind = kind == "number" or isinstance(value, int)
-            what = f"{place}{name} {value} is no {kind} from {least} to {most}"
-            yield is_kind and least <= value <= most, what
+            is_kind = isinstance(least, float) or isinstance(value, int)
+            yield is_kind, f"{place}{name} {value} is no whole number"
+            why = out_of_range(f"{place}{name}", value, least, most)
+            yield not why, why
 
 
 def is_number(x: Any) -> bool:
@@ -215,7 +198,6 @@ def saved_arrays(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-RUN = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}-[0-9]{2}-[0-9]{2}_[0-9a-f]{8}")  # a date
 STEP = re.compile("[0-9]{7}")  # of a checkpoint
 
 
@@ -315,15 +297,6 @@ def identity(script: ModuleType, c: Any, data: list[dict]) -> dict[str, Any]:
     same = {"the source": crc32(script.SOURCE.encode()), **flags}
     same |= {shard["file"]: shard["sha256"] for shard in data}
     return json.loads(json.dumps(same))  # as it is read back from a file
-
-
-def has_result(log: Path) -> bool:
-    """Whether a log has a RESULT, after the source with which it begins."""
-    try:
-        _, _, body = log.read_bytes().partition(b"\n" + 100 * b"=" + b"\n")
-    except OSError:  # it is on another host, or was deleted
-        return False
-    return b"\nRESULT {" in body
 
 
 def lock(number: int) -> OSError | None:

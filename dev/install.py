@@ -11,6 +11,7 @@
     python dev/install.py check            imports the packages, and prints why it could not
     python dev/install.py pip              prints lines for a shell, with which pip keeps the user's
                                            mirrors, proxies and certificates, and no other setting
+    python dev/install.py uv               the same for uv, which gets pip's settings, too
 
 Where something is wrong, the status is not 0. Python 3.6 is enough. Every start of run.sh asks for
 the state, so that modules which only the others need are imported there.
@@ -35,6 +36,27 @@ SOURCES = (
 ).split()
 # Words of other settings that are about certificates.
 FEATURES = {"use-feature": "truststore", "use-deprecated": "legacy-certs"}
+# uv's variables that say the same. It has no settings for what is left out here.
+UV_SOURCES = (
+    "DEFAULT_INDEX INDEX INDEX_URL EXTRA_INDEX_URL FIND_LINKS CACHE_DIR NO_CACHE OFFLINE "
+    "NATIVE_TLS SYSTEM_CERTS INSECURE_HOST HTTP_TIMEOUT HTTP_RETRIES LINK_MODE KEYRING_PROVIDER"
+).split()
+# Settings of pip, and uv's flag for every word of them, or its variable.
+UV_FLAGS = {
+    "index-url": "--index-url",
+    "pypi-url": "--index-url",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+UV_VARIABLES = {
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "retries": "UV_HTTP_RETRIES",
+}
 # Folders of pip's settings for all users: of macOS, of Linux.
 SHARED = ["/Library/Application Support/pip", "/etc"]
 # These change what importing a package does, and a wrong value is no damage.
@@ -268,6 +290,31 @@ def for_shell() -> str:
     return "\n".join(lines)
 
 
+def for_uv() -> str:
+    """Lines that leave uv nothing of the user's settings but where packages come from, which is
+    also what pip's settings say. uv_flags are its flags, as words without spaces."""
+    import re
+    import shlex
+
+    lines = ["export UV_NO_CONFIG=1"]
+    for variable in os.environ:
+        is_password = re.fullmatch(r"UV_INDEX_\w+_(USERNAME|PASSWORD)", variable)
+        if variable.startswith("UV_") and variable[3:] not in UV_SOURCES and not is_password:
+            lines.append("unset " + variable)
+    flags = ["--index-strategy unsafe-best-match"]  # of all indices the newest that fits, as pip
+    for name, value in sources().items():
+        if name in UV_FLAGS:
+            flags += [UV_FLAGS[name] + "=" + word for word in value.split()]
+        elif name in UV_VARIABLES:
+            lines.append(f"export {UV_VARIABLES[name]}={shlex.quote(value)}")
+        elif name in ("no-index", "no-cache-dir") and value.lower() in ("1", "true", "yes", "on"):
+            flags.append("--no-index" if name == "no-index" else "--no-cache")
+        elif value == "truststore":
+            flags.append("--native-tls")
+    lines.append(f"uv_flags={shlex.quote(' '.join(flags))}")
+    return "\n".join(lines)
+
+
 def main(question: str, *words: str) -> int:
     """Prints the answer, and returns the status of the process."""
     reason = ""
@@ -284,7 +331,8 @@ def main(question: str, *words: str) -> int:
             reason = failure()
     except Exception as error:
         reason = f"cannot be examined ({type(error).__name__}: {error})"
-    answer = for_shell() if question == "pip" else kind()
+    answers = {"pip": for_shell, "uv": for_uv}
+    answer = answers.get(question, kind)()
     sys.stdout.buffer.write(os.fsencode(f"{reason or answer}\n"))
     return status if reason else 0
 

@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -31,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import tokenize
 import traceback
 import urllib.request
 from collections.abc import Callable
@@ -52,10 +54,11 @@ from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "dev"))
+import clean  # noqa: E402
 import fits  # noqa: E402
 import machine  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
-from flags import GUARD_FLAGS  # noqa: E402
+from flags import GUARD_FLAGS, wrong_value  # noqa: E402
 from guard import (  # noqa: E402
     SIGNALS,
     Guard,
@@ -67,6 +70,7 @@ from guard import (  # noqa: E402
     states_below,
     taken_signals,
 )
+from messages import one_line  # noqa: E402 - machine.py adds its folder to the path
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 JOINED = threading.Event()  # whether this process is connected to the others of its run
@@ -85,7 +89,8 @@ NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|OUT_OF_MEMORY|out of memory|ALLOC_FAI
 def main(argv: list[str]) -> None:
     """Runs a script. If it does not return, the process ends by os._exit, because an ordinary exit
     would wait for threads and for the other processes."""
-    protect_screen()
+    if not asks_for_help(argv):
+        protect_screen()
     if threading.current_thread() is threading.main_thread():  # others cannot handle signals
         watch_signals()
     allow_many_files()
@@ -106,8 +111,10 @@ def main(argv: list[str]) -> None:
             weights = train_frozen(script, argv[1:], command)
         else:
             refuse(f"{path} is a copy of an older train_gpt.py: make your changes in a new copy")
+        print_disk_line()
         if weights:
             flag = f" --script {shlex.quote(str(path))}" if is_a_copy else ""
+            print(f"a page of the run: ./run.sh look {weights}{flag}")
             print(f"next: ./run.sh sample {weights}{flag}")
         wanted = sys.stdout.isatty() and os.environ.get("JNANO_SAMPLE") != "0"
         if weights and wanted and jax.process_count() == 1:
@@ -142,9 +149,11 @@ def main(argv: list[str]) -> None:
 
 def train(script: ModuleType, argv: list[str], command: str) -> Path | None:
     """Trains with a guard, after all checks. Returns the path of the weights, if they are saved."""
-    if {"-h", "--help"} & {*argv}:
-        print_help(script)
+    if asks_for_help(argv):
+        with one_line("launch.py"):
+            print_help(script, argv)
         sys.exit()
+    check_values(script, argv)
     options, rest = split_flags(argv)
     with Guard(script, options) as guard:
         GUARDS[:] = [guard]
@@ -199,6 +208,10 @@ def train_guarded(
 def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | None:
     """Trains with a script that protects itself, as train_gpt.py did until November 2026: that of
     record 92, and copies of it."""
+    if asks_for_help(argv):
+        with one_line("launch.py"):
+            script.parse_config(argv)  # prints it, and ends the process
+    check_values(script, argv)
     preset, c = script.parse_config(argv)
     script.set_compilation_cache()
     if jax.process_count() > 1:
@@ -227,21 +240,86 @@ def train_frozen(script: ModuleType, argv: list[str], command: str) -> Path | No
     return None if preset == "record92" else weights  # evals/ cannot read those of record92
 
 
-def print_help(script: ModuleType) -> None:
-    """The flags of ./run.sh, the fields of Config with their comments, and what presets change."""
-    print("Flags of ./run.sh alone:")
-    for name, (kind, default, what) in GUARD_FLAGS.items():
-        print(f"    {name}: {kind.__name__} = {default!r}  # {what}")
-    fields, _, _ = inspect.getsource(script.Config).partition("\n    # fmt: on")
-    print(f"\n{script.parse_config.__doc__}\n\n{fields}")
-    flags = [f for f in dataclasses.fields(script.Config) if f.type in (int, float, str)]
-    for preset, c in script.PRESETS.items():
-        changed = []
-        for field in flags:
-            value = getattr(c, field.name)
-            if value != field.default:
-                changed.append(f"--{field.name} {value!r}")
-        print(f"\n{preset}: {' '.join(changed) or 'the defaults above'}")
+def asks_for_help(argv: list[str]) -> bool:
+    """Whether the command line asks for help, and not for a run."""
+    return bool({*machine.HELP} & {*argv})
+
+
+def print_help(script: ModuleType, argv: list[str]) -> None:
+    """The values of a preset, a line each with the comment in the source, its stages and layers,
+    and the flags of ./run.sh. A * marks what differs from Config's default, the record's."""
+    preset = argv[0] if argv and argv[0] in script.PRESETS else next(iter(script.PRESETS))
+    c = script.PRESETS[preset]
+    comments = field_comments(script.Config)
+    print(f"{preset}: its values. All are flags, as --steps 20, but for layers, stages and tuples,")
+    print("which are edited in a copy of the file. A * marks what differs from the record.\n")
+    for field in dataclasses.fields(script.Config):
+        value = getattr(c, field.name)
+        if field.name in ("layers", "stages"):
+            continue
+        is_flag = field.type in (int, float, str)
+        above, beside = comments.get(field.name, ([], ""))
+        for line in above:
+            print(f"        # {line}")
+        differs = value != field.default
+        if field.name == "steps":
+            value = c.total_steps
+        words = f"--{field.name} {spell(value)}" if is_flag else f"{field.name} {value}"
+        was = f" (record: {spell(field.default)})" if differs and is_flag else ""
+        print(f"{'  * ' if differs else '    '}{words:<30} {beside}{was}".rstrip())
+    print("\nstages: tokens of a step on all devices, windows in positions, lr as a factor")
+    print(stage_table(c))
+    print(f"\n{layer_table(c).partition(chr(10))[2]}")
+    print("\nFlags of ./run.sh alone:")
+    for name, (_, default, what) in GUARD_FLAGS.items():
+        print(f"    {f'--{name} {spell(default)}':<30} {what}")
+
+
+def spell(value: Any) -> str:
+    """A value as one types it, but for digits beyond the sixth."""
+    return f"{value:g}" if isinstance(value, float) else str(value) if value != "" else '""'
+
+
+def field_comments(config: type) -> dict[str, tuple[list[str], str]]:
+    """The comments of a dataclass's fields: the lines above a field, and that beside it. Comments
+    of a copy may stand elsewhere; they are left out."""
+    found = {}
+    above = []
+    for line in inspect.getsource(config).splitlines():
+        name = re.match(r"    (\w+): ", line)
+        tokens = []
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):  # it ends inside of a tuple
+            tokens += tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)
+        beside = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
+        if name:
+            found[name[1]] = above, "".join(beside)
+        above = [*above, *beside] if line.lstrip().startswith("#") else []
+    return found
+
+
+def stage_table(c: Any) -> str:
+    """The stages of a preset, a line for each, below the names of their fields."""
+    if not c.stages:
+        return "there are none"
+    names = [field.name for field in dataclasses.fields(c.stages[0])]
+    rows = [names]
+    for stage in c.stages:
+        rows.append([spell(getattr(stage, name)) for name in names])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"    {'  '.join(cells)}")
+    return "\n".join(lines)
+
+
+def check_values(script: ModuleType, argv: list[str]) -> None:
+    """Exits with status 2 for a value on the command line that means nothing, as --steps 0."""
+    preset = script.PRESETS.get(argv[0] if argv else "record")
+    stages = getattr(preset, "stages", ())
+    reason = wrong_value(argv, max(1, sum(bool(stage.steps) for stage in stages)))
+    if reason:
+        refuse(reason)
 
 
 def split_flags(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
@@ -255,8 +333,6 @@ def split_flags(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     if options.resume == "":  # as of --resume "$unset", which must not begin another run
         refuse("--resume needs the path of a checkpoint or of a folder")
     options.resume = options.resume or ""
-    if options.stall < 0 or options.save_every < 0:
-        refuse("--stall and --save_every cannot be negative")
     return options, rest
 
 
@@ -477,14 +553,23 @@ def layer_table(c: Any) -> str:
     return "\n".join(lines)
 
 
+def print_disk_line() -> None:
+    """Prints what runs have left in logs/."""
+    with contextlib.suppress(OSError):  # another process removes files there
+        line = clean.disk_line()
+        if line:
+            print(line)
+
+
 def show_sample(weights: Path, script: Path) -> NoReturn:
     """Replaces this process by one that generates text, so that the devices are free for it. The
     run was successful, so the exit status is 0 even if the sample fails or Ctrl-C ends it."""
     print("A sample, which Ctrl-C ends (JNANO_SAMPLE=0: none):", flush=True)
     tool = ROOT / "evals/sample.py"
-    command = [sys.executable, str(tool), str(weights), "--script", str(script)]
+    # Documents may be short; what is shown should not be.
+    command = [sys.executable, str(tool), str(weights), "--script", str(script), "--go_on"]
     os.closerange(3, 4096)  # a device that is still open could not be opened by the new process
-    os.execv("/bin/sh", ["sh", "-c", 'trap : INT; "$@"; exit 0', "sh", *command])
+    os.execv("/bin/sh", ["sh", "-c", 'trap : INT HUP; "$@"; exit 0', "sh", *command])
 
 
 # ---- Signals -------------------------------------------------------------------------------------

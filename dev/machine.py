@@ -1,19 +1,20 @@
 """Finds out what this machine is, and decides what run.sh does on it.
 
     python dev/machine.py [ARGUMENT ...]    the decisions, as lines NAME=VALUE for run.sh, or
-                                            the reason why its arguments cannot work here
-    ./run.sh plan                           the same for a person; nothing is installed or written
+                                            the reason why its arguments cannot work here, with
+                                            status 2
+    python dev/machine.py --version         what is here: the commit, jax, Python
+    python dev/machine.py basics            the tutorials
 
-It runs before anything is installed, so Python 3.8 is enough, and there is no JAX. GPUs are
-those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs those among /sys/bus/pci/devices
-(JNANO_PCI names another folder, for tests).
+dev/plan.py tells a person the same. This file runs before anything is installed, so Python 3.8 is
+enough, and there is no JAX. GPUs are those that nvidia-smi and CUDA_VISIBLE_DEVICES list, TPUs
+those among /sys/bus/pci/devices (JNANO_PCI names another folder, for tests).
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import math
 import os
 import re
@@ -22,11 +23,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # for PYTHONSAFEPATH=1
+sys.path.append(os.path.join(os.path.dirname(sys.path[0]), "data"))
 import fits  # noqa: E402
-from flags import GUARD_FLAGS  # noqa: E402
+from flags import GUARD_FLAGS, wrong_value  # noqa: E402
+from messages import nearest, one_line  # noqa: E402
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -88,18 +91,6 @@ FRACTION = 0.92
 JAX_FRACTION = 0.75
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
 
-# Estimates: minutes of training on one device, which n devices divide by n. By arithmetic from
-# rates of products and of memory. None of these devices has run the record.
-TRAINING = {
-    "H100 80GB HBM3": (12, 15),
-    "A100": (30, 30),
-    "RTX 4090": (45, 55),
-    "TPU v5e": (90, 120),
-    "TPU v6e": (20, 30),
-}
-COMPILING = {"gpu": "2 to 3 (64 cores) or 3 to 5 (16 cores)", "tpu": "3 to 6"}
-DISK = {"record": (1.6, 2.5), "tiny": (0.006, 0.018)}  # GB of tokens, of weights: dev/README.md
-
 # Sequences in a step; one process uses no more devices than that.
 BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 2}
 # Flags with which train_gpt.py may do without what it needs otherwise.
@@ -113,8 +104,33 @@ PROCESSES = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
-VERBS = "plan check watch optimizers tokenize sample hellaswag loss export look share test install"
-VERBS = VERBS.split()
+VERBS = (
+    "plan check watch optimizers tokenize sample hellaswag loss export look share compare verify "
+    "pack plot basics clean test install"
+).split()
+# What other projects call these, or what people try.
+SYNONYMS = {
+    "sample": "chat generate complete inference infer talk prompt demo",
+    "loss or hellaswag": "eval evaluate evaluation perplexity",
+    "hellaswag": "core",
+    "optimizers": "benchmark bench optimizer optim",
+    "tokenize": "prepare dataset data tokenizer",
+    "plan": "cost price estimate info doctor",
+    "watch": "monitor status tail logs log",
+    "export": "convert",
+    "share": "push upload publish hf",
+    "compare": "ab run_ab ablate ablation abtest",
+    "plot": "curve curves figure",
+    "basics": "tutorial tutorials learn examples example",
+    "look": "visualize page html inspect report",
+    "clean": "clear rm prune cleanup",
+    "install": "setup init sync",
+    "test": "tests pytest lint ruff ci format",
+    "--help": "help usage commands",
+    "--version": "version -v -V",
+}
+# Words that name a run, which needs none.
+RUNS = "train run start pretrain speedrun train_gpt".split()
 ONE_HOST = (
     "optimizers trains in one process, on all devices of one host, and this is one of several "
     "processes: start it once, without srun, mpirun or torchrun"
@@ -343,14 +359,14 @@ def environment_for(wheels: Wheels, smallest: Device, differ: bool) -> tuple[dic
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if os.environ.get(name):
-            return environment, number_in(name)
+            return environment, fraction_in(name)
     if smallest.mib and smallest.mib < SMALL:
         environment["XLA_CLIENT_MEM_FRACTION"] = str(FRACTION)
         return environment, FRACTION
     return environment, JAX_FRACTION
 
 
-def number_in(name: str) -> float:
+def fraction_in(name: str) -> float:
     """The number in an environment variable. Raises SystemExit."""
     try:
         return float(os.environ[name])
@@ -361,10 +377,12 @@ def number_in(name: str) -> float:
 
 # ---- Spelling ------------------------------------------------------------------------------------
 def misspelt(argv: list[str]) -> str:
-    """What is wrong with a word or a flag of a run of train_gpt.py or of its check, and what may be
-    meant; "" if nothing is. Other verbs and basics/*.py check their own arguments, and so do copies
-    of train_gpt.py, which may define presets and flags in other ways."""
+    """What is wrong with a word, a flag or a value of a run of train_gpt.py or of its check, and
+    what may be meant; "" if nothing is. Other verbs and basics/*.py check their own arguments, and
+    so do copies of train_gpt.py, which may define presets and flags in other ways."""
     rest = list(argv)
+    if rest and os.path.dirname(os.path.normpath(rest[0])) == "basics":
+        return unknown_tutorial(rest, "basics")
     if rest and rest[0].endswith(".py"):
         script = os.path.normpath(rest.pop(0))
         if not os.path.isfile(script):
@@ -373,6 +391,8 @@ def misspelt(argv: list[str]) -> str:
             return ""
     elif rest and rest[0] == "optimizers":
         return unknown_optimizer(rest[1:], "records/optimizers")
+    elif rest and rest[0] == "basics":
+        return unknown_tutorial(rest[1:], "basics")
     elif rest and rest[0] in VERBS and rest[0] != "check":
         return ""
     presets, fields = names_in("train_gpt.py")
@@ -382,21 +402,81 @@ def misspelt(argv: list[str]) -> str:
         _, fields = names_in(FROZEN[rest[0]])
     flags = [*fields, "help"]
     if rest and rest[0] == "check":
-        flags += ["small", "only"]
+        flags += ["small", "full", "only"]
         if len(rest) > 1 and rest[1] in FROZEN:
             return f"check takes no {rest[1]!r}: {FROZEN[rest[1]]} is frozen, and has no check"
         if len(rest) > 1 and not rest[1].startswith("-") and rest[1] not in LARGE:
-            return f"check takes no {rest[1]!r}{nearest(rest[1], flags, '--')}"
-    elif rest and not rest[0].startswith("-") and rest[0] not in (*presets, *FROZEN):
-        near = nearest(rest[0], [*VERBS, "train_gpt.py", *presets, *FROZEN])
-        return f"there is no {rest[0]!r}{near}; see ./run.sh --help"
+            near = nearest(rest[1], flags, "--")
+            return f"check takes no {rest[1]!r}, only record or medium{near}"
+    elif rest and rest[0] not in (*presets, *FROZEN, *HELP):
+        reason = unknown_word(rest[0], [*VERBS, "train_gpt.py", *presets, *FROZEN])
+        if reason:
+            return reason
     if not rest or rest[0] != "check":
         flags += GUARD_FLAGS
     for argument in rest:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:] not in flags:
             return f"there is no flag {name}{nearest(name, flags, '--')}"
+    if rest and rest[0] in (*presets, *FROZEN):
+        rest = rest[1:]
+    elif rest and rest[0] == "check":
+        return wrong_value(rest)
+    kinds = dict(fields)
+    for name, (kind, _, _) in GUARD_FLAGS.items():
+        kinds[name] = kind.__name__
+    return wrong_kind(rest, kinds) or wrong_value(rest)
+
+
+def wrong_kind(argv: list[str], kinds: dict[str, str]) -> str:
+    """Which word of a run's flags and values cannot be used, as one that is no flag, a flag without
+    a value, or a value that is no number; "" if none. `kinds` has the types of all flags."""
+    words = list(argv)
+    while words:
+        name, is_joined, value = words.pop(0).partition("=")
+        if name in HELP:
+            continue
+        if not name.startswith("--"):
+            near = nearest(name, list(kinds), "--")
+            return f"{name!r} is neither a flag nor the value of one{near}"
+        if not is_joined and not words:
+            return f"{name} needs a value"
+        if not is_joined:
+            value = words.pop(0)
+        kind = {"int": int, "float": float}.get(kinds[name[2:]], str)
+        try:
+            kind(value)
+        except ValueError:
+            number = "a whole number" if kind is int else "a number"
+            return f"{name} must be {number}, and cannot be {value!r}"
     return ""
+
+
+def unknown_word(word: str, words: list[str]) -> str:
+    """What may be meant by a first word that is none of these; "" if it is a flag."""
+    if word.lower() in RUNS:
+        return f"there is no {word!r}: ./run.sh alone trains, and ./run.sh tiny trains that preset"
+    for meant, others in SYNONYMS.items():
+        if word.lower() in others.split():
+            return f"there is no {word!r}: did you mean {meant}?"
+    if word.startswith("-"):
+        return ""
+    near = nearest(word, words) or ":"
+    return f"there is no {word!r}{near} ./run.sh --help lists the commands"
+
+
+def unknown_tutorial(argv: list[str], folder: str) -> str:
+    """Why these arguments of `basics` name no tutorial, and what may be meant; "" if they do."""
+    if not argv or argv[0] in HELP or os.path.isfile(tutorial(argv[0], folder)):
+        return ""
+    name = Path(argv[0]).stem
+    near = nearest(name, [path.stem for path in Path(folder).glob("*.py")])
+    return f"there is no tutorial {name!r}{near or ': ./run.sh basics lists them'}"
+
+
+def tutorial(name: str, folder: str) -> str:
+    """The path of a tutorial, of which the folder and .py may be left out."""
+    return os.path.join(folder, Path(name).stem + ".py")
 
 
 def unknown_optimizer(argv: list[str], folder: str | Path) -> str:
@@ -428,6 +508,17 @@ def is_contestant(source: str) -> bool:
     return bool(has_optimizer) and not re.search(r"^def main\(", source, re.M)
 
 
+def list_tutorials(folder: str) -> str:
+    """The tutorials, in the order of README.md, with the first lines of their docstrings."""
+    lines = ["./run.sh basics NAME  runs one of these; with --help it lists its flags:", ""]
+    readme = Path(folder, "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"^## (\w+)\.py: ", readme, re.M):
+        source = Path(folder, f"{name}.py").read_text(encoding="utf-8")
+        docstring = ast.get_docstring(ast.parse(source)) or ""
+        lines.append(f"{name:<19}{docstring.partition(chr(10))[0]}")
+    return "\n".join(lines)
+
+
 def lacks_folder(argv: list[str]) -> bool:
     """Whether --data is empty, as with a variable that is not set. A run would train on the
     preset's text instead."""
@@ -436,11 +527,11 @@ def lacks_folder(argv: list[str]) -> bool:
     return "--data=" in argv or ("--data", "") in pairs
 
 
-def names_in(script: str) -> tuple[list[str], list[str]]:
-    """The keys of PRESETS in a script, and the fields of its Config that are flags. Both are empty
-    where its text cannot be parsed, which Python explains better."""
+def names_in(script: str) -> tuple[list[str], dict[str, str]]:
+    """The keys of PRESETS in a script, and the types of the fields of its Config that are flags, by
+    name. Both are empty where its text cannot be parsed, which Python explains better."""
     presets = []
-    fields = []
+    fields = {}
     try:
         with open(script, encoding="utf-8") as file:
             tree = ast.parse(file.read())
@@ -453,18 +544,8 @@ def names_in(script: str) -> tuple[list[str], list[str]]:
             for field in node.body:
                 kind = getattr(getattr(field, "annotation", None), "id", "")
                 if kind in ("int", "float", "str"):
-                    fields.append(field.target.id)
+                    fields[field.target.id] = kind
     return presets, fields
-
-
-def nearest(word: str, words: list[str], dashes: str = "") -> str:
-    """A question that names the words of which this one is a part, or else the most similar one."""
-    part = word.lstrip("-").lower()
-    by_lower = {other.lower(): other for other in words}
-    found = [other for lower, other in by_lower.items() if part in lower and len(part) > 1]
-    if not found:
-        found = [by_lower[lower] for lower in difflib.get_close_matches(part, by_lower, n=1)]
-    return f": did you mean {' or '.join(dashes + other for other in found[:3])}?" if found else ""
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -478,6 +559,12 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
     flags = {argument.partition("=")[0] for argument in argv}
     if several_processes() or flags.intersection(HELP):
         return ""
+    is_check = argv[:1] == ["check"] and "--small" not in argv
+    if is_check and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
+        return (
+            f"check needs a GPU or a TPU: {decision.why}; on a CPU, type  ./run.sh tiny  or  "
+            "./run.sh check --small"
+        )
     if preset == "124m" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
         return (
             f"124m does not run here: {decision.why}; leave out --size, or name what JAX should "
@@ -489,8 +576,8 @@ def refusal(argv: list[str], machine: Machine, decision: Decision) -> str:
         return ""
     if preset == "small" and decision.wheels == CPU and not os.environ.get("JAX_PLATFORMS"):
         return (
-            "small takes more than a day on a CPU (estimate): type  ./run.sh tiny,  tokenize text "
-            "of your own with --bytes, or type  JAX_PLATFORMS=cpu ./run.sh small  all the same"
+            "small takes more than a day on a CPU (estimate): type  ./run.sh tiny  instead; to "
+            f"train small all the same:  JAX_PLATFORMS=cpu ./run.sh {shlex.join(argv) or preset}"
         )
     why = why_too_large(preset, machine, decision)
     if why and not os.environ.get("JAX_PLATFORMS"):
@@ -581,26 +668,6 @@ def for_shell(decision: Decision) -> str:
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
-def for_person(machine: Machine, decision: Decision) -> str:
-    """A line for everything that run.sh decides."""
-    wheels = decision.wheels
-    pinned = f"{wheels.requirement}, in the versions of {wheels.constraints}"
-    tokens, weights = DISK[decision.preset]
-    total = wheels.disk + tokens + weights
-    lines = {
-        "machine": describe(machine),
-        "wheels": pinned if wheels != CPU else "jax for CPUs",
-        "Python": f"3.{wheels.minor} or newer",
-        "preset": f"{decision.preset}, because {decision.why}",
-        "refused": refusal([], machine, decision),
-        "flags": describe_flags(decision),
-        "variables": assignments(decision.environment) or "none",
-        "disk": f"{total:.1f} GB: .venv {wheels.disk}, tokens {tokens}, weights {weights}",
-        "minutes": describe_minutes(machine, decision),
-    }
-    return "\n".join(f"{title:<11}{text}" for title, text in lines.items() if text)
-
-
 def assignments(environment: dict[str, str]) -> str:
     """As words NAME=VALUE."""
     return " ".join(f"{name}={value}" for name, value in environment.items())
@@ -612,68 +679,49 @@ def counted(devices: list[Device]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def describe(machine: Machine) -> str:
-    """What was found. Of GPUs that differ, the facts are the first one's."""
-    if not machine.devices:
-        return "no GPU or TPU for jax"
-    first = machine.devices[0]
-    parts = [counted(machine.devices)]
-    if first.mib:
-        parts.append(f"{first.gigabytes:.1f} GB")
-    if machine.driver:
-        parts.append(f"compute capability {first.capability}, driver {machine.driver}")
-    return ", ".join(parts)
+def version() -> str:
+    """The commit, and the jax and the Python of .venv, if this is that Python: run.sh asks it where
+    there is one."""
+    import importlib.metadata  # here, because it takes long, and every start reads this file
+
+    commit = "no git checkout"
+    if os.path.exists(".git"):  # else git may describe the repository around this folder
+        commit = "(git is not installed)"
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            lines = output(["git", "describe", "--always", "--dirty", "--tags"]).splitlines()
+            commit = lines[0] or "a commit that git does not name"
+    jax = "no jax yet: ./run.sh install"
+    if os.path.realpath(sys.prefix) != os.path.realpath(".venv"):  # another jax would not be used
+        return f"jNanoGPT {commit}, {jax}"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        jax = f"jax {importlib.metadata.version('jax')}"
+    return f"jNanoGPT {commit}, {jax}, Python {sys.version.split()[0]}"
 
 
-def describe_flags(decision: Decision) -> str:
-    """What the fit adds to the command line."""
-    if decision.preset != "record":
-        return "none"
-    if decision.memory is None:
-        return "those for the memory that JAX finds"
-    if not decision.flags:
-        return "none: the record fits as it is"
-    line = f"{fits.command_line(decision.flags)}: JAX has {decision.memory:.1f} GB of each device"
-    if "bigrams" in decision.flags:
-        line += "; with a smaller bigram table, so this is not the record"
-    return line
-
-
-def describe_minutes(machine: Machine, decision: Decision) -> str:
-    """How long it takes, besides pip and the download."""
-    if decision.wheels == CPU:
-        return "1 to 2, a third of one to train: measured on two cores of a CPU"
-    if decision.preset == "tiny":
-        return "not known: tiny has run on CPUs only, where it takes 1 to 2"
-    training = "not known"
-    for name, minutes in TRAINING.items():
-        if name in machine.devices[0].name:
-            number = fits.listed(len(machine.devices))
-            minutes_here = [f"{round(x / number, 1):g}" for x in minutes]
-            training = " to ".join(dict.fromkeys(minutes_here))
-    compiling = COMPILING["gpu" if machine.driver else "tpu"]
-    return f"training: {training}; compiling: {compiling}; all are estimates"
+def refuse(reason: str) -> NoReturn:
+    """Ends the start of a run with one line and status 2, as dev/launch.py does."""
+    print(f"run.sh: {' '.join(reason.splitlines())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv: list[str]) -> None:
-    """Prints lines for run.sh, or the plan. Raises SystemExit where the arguments cannot work."""
-    if argv[:1] == ["plan"] and argv != ["plan"]:
-        raise SystemExit("run.sh: plan takes no arguments")
+    """Prints lines for run.sh. Ends with status 2 where the arguments cannot work."""
+    if argv in (["--version"], ["basics"]):
+        print(version() if argv == ["--version"] else list_tutorials("basics"))
+        return
     reason = misspelt(argv)
     if reason:
-        raise SystemExit(f"run.sh: {reason}")
+        refuse(reason)
     if lacks_folder(argv):
-        raise SystemExit("run.sh: --data has no folder behind it")
+        refuse("--data has no folder behind it")
     machine = find_machine()
     decision = decide(machine)
     reason = refusal(argv, machine, decision)
     if reason:
-        raise SystemExit(f"run.sh: {reason}")
-    print(for_person(machine, decision) if argv == ["plan"] else for_shell(decision))
+        refuse(reason)
+    print(for_shell(decision))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./run.sh plan | head` ends quietly
-    if sys.stdout:  # a service may have none
-        sys.stdout.reconfigure(errors="backslashreplace")  # where a name is not ASCII, as stdout is
-    main(sys.argv[1:])
+    with one_line("run.sh"):
+        main(sys.argv[1:])

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "dev" / "machines.md"
 BASH = shutil.which("bash")
 
-# A fake Python. It executes `-c`, dev/machine.py and dev/install.py, with the version and without
-# the modules that a test wants. `-m venv` makes a .venv that has this fake, and `-m ensurepip`
-# gives it a pip. All other commands are only written into the log. Where there is a file
+# A fake Python. It executes `-c`, dev/machine.py, dev/plan.py and dev/install.py, with the version
+# and without the modules that a test wants. `-m venv` makes a .venv that has this fake, and `-m
+# ensurepip` gives it a pip. All other commands are only written into the log. Where there is a file
 # `no_import`, what pip has installed cannot be imported, and the file says why.
 FAKE_PYTHON = """#!{real} -S
 import os, sys
@@ -50,7 +50,7 @@ if argv[0] == "dev/install.py":
     sys.argv = argv
     sys.path.insert(0, "dev")
     exec(open(argv[0]).read(), dict(__name__="__main__"))
-if argv[0] == "dev/machine.py":
+if argv[0] in ("dev/machine.py", "dev/plan.py"):
     sys.argv = argv
     sys.path[0] = os.path.dirname(argv[0])
     exec(open(argv[0]).read(), dict(__name__="__main__", __file__=os.path.abspath(argv[0])))
@@ -140,7 +140,8 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/install.py dev/machine.py dev/fits.py dev/flags.py"
+        copied += "dev/install.py dev/machine.py dev/plan.py dev/fits.py dev/flags.py "
+        copied += "data/messages.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
@@ -220,30 +221,49 @@ class Machine:
         """All that is there."""
         return {path for path in self.root.rglob("*") if "__pycache__" not in path.parts}
 
-    def refusal(self, *argv, **env) -> str:
+    def refusal(self, *argv, status: int = 1, **env) -> str:
         """The line on stderr of a run.sh that must refuse, before it runs anything."""
         assert self.run(*argv, **env) == [] and not (self.root / ".venv").exists()
-        assert self.done.returncode == 1 and self.done.stderr.count("\n") == 1
+        assert self.done.returncode == status and self.done.stderr.count("\n") == 1
         return self.done.stderr
 
 
 INTRODUCTION = """# What `./run.sh` does on which machine
 
-`./run.sh plan` prints this for the machine that it is started on, and installs nothing.
-[`machine.py`](machine.py) decides by driver, compute capability, memory and PCI devices, never by a
-name, and [`run.sh`](../run.sh) asks it, so that a plan and a run cannot differ. The flags are those
-of [`fits.py`](fits.py); when a run starts, [`launch.py`](launch.py) asks JAX for the memory. The
-minutes of the record are estimates: none of these machines has run it. `python
-tests/fake_machine.py`, which fakes what a machine shows, wrote this page.
+`./run.sh plan` prints this for the machine that it is started on, and installs nothing. It takes
+the name of another preset, and what an hour costs. [`machine.py`](machine.py) decides by driver,
+compute capability, memory and PCI devices, never by a name, and [`run.sh`](../run.sh) asks it, so
+that a plan and a run cannot differ. The flags are those of [`fits.py`](fits.py); when a run starts,
+[`launch.py`](launch.py) asks JAX for the memory. The minutes of the record are estimates: none of
+these machines has run it. [`plan.py`](plan.py) has their tables. `python tests/fake_machine.py`,
+which fakes what a machine shows, wrote this page.
 """
+# Kinds by title, and other arguments with which the page has their plan.
+PRICED = {
+    "8×H100": ("record --price 20", "record92 --price 20", "medium --price 20"),
+    "1×H100": ("medium --price 2.5",),
+    "RTX 4090": ("small",),
+    "a laptop": ("record",),
+}
 
 
-def plan(machine: Machine, kind: Kind) -> str:
+def plan(machine: Machine, kind: Kind, *argv: str) -> str:
     """What ./run.sh plan prints there."""
     machine.become(kind)
-    machine.run("plan")
+    machine.run("plan", *argv)
     assert machine.done.returncode == 0, machine.done.stderr
     return machine.done.stdout
+
+
+def sections(machine: Machine) -> list[str]:
+    """The page's sections: every kind of machine, with its other plans below."""
+    texts = []
+    for title, kind in KINDS.items():
+        texts.append(f"## {title}\n\n```text\n{plan(machine, kind)}```\n")
+        for line in PRICED.get(title, ()):
+            shown = plan(machine, kind, *line.split())
+            texts.append(f"### {title}: ./run.sh plan {line}\n\n```text\n{shown}```\n")
+    return texts
 
 
 def page() -> str:
@@ -251,9 +271,7 @@ def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
         machine.python(12)
-        plans = {title: plan(machine, kind) for title, kind in KINDS.items()}
-    sections = [f"## {title}\n\n```text\n{text}```\n" for title, text in plans.items()]
-    return "\n".join([INTRODUCTION, *sections])
+        return "\n".join([INTRODUCTION, *sections(machine)])
 
 
 if __name__ == "__main__":

@@ -85,8 +85,12 @@ def refusal(capsys):
     ("tiny more", "more"),
     ("tiny --steps 1.5", "--steps.*'1.5'"),
     ("tiny --steps", "--steps"),
-    ("tiny --steps -1", "--steps -1 is less than 1 stages"),
-    ("tiny --val_tokens 0", "--val_tokens 0 is not a multiple of 8192, a step's"),
+    ("tiny --steps -1", "--steps is at least 1, and cannot be -1"),
+    ("tiny --steps 0", "--steps is at least 1, and cannot be 0; without --steps, the whole"),
+    ("record --steps 3", "--steps is at least 4, one for each of 4 stages, and cannot be 3"),
+    ("tiny --batch=-2", "--batch is at least 1, and cannot be -2"),
+    ("tiny --muon_lr nan", "--muon_lr must be a number from 0 to"),
+    ("tiny --val_tokens 0", "--val_tokens is at least 1, and cannot be 0"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8192, a step's"),
     ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 6144, a step's"),
     ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 128\] tokens, but 16"),
@@ -186,16 +190,25 @@ def test_a_new_field_is_a_flag_of_its_type(tweaked):
             parse(*wrong)
 
 
-def test_help_is_the_class_as_it_stands_in_the_source(tweaked, capsys):
-    """Also with the fields that a user has added."""
-    launch.print_help(tweaked)
-    guard, usage, shown = capsys.readouterr().out.split("\n\n", 2)
-    assert "stall: int = 300  # the run ends" in guard and usage == tweaked.parse_config.__doc__
-    shown, record, medium, small, tiny = shown.strip().rsplit("\n\n", 4)
-    assert shown.startswith("@dataclasses.dataclass(frozen=True)\nclass Config:")
-    assert shown in tweaked.SOURCE and FIELDS.rstrip() in shown and "def " not in shown
-    assert record == "record: the defaults above" and small.startswith("small: --")
-    assert "--target 2.92" in medium and "--D 128 " in tiny and "--lr_floor" not in tiny
+def test_help_has_the_values_of_the_preset_with_the_comments_in_the_source(tweaked, capsys):
+    """Also the fields that a user has added."""
+    launch.print_help(tweaked, ["tiny", "--help"])
+    tiny = capsys.readouterr().out
+    c = tweaked.PRESETS["tiny"]
+    fields = [field for field in dataclasses.fields(c) if field.type in (int, float, str)]
+    for field in fields:
+        assert len(re.findall(rf"^  [ *] --{field.name} \S+", tiny, re.M)) == 1, field.name
+    assert "\n  * --D 128                        model width (record: 768)\n" in tiny
+    assert "\n    --save 1                       0: do not save the weights" in tiny
+    assert "\n    --steps 180 " in tiny and "\n  * ngrams (2, 3, 4, 5) " in tiny
+    assert "\n        # To shorten a run, pass --steps alone" in tiny
+    assert "\n    --bare 3\n" in tiny and "10 % of what %s and %(prog)s have\n" in tiny
+    assert "\n    betas (0.8, 0.95)              of Adam\n" in tiny
+    assert re.search(r"^ +180 +512 +64 +192 +0 +1 +\(1.0,\) +0$", tiny, re.M)
+    assert "layer  3  no attention  adds layer 1" in tiny and "\n    --stall 300 " in tiny
+    launch.print_help(tweaked, ["--help"])
+    record = capsys.readouterr().out
+    assert record.startswith("record: ") and "  * " not in record and "--D 768 " in record
 
 
 # ---- Tweaks --------------------------------------------------------------------------------------
@@ -268,11 +281,15 @@ LATER = dict(  # what would fail while it is compiled, which only the launcher r
     ngrams_length=(FIRST, dict(ngrams=(2, 6)), "ngrams are (2, 6), which must be some of [2, 3, 4"),
     ngrams_none=(FIRST, dict(ngrams=()), "ngrams are (), which must"),
     no_steps=(FIRST, changed_stage(steps=0), "no stage has a step"),
-    no_tokens=(FIRST, changed_stage(tokens=0), "stage 0: tokens 0 is no whole number from 1"),
-    window_below_0=(FIRST, changed_stage(short=-1), "stage 0: short -1 is no whole number from 0"),
-    window_float=(FIRST, changed_stage(long=8.0), "stage 0: long 8.0 is no whole number from 0"),
-    max_doc=(FIRST, changed_stage(max_doc=-1), "stage 0: max_doc -1 is no whole number from 0"),
-    rate=(FIRST, changed_stage(lr=np.nan), "stage 0: lr nan is no number from 0.0"),
+    no_tokens=(FIRST, changed_stage(tokens=0), "stage 0: tokens is at least 1, and cannot be 0"),
+    window_below_0=(
+        FIRST,
+        changed_stage(short=-1),
+        "stage 0: short is at least 0, and cannot be -1",
+    ),
+    window_float=(FIRST, changed_stage(long=8.0), "stage 0: long 8.0 is no whole number"),
+    max_doc=(FIRST, changed_stage(max_doc=-1), "stage 0: max_doc is at least 0, and cannot be"),
+    rate=(FIRST, changed_stage(lr=np.nan), "stage 0: lr must be a number from 0 to"),
     targets_list=(FIRST, changed_stage(targets=[1.0]), "stage 0: targets must be a tuple"),
     targets_number=(FIRST, changed_stage(targets=1.0), "stage 0: targets must be a tuple"),
     targets_pair=(FIRST, changed_stage(targets=([1.0, 0.5],)), "stage 0: targets must be a tuple"),
@@ -335,7 +352,7 @@ def test_a_misspelt_field_of_a_layer_or_a_stage_fails():
 
 def test_flags_that_do_not_fit_the_stages_are_refused(refusal, monkeypatch):
     set_preset(monkeypatch, "tiny", stages=(STAGE, STAGE, STAGE))
-    assert "--steps 2 is less than 3 stages" in refusal(f"{TINY} --steps 2")
+    assert "--steps is at least 3, one for each of 3 stages" in refusal(f"{TINY} --steps 2")
 
 
 # ---- Devices -------------------------------------------------------------------------------------

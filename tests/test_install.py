@@ -1,10 +1,12 @@
 """dev/install.py: which Pythons it takes, which settings of pip it keeps, which damage it finds."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 
 import install
+import messages
 import pytest
 from fake_machine import BASH
 
@@ -158,6 +160,32 @@ def test_pip_keeps_where_packages_come_from_and_nothing_else(folder, monkeypatch
     assert install.sources() == {"timeout": "9"}
 
 
+def test_uv_gets_where_packages_come_from_and_nothing_else(folder, monkeypatch):
+    for name in os.environ:
+        if name.startswith("UV_"):
+            monkeypatch.delenv(name)
+    for name, value in {
+        "PIP_INDEX_URL": "https://a", "PIP_EXTRA_INDEX_URL": "https://b https://c",
+        "PIP_TRUSTED_HOST": "b", "PIP_CERT": "it's here", "PIP_RETRIES": "1", "PIP_TARGET": "x",
+        "PIP_NO_CACHE_DIR": "1", "PIP_USE_FEATURE": "truststore", "UV_TARGET": "/other",
+        "UV_CACHE_DIR": "kept", "UV_PYTHON": "3.9", "UV_INDEX_OURS_PASSWORD": "kept",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    code = f"{install.for_uv()}\nexport uv_flags\nexec env -0"
+    printed = subprocess.run([BASH, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = dict(row.split("=", 1) for row in printed.split("\0") if row)
+    assert {*found["uv_flags"].split()} == {
+        "--index-strategy", "unsafe-best-match", "--index-url=https://a", "--native-tls",
+        "--extra-index-url=https://b", "--extra-index-url=https://c", "--no-cache",
+        "--allow-insecure-host=b",
+    }  # fmt: skip
+    assert {name: value for name, value in found.items() if name.startswith("UV_")} == {
+        "UV_NO_CONFIG": "1", "UV_CACHE_DIR": "kept", "UV_HTTP_RETRIES": "1",
+        "UV_INDEX_OURS_PASSWORD": "kept",
+    }  # fmt: skip
+    assert found["SSL_CERT_FILE"] == "it's here"
+
+
 def test_a_settings_file_that_pip_cannot_read_is_named(folder, monkeypatch, capsys):
     named = folder / "named.conf"
     named.write_bytes(b"no section = 1\n")
@@ -165,3 +193,16 @@ def test_a_settings_file_that_pip_cannot_read_is_named(folder, monkeypatch, caps
     assert install.sources() == {}
     line = capsys.readouterr().err
     assert line.startswith(f"run.sh: warning: {named} is not read: ") and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("pip, uv, expected", [
+    (True, True, "PYTHON -m pip install x"), (False, True, "uv pip install --python PYTHON x"),
+    (False, False, "python3 -m pip --python PYTHON install x"),
+])  # fmt: skip
+def test_what_adds_a_package_works_where_venv_has_no_pip(folder, monkeypatch, pip, uv, expected):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pip or None)
+    monkeypatch.setenv("PATH", str(folder))
+    if uv:
+        (folder / "uv").write_text("")
+        (folder / "uv").chmod(0o755)
+    assert messages.install_command("x") == expected.replace("PYTHON", sys.executable)

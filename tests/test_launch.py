@@ -89,7 +89,7 @@ def test_flags_of_the_guard_are_not_the_scripts():
 
 
 @pytest.mark.parametrize("argv, message", [
-    ("--stall -1", "cannot be negative"), ("--save_every=-5", "cannot be negative"),
+    ("--stall -1", "--stall is at least 0"), ("--save_every=-5", "--save_every is at least 0"),
     ("--stall 1.5", "--stall.*'1.5'"), ("--force", "--force"),
 ])  # fmt: skip
 def test_wrong_flags_of_the_guard_are_refused(argv, message, script, capsys):
@@ -101,8 +101,8 @@ def test_wrong_flags_of_the_guard_are_refused(argv, message, script, capsys):
 def test_help_lists_the_flags_of_both_and_trains_nothing(line, script, capsys):
     assert status(*line.split()) == 0
     shown = capsys.readouterr().out
-    assert "save_every: int = 0  # steps between" in shown and "D: int = 768" in shown
-    assert "\ntiny: --" in shown and not script.runs
+    assert re.search("--save_every 0 +steps between", shown) and re.search("--D (768|128) ", shown)
+    assert not script.runs
 
 
 @pytest.mark.parametrize("name", launch.GUARD_FLAGS)
@@ -783,9 +783,9 @@ def test_on_a_terminal_a_run_ends_with_a_sample(
     assert started.call_count == shown
     if shown:
         command = started.call_args[0][1]
-        assert command[-4:] == [
-            str(ROOT / "evals/sample.py"), str(tmp_path / "w"), "--script", train_gpt.__file__
-        ]  # fmt: skip
+        tool = str(ROOT / "evals/sample.py")
+        weights = str(tmp_path / "w")
+        assert command[-5:] == [tool, weights, "--script", train_gpt.__file__, "--go_on"]
 
 
 @pytest.mark.parametrize("tool", ["import sys; sys.exit(2)", "import os; os.kill(0, 2)"])

@@ -1,11 +1,18 @@
 """dev/machine.py: what it finds, decides and prints, what is pinned, and its page."""
 
+import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import fake_machine
 import fits
+import jax
 import machine
+import numpy as np
+import plan
 import pytest
 from fake_machine import BASH, GVNIC, KINDS, ROOT, V5E, Gpu, Kind, Machine
 
@@ -246,7 +253,8 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("tiny --lr 1", "did you mean --lr_floor or --muon_lr or --adam_lr?"),
     ("train_gpt.py tiny --stages 1", "there is no flag --stages: did you mean --steps?"),
     ("check --smal", "there is no flag --smal: did you mean --small?"),
-    ("check small", "check takes no 'small': did you mean --small?"),
+    ("check small", "check takes no 'small', only record or medium: did you mean --small?"),
+    ("check tiny", "check takes no 'tiny', only record or medium"),
     ("check medium --only tiny", ""), ("check record", ""),
     ("check record92", "check takes no 'record92': records/upstream92/train_gpt.py is frozen"),
     ("check --batch=64 --seeds 1", "there is no flag --seeds: did you mean --seed?"),
@@ -257,17 +265,37 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("recrod92", "there is no 'recrod92': did you mean record92?"),
     ("copy.py mine --any 64", ""),  # a copy may have other presets and fields
     ("none.py tiny", "there is no file none.py"),
+    ("chat", "there is no 'chat': did you mean sample?"),
+    ("Eval x.npz", "there is no 'Eval': did you mean loss or hellaswag?"),
+    ("train tiny", "there is no 'train': ./run.sh alone trains"),
+    ("-v", "there is no '-v': did you mean --version?"),
+    ("verfy logs", "there is no 'verfy': did you mean verify?"),
+    ("basics mun", "there is no tutorial 'mun': did you mean muon?"),
+    ("basics/mun.py", "there is no tutorial 'mun': did you mean muon?"),
+    ("basics/muon --draw x.svg", ""), ("basics muon.py", ""), ("basics --help", ""),
     ("sample x.npz --tokens 9", ""),
     ("", ""), ("record --steps=5 --help", ""), ("-h", ""),
     ("tiny --resume logs --force=1 --stall 0 --save_every 9", ""),  # flags of the launcher
     ("tiny --save_eve 9", "there is no flag --save_eve: did you mean --save_every?"),
     ("check --stall 0", "there is no flag --stall"),
+    ("tiny --steps 0", "--steps is at least 1, and cannot be 0; without --steps, the whole preset"),
+    ("tiny --steps ²", "--steps must be a whole number, and cannot be '²'"),
+    ("tiny --steps +-5", "--steps must be a whole number"),
+    ("tiny --steps=20.0", "--steps must be a whole number, and cannot be '20.0'"),
+    ("record --muon_lr fast", "--muon_lr must be a number, and cannot be 'fast'"),
+    ("tiny --data", "--data needs a value"),
+    ("tiny steps 20", "'steps' is neither a flag nor the value of one: did you mean --steps?"),
+    ("record92 --steps=-5", "--steps is at least 1, and cannot be -5"),
+    ("--batch 4 --adam_lr inf", "--adam_lr is at most 1e+30, and cannot be inf"),
+    ("tiny --seed -1 --target -1", ""),
 ])  # fmt: skip
 def test_a_misspelt_word_gets_its_neighbours(argv, message, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     shutil.copy(ROOT / "train_gpt.py", tmp_path / "copy.py")
     (tmp_path / "records/upstream92").mkdir(parents=True)
     shutil.copy(ROOT / "records/upstream92/train_gpt.py", tmp_path / "records/upstream92")
+    (tmp_path / "basics").mkdir()
+    (tmp_path / "basics/muon.py").touch()
     monkeypatch.chdir(tmp_path)
     found = machine.misspelt(argv.split())
     assert message in found and bool(message) == bool(found)
@@ -281,9 +309,48 @@ def test_a_script_that_cannot_be_parsed_is_left_to_python(tmp_path, monkeypatch)
 
 def test_verbs_are_those_of_run_sh():
     text = (ROOT / "run.sh").read_text(encoding="utf-8")
-    words = re.findall(r"^  ([a-z |]+)\)", text, re.M)
-    cases = {word for case in words for word in case.split(" | ")}
-    assert {*machine.VERBS} == cases - {"*"}
+    words = re.findall(r"^  ([a-z][a-z |]*)( \| basics/.*)?\)", text, re.M)
+    cases = {word for case, _ in words for word in case.split(" | ")}
+    assert {*machine.VERBS} == cases
+    others = " ".join(machine.SYNONYMS.values()).split()
+    assert not {*machine.VERBS} & {*others, *machine.RUNS} and len(others) == len({*others})
+    meant = {word for words in machine.SYNONYMS for word in words.split(" or ")}
+    assert meant <= {*machine.VERBS, "--help", "--version"}
+
+
+def test_the_tutorials_are_listed_with_their_first_lines(capsys):
+    machine.main(["basics"])
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names[:2] == ["gpt2", "attention"]
+    assert {*names} == {path.stem for path in (ROOT / "basics").glob("*.py")}
+    assert "muon               Muon: a matrix moves equally far along" in "\n".join(lines)
+
+
+def test_the_version_names_the_commit_and_jax(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    machine.main(["--version"])
+    line = capsys.readouterr().out
+    assert re.fullmatch(rf"jNanoGPT \S.*, jax {re.escape(jax.__version__)}, Python 3\.\S+\n", line)
+
+
+def test_without_venv_or_git_the_version_says_so(fake, capsys, monkeypatch):
+    monkeypatch.chdir(fake.root)
+    (fake.root / ".git").mkdir()
+    machine.main(["--version"])
+    line = "jNanoGPT (git is not installed), no jax yet: ./run.sh install\n"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["tiny --steps 0", "tiny --data=", "tiyn", "record"])
+def test_what_is_refused_ends_with_status_2_and_one_line(line, fake, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        machine.main(line.split())
+    shown = capsys.readouterr()
+    assert stopped.value.code == 2 and shown.err.startswith("run.sh: ") and shown.out == ""
+    assert shown.err.count("\n") == 1
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -326,7 +393,7 @@ def test_larger_presets_need_more_memory_than_the_record(fake, preset):
 @pytest.mark.parametrize("argv, env, refused", [
     ("", {}, False),
     ("tiny", {}, False),
-    ("check", {}, False),
+    ("check --small", {}, False),
     ("basics/gpt2.py", {}, False),
     ("record --seed 1 --data x", {}, True),
     ("record92", {}, True),
@@ -429,18 +496,100 @@ def test_gpus_before_turing_get_the_last_cudnn_that_knows_them():
 
 
 # ---- The plan ------------------------------------------------------------------------------------
-def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory(fake):
+def test_the_plan_explains_odd_numbers_of_devices_and_unknown_memory():
     plans = [
-        machine.for_person(found, machine.decide(found))
+        plan.describe(found, machine.decide(found))
         for found in (
             machine.Machine([machine.Device("RTX 3090", 24576.0, 8.6)] * 3, 580),
             machine.Machine([machine.Device("GB10", None, 12.1)], 580),
         )
     ]
     assert "\nrefused    3 GPUs do not divide a step of record: to use 2 of them, type" in plans[0]
-    assert "minutes    training: not known; compiling: 2 to 3" in plans[0]
+    assert "\nminutes" not in plans[0]  # what does not run takes none
+    assert "\nminutes    training: not known; compiling: 2 to 3" in plans[1]
     assert "\nflags      those for the memory that JAX finds\n" in plans[1]
     assert plans[1].startswith("machine    1 x GB10, compute capability 12.1, driver 580\n")
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("tiyn", "there is no preset 'tiyn': did you mean tiny?"),
+    ("tiny --pirce 3", "there is no flag --pirce: did you mean --price?"),
+    ("--price 0", "--price '0' is no price: an hour costs more than 0 dollars, as 20"),
+    ("--price nan", "--price 'nan' is no price"), ("tiny small", "small"),
+    ("--price=", "--price '' is no price"),
+])  # fmt: skip
+def test_what_a_plan_cannot_use_is_refused_in_a_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(argv.split())
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.startswith("run.sh plan: ") and line.count("\n") == 1
+    assert message in line
+
+
+@pytest.mark.parametrize("line", ["plan.py", "clean.py", "machine.py basics", "machine.py"])
+def test_a_reader_that_leaves_gets_no_traceback(line, fake):
+    """As of `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script, *argv = line.split()
+    command = [sys.executable, ROOT / "dev" / script, *argv]
+    streams = dict(stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run(command, **streams, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_a_preset_needs_is_what_its_arrays_take():
+    """The padding of parameters is not saved, so that the weights are up to a tenth less."""
+    presets = {name: (train_gpt, c) for name, c in train_gpt.PRESETS.items()}
+    presets["record92"] = frozen, frozen.PRESETS["record92"]
+    assert {*plan.NEEDS} == {*presets} == {*machine.BATCH}
+    for name, (script, c) in presets.items():
+        weights = 0
+        for param in script.param_table(c).values():
+            dtype = getattr(param, "dtype", "float32")
+            weights += math.prod(param.shape) * np.dtype(dtype).itemsize
+        state = jax.eval_shape(lambda c=c, script=script: script.initial_state(np.uint32(0), c))
+        leaves = jax.tree.leaves(state._replace(lookups={}))
+        checkpoint = sum(x.size * x.dtype.itemsize for x in leaves)
+        assert plan.NEEDS[name].weights == pytest.approx(weights / 1e9, rel=0.1), name
+        assert plan.NEEDS[name].checkpoint == pytest.approx(checkpoint / 1e9, rel=0.07), name
+
+
+def test_the_dollars_are_those_of_the_minutes():
+    """8 x H100 at $60 an hour: a dollar a minute."""
+    found = machine.Machine([machine.Device("NVIDIA H100 80GB HBM3", 81559.0, 9.0)] * 8, 580)
+    text = plan.describe(found, machine.decide(found), "record", 60.0)
+    installing, fetching = plan.INSTALLING["gpu"], [1.6 * x for x in plan.FETCHING]
+    low = installing[0] + fetching[0] + 2 + 12 / 8
+    high = installing[1] + fetching[1] + 5 + 15 / 8
+    assert f"\ndollars    about ${low:.2f} to ${high:.2f} at $60.00 an hour (estimate): " in text
+
+
+H100 = machine.Device("NVIDIA H100 80GB HBM3", 81559.0, 9.0)
+RTX_4090 = machine.Device("NVIDIA GeForce RTX 4090", 24564.0, 8.9)
+
+
+@pytest.mark.parametrize("preset, devices, minutes", [
+    ("record", [H100], (12, 15)), ("record", 8 * [H100], (1.5, 1.875)),
+    ("medium", 8 * [H100], (21, 26)), ("record", [RTX_4090], (45, 55)),
+    ("record", [RTX_4090] * 8, None), ("record", [H100._replace(mib=None)], None),
+    ("record", [H100, RTX_4090], None), ("small", [H100], None), ("record", [], None),
+    ("record", [RTX_4090._replace(name=RTX_4090.name + " Laptop GPU")], None),
+    ("record", [RTX_4090._replace(name=RTX_4090.name + " D")], None),
+])  # fmt: skip
+def test_minutes_are_those_of_machines_that_somebody_estimated(preset, devices, minutes):
+    assert plan.training_minutes(preset, devices) == minutes
+
+
+def test_a_refused_preset_costs_nothing_and_unknown_minutes_are_named(fake):
+    one = machine.Machine([H100], 580)
+    text = plan.describe(one, machine.decide(one), "record92", 2.0)
+    assert "\nrefused" in text and "\nminutes" not in text and "\ndollars    not known" in text
+    four = machine.Machine([RTX_4090] * 4, 580)
+    text = plan.describe(four, machine.decide(four), "record", 2.0)
+    line = "not known for training; installing, downloading and compiling cost about $0.1"
+    assert f"\ndollars    {line}" in text and text.count("at $2.00 an hour (estimate)") == 1
 
 
 def test_the_page_has_the_plan_of_every_machine_and_planning_writes_nothing(tmp_path):
@@ -448,10 +597,6 @@ def test_the_page_has_the_plan_of_every_machine_and_planning_writes_nothing(tmp_
     fake.python(12)
     files = fake.files()
     written = fake_machine.PAGE.read_text(encoding="utf-8")
-    for title, kind in KINDS.items():
-        section = f"## {title}\n\n```text\n{fake_machine.plan(fake, kind)}```\n"
-        assert section in written, "python tests/fake_machine.py writes it anew"
-        assert fake.log.read_text() == ""
+    expected = [fake_machine.INTRODUCTION, *fake_machine.sections(fake)]
+    assert written == "\n".join(expected), "python tests/fake_machine.py writes it anew"
     assert fake.files() == files
-    assert written.startswith(fake_machine.INTRODUCTION)
-    assert written.count("## ") == len(KINDS)

@@ -247,11 +247,13 @@ def test_run_sh_starts_it_or_refuses_in_one_line(tmp_path):
     (fake.root / "records/optimizers").mkdir(parents=True)
     shutil.copy(run.HERE / "muon.py", fake.root / "records/optimizers")
     near = "run.sh: there is no optimizer 'moun': did you mean muon?\n"
-    assert fake.refusal("optimizers", "moun") == near
-    assert "there is no file my/own.py in " in fake.refusal("optimizers", "my/own.py")
+    assert fake.refusal("optimizers", "moun", status=2) == near
+    refusal = fake.refusal("optimizers", "my/own.py", status=2)
+    assert "there is no file my/own.py in " in refusal
     large = "optimizers", "muon", "--size", "124m"
-    assert "run.sh: 124m does not run here: this machine has no" in fake.refusal(*large)
-    assert "one of several processes" in fake.refusal("optimizers", WORLD_SIZE="2", RANK="0")
+    assert "run.sh: 124m does not run here: this machine has no" in fake.refusal(*large, status=2)
+    refusal = fake.refusal("optimizers", WORLD_SIZE="2", RANK="0", status=2)
+    assert "one of several processes" in refusal
     arguments = "optimizers", "muon", "--steps", "9"
     assert fake.run(*arguments)[-1] == "python3.12 records/optimizers/run.py muon --steps 9"
     assert fake.run(*large, JAX_PLATFORMS="cpu") == [f"python3.12 {run_py(large)}"]

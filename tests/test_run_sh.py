@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_machine import BASH, KINDS, ROOT, Gpu, Kind, Machine
+from machine import VERBS
 
 
 @pytest.fixture
@@ -21,7 +22,9 @@ def machine(tmp_path):
 
 
 VENV, ENSURE = "-m venv --without-pip .venv", "-m ensurepip --default-pip"
-PIP = "-m pip install --quiet --disable-pip-version-check -r"
+PIP = "-m pip install --quiet --no-compile --disable-pip-version-check -r"
+OUTSIDE = f"{PIP.replace('-m pip', '-m pip --python .venv/bin/python')} requirements.txt"
+EVALS = f"{PIP} evals/requirements.txt"
 FIRST = VENV, ENSURE, f"{PIP} requirements.txt"  # of a machine without GPUs
 CHECK = "data/check.py --quick --"
 TRAIN = "dev/launch.py train_gpt.py"
@@ -52,8 +55,8 @@ def test_help_prints_the_verbs_and_does_nothing(machine):
     for word in "--help", "-h":
         assert machine.run(word) == [] and machine.done.returncode == 0
         assert machine.files() == {path for path in machine.files() if ".venv" not in path.parts}
-        for verb in "tiny --help", "plan", "check", "basics/NAME.py", "sample", "test", "install":
-            assert f"./run.sh {verb}" in machine.done.stdout
+        for verb in VERBS:
+            assert re.search(rf"\./run\.sh .*\b{verb}\b", machine.done.stdout), verb
         assert machine.done.stdout.startswith("Installs into .venv")
         assert "set -euo" not in machine.done.stdout and "#" not in machine.done.stdout
 
@@ -61,7 +64,13 @@ def test_help_prints_the_verbs_and_does_nothing(machine):
 def test_install_installs(machine):
     machine.python(12)
     assert machine.run("install") == calls(*FIRST) and machine.done.returncode == 0
+    last = machine.done.stdout.splitlines()[-1]
+    assert last.startswith('next: ./run.sh, which trains "tiny", because this machine has no')
     assert machine.run("install") == [] and machine.locks() == []
+    machine.become(H100)
+    machine.run("install")
+    *_, check, last = machine.done.stdout.splitlines()
+    assert check.startswith("next: ./run.sh check") and 'trains "record"' in last
 
 
 def variables(machine):
@@ -114,10 +123,15 @@ def test_basics_get_their_arguments_and_matplotlib_where_they_draw(machine):
     (machine.root / "basics").mkdir()
     for name in "gpt2.py", "fsdp.py":
         (machine.root / "basics" / name).touch()
+    (machine.root / "basics/README.md").write_text("## fsdp.py: \n")
+    for words in ["basics"], ["basics", "--help"]:
+        assert machine.run(*words) == [] and machine.done.stdout.split()[-1] == "fsdp"
     gpt2 = "basics/gpt2.py", "--prompt", "a  b"
     assert machine.run(*gpt2) == calls(*FIRST, "basics/gpt2.py --prompt a  b")
+    for words in ["basics", "gpt2"], ["basics/gpt2"], ["./basics/gpt2.py"], ["basics", "gpt2.py"]:
+        assert machine.run(*words, "--help") == calls("basics/gpt2.py --help")
     draws = calls(f"{PIP} evals/requirements.txt", "basics/fsdp.py --draw x.svg")
-    assert machine.run("basics/fsdp.py", "--draw", "x.svg") == draws
+    assert machine.run("basics", "fsdp", "--draw", "x.svg") == draws
 
 
 def test_a_failed_or_changed_install_is_repeated(machine):
@@ -131,6 +145,27 @@ def test_a_failed_or_changed_install_is_repeated(machine):
     assert machine.run()[:1] == install
     (machine.root / "requirements.txt").write_text("more==1\n")
     assert machine.run()[:1] == install
+
+
+UV = "uv pip install --quiet --python .venv/bin/python --index-strategy unsafe-best-match"
+
+
+def test_uv_installs_where_it_is_and_pip_where_uv_cannot(machine):
+    machine.python(12)
+    machine.script("uv", f'#!{BASH}\necho uv "$@" >>{machine.log}\n[ ! -e no_uv ]\n')
+    machine.become(H100)
+    command = f"{UV} --find-links=a* --find-links=b -r requirements.txt jax[cuda13]"
+    command += " -c dev/constraints/cuda13.txt"
+    env = {"PIP_FIND_LINKS": "a* b", "PIP_CONFIG_FILE": "/dev/null", "UV_TARGET": "/other"}
+    (machine.root / "a*").touch()
+    assert machine.run("install", **env) == [*calls(VENV), command]
+    assert (machine.done.returncode, machine.done.stderr) == (0, "")
+    shutil.rmtree(machine.root / ".venv")
+    (machine.root / "no_uv").touch()
+    assert machine.run("install", **env) == [
+        *calls(VENV), command, *calls(ENSURE, pip_line("cuda13"))
+    ]  # fmt: skip
+    assert machine.done.returncode == 0 and "so pip tries" in machine.done.stderr
 
 
 HOSTILE = {
@@ -308,8 +343,7 @@ def test_without_ensurepip_as_on_colab_a_newer_pip_installs_from_outside(
         message = machine.refusal()
         assert "no Python 3.11 or newer with venv, and with ensurepip or pip 22.3" in message
         return
-    outside = PIP.replace("-m pip", "-m pip --python .venv/bin/python")
-    lines = VENV, ENSURE, f"{outside} requirements.txt", *TINY
+    lines = VENV, OUTSIDE, *TINY
     assert machine.run() == calls(*lines)
     assert machine.run() == calls(*TINY)
     (machine.root / "requirements.txt").write_text("more==1\n")
@@ -317,6 +351,13 @@ def test_without_ensurepip_as_on_colab_a_newer_pip_installs_from_outside(
     shutil.rmtree(machine.root / ".venv")
     machine.python(11)
     assert machine.run("install") == calls(*FIRST, name="python3.11")  # which has ensurepip
+
+
+@pytest.mark.parametrize("pip, lines", [("22.3", (VENV, OUTSIDE)), ("22.2.9", FIRST), ("", FIRST)])
+def test_a_pip_from_outside_saves_ensurepip(machine, pip, lines):
+    machine.python(12, pip=pip)
+    machine.python(11, pip="25.0")  # which may not know Python 3.12
+    assert machine.run("install") == calls(*lines)
 
 
 # ---- Machines ------------------------------------------------------------------------------------
@@ -425,13 +466,15 @@ def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine)
     machine.python(12)
     machine.become(Kind((Gpu("NVIDIA GeForce RTX 3080", "8.6", "10240"),)))
     reason = "JAX has 9.7 GB of NVIDIA GeForce RTX 3080, and the record needs 14.5"
-    assert f"run.sh: the record does not run here: {reason}; type " in machine.refusal("record")
+    assert f"run.sh: the record does not run here: {reason}; type " in machine.refusal(
+        "record", status=2
+    )
     assert machine.run()[3:] == calls(*TINY)
     assert f'running "tiny", because {reason}\n' in machine.done.stdout
     fit = [*RECORD[:2], f"{TRAIN} record --batch 128"]
     assert machine.run("record", "--batch", "128") == calls(*fit)
     machine.become(Kind(3 * (Gpu(),)))
-    assert machine.run() == [] and machine.done.returncode == 1
+    assert machine.run() == [] and machine.done.returncode == 2
     assert machine.done.stderr.endswith("type  export CUDA_VISIBLE_DEVICES=0,1\n")
     assert machine.run("plan") == [] and "\nrefused    3 GPUs do not" in machine.done.stdout
     assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
@@ -463,10 +506,18 @@ def test_with_a_driver_that_is_too_old_for_jax_tiny_runs_on_the_cpu(machine):
     assert machine.run("plan") == [] and "jax for CPUs" in machine.done.stdout
 
 
-def test_plan_takes_no_arguments_and_any_python(machine):
+def test_plan_and_version_need_no_more_than_any_python(machine):
     machine.python(8, name="python3")
     assert machine.run("plan") == [] and machine.done.stdout.startswith("machine    no GPU or TPU")
-    assert "plan takes no arguments" in machine.refusal("plan", "tiny")
+    assert machine.run("plan", "small", "--price", "1") == []
+    assert (
+        "preset     small, which you named; ./run.sh alone would train tiny" in machine.done.stdout
+    )
+    assert "no preset 'smal': did you mean small?" in machine.refusal("plan", "smal", status=2)
+    for verb in "clean", "watch":
+        assert machine.run(verb, "x  y") == calls(f"dev/{verb}.py x  y", name="python3")
+    assert machine.run("--version") == [] and not (machine.root / ".venv").exists()
+    assert machine.done.stdout.startswith("jNanoGPT no git checkout, ")
 
 
 # ---- Tokens and arguments ------------------------------------------------------------------------
@@ -482,6 +533,10 @@ def test_plan_takes_no_arguments_and_any_python(machine):
     (["my.py", "tiny", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py tiny --data x"]),
     (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
     (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
+    (["compare", "a", "b=--lr 1", "-n", "2"], ["records/run_ab.py a b=--lr 1 -n 2"]),
+    (["verify", "logs"], ["records/verify.py logs"]),
+    (["pack", "x", "--name", "y"], [EVALS, "records/pack.py x --name y"]),
+    (["plot", "x"], [EVALS, "records/plot.py x"]),
 ])  # fmt: skip
 def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expected):
     machine.python(12)
@@ -494,12 +549,12 @@ def test_tokens_are_checked_and_arguments_reach_the_trainer(machine, argv, expec
 def test_data_without_a_folder_would_train_on_another_text(machine):
     machine.python(12)
     for argv in ["--data="], ["--data", ""], ["--data"]:
-        assert "--data has no folder behind it" in machine.refusal("tiny", *argv)
+        assert "--data has no folder behind it" in machine.refusal("tiny", *argv, status=2)
 
 
 def test_small_reads_one_shard_and_is_refused_on_a_cpu_that_was_not_asked_for(machine):
     machine.python(12)
-    assert "more than a day on a CPU" in machine.refusal("small")
+    assert "more than a day on a CPU" in machine.refusal("small", status=2)
     shards = ["data/cached_fineweb10B.py 1", f"{CHECK} data/fineweb10B"]
     found = machine.run("small", JAX_PLATFORMS="cpu")[3:]
     assert found == calls(*shards, f"{TRAIN} small")
@@ -507,7 +562,9 @@ def test_small_reads_one_shard_and_is_refused_on_a_cpu_that_was_not_asked_for(ma
 
 def test_medium_reads_24_shards_and_is_refused_without_a_gpu(machine):
     machine.python(12)
-    assert "medium does not run here: this machine has no NVIDIA GPU" in machine.refusal("medium")
+    assert "medium does not run here: this machine has no NVIDIA GPU" in machine.refusal(
+        "medium", status=2
+    )
     machine.become(H100)
     shards = ["data/cached_fineweb10B.py 24", f"{CHECK} data/fineweb10B"]
     assert machine.run("medium")[3:] == calls(*shards, f"{TRAIN} medium")
@@ -523,7 +580,8 @@ def test_failure_of_a_data_script_stops_the_run(machine, name, count):
 def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     machine.python(12)
     evals, tests = calls(f"{PIP} evals/requirements.txt", f"{PIP} tests/requirements.txt")
-    checks = calls("-m ruff check .", "-m ruff format --check .")
+    lint = "-m ruff check --force-exclude", "-m ruff format --check --force-exclude"
+    checks = calls(*(f"{command} ." for command in lint))
     *before, suite = machine.run("test", "-k", "data")[3:]
     assert before == [evals, tests, *checks]
     assert " -m pytest " in suite and suite.endswith(" -k data")
@@ -531,6 +589,14 @@ def test_test_lints_and_runs_pytest_and_scripts_are_executable(machine):
     for name, install in ("evals", evals), ("tests", tests):
         (machine.root / name / "requirements.txt").write_text("more==1\n")
         assert machine.run("test", "-k", "data") == [install, *checks, suite]
+    (machine.bin / "git").symlink_to(shutil.which("git"))
+    for name in "b a.py", "gone.py":
+        (machine.root / name).touch()
+    for command in ["init", "-q"], ["add", "b a.py", "gone.py"]:
+        subprocess.run(["git", *command], cwd=machine.root, check=True)
+    (machine.root / "gone.py").unlink()
+    (machine.root / "my_idea.py").touch()  # a scratch copy, of which git knows nothing
+    assert machine.run("test") == calls(*(f"{command} b a.py" for command in lint), suite[11:-8])
     assert os.access(ROOT / "run.sh", os.X_OK) and os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -576,7 +642,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 
 @pytest.mark.parametrize("argv, locked, unlocked", [
     ([], "-m data/source_code.py", "data/check.py dev/launch.py"),
-    (["check"], "-m", "-m"),
+    (["check", "--small"], "-m", "-m"),
     (["loss", "x"], "-m -m", "evals/loss.py"),
     (["test"], "-m -m -m", "-m -m -m"),
 ])  # fmt: skip
