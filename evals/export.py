@@ -1,6 +1,8 @@
 """Writes a folder that works without this repository: the weights as safetensors, config.json, a
-model card, and reference.py, the model in NumPy."""
+model card, and reference.py, the model in NumPy. If a copy of train_gpt.py has parts that
+reference.py does not know, the folder has no reference.py."""
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -27,7 +29,7 @@ except ValueError:
     refuse("huggingface_hub cannot read HF_ENDPOINT, or a number in an HF_HUB_... variable: "
            "correct it, or unset it")  # fmt: skip
 
-# reference.py comes first: with it, an export that was interrupted is recognized and replaced.
+# By the first or the second, an export that was interrupted is recognized and replaced.
 FILES = "reference.py", "config.json", "model.safetensors", "README.md"
 
 
@@ -132,9 +134,9 @@ def largest_gap(w: weights.Weights, out: Path) -> float:
     )
 
 
-def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
+def write_card(config: dict, w: weights.Weights, log: str, gap: float | None) -> str:
     """The model card: the Hub's metadata as YAML, evals/card.md with its blanks filled, and the
-    license. `log` is the run's log or ""."""
+    license. `log` is the run's log or "", `gap` that of reference.py, if the export has it."""
     text = training_text(config)
     tokens = TOKENS[config["tokenizer"]]
     val_loss = EvalResult(
@@ -167,25 +169,28 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float) -> str:
         facts="\n".join(facts) or "There was no log.",
         gap=gap,
     )
-    body = (ROOT / "evals/card.md").read_text("utf-8") + (ROOT / "LICENSE").read_text("utf-8")
+    card = (ROOT / "evals/card.md").read_text("utf-8")
+    kept = "[with reference.py]\n"
+    left_out = "[without reference.py]\n"
+    if gap is None:
+        kept, left_out = left_out, kept
+    card = re.sub(rf"{re.escape(left_out)}.*?\[end\]\n", "", card, flags=re.S)
+    body = card.replace(kept, "").replace("[end]\n", "") + (ROOT / "LICENSE").read_text("utf-8")
     filled = body.format(**config | w.result | tokens | blanks)
     return f"---\n{header.to_yaml()}\n---\n\n{filled}"
 
 
-def export(w: weights.Weights, script: Path, out: Path) -> None:
+def export(w: weights.Weights, out: Path) -> None:
     """Writes FILES, moves them into `out` once all are there, and prints the command that tries
-    them. Exits with status 2 if `out` is not empty and not an export, or if reference.py does not
-    compute the script's model."""
+    them. Leaves out reference.py, and states why, if it does not compute the script's model. Exits
+    with status 2 if `out` is not empty and not an export."""
     for name in ("val_loss", "tokens"):
         value = w.result.get(name)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             refuse(
                 f"{w.path} has {value} as {name} in its RESULT: export a run that came to its end"
             )
-    present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
-    is_export = "reference.py" in present and present <= {*FILES}
-    is_export = is_export and all((out / name).is_file() for name in present)
-    if out.is_file() or (present and not is_export):
+    if not may_write(out):
         refuse(f"{out} is neither empty nor an export: name a new folder")
     log = read_log(w)
     out.mkdir(parents=True, exist_ok=True)
@@ -198,18 +203,46 @@ def export(w: weights.Weights, script: Path, out: Path) -> None:
         (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         about = dict(run=as_utf8(w.path.stem), result=json.dumps(w.result))
         write_safetensors(part / "model.safetensors", w.arrays, about)
-        try:
-            gap = largest_gap(w, part)  # not 0 if the script was changed and reference.py was not
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            refuse(f"evals/reference.py does not know {script}'s model ({error!r}): change it, too")
-        if not gap < 0.01:  # also if it is NaN
-            refuse(f"evals/reference.py does not compute {script}'s model: change it, too")
+        gap, why = compare(w, part)
+        if why:
+            (part / "reference.py").unlink()
+            (out / "reference.py").unlink(missing_ok=True)
         (part / "README.md").write_text(write_card(config, w, log, gap), encoding="utf-8")
-        for name in FILES:
+        written = [name for name in FILES if (part / name).exists()]
+        for name in written:
             (part / name).replace(out / name)
-    print(f"wrote {', '.join(sorted(FILES))} to {out}")
+    print(f"wrote {', '.join(sorted(written))} to {out}")
+    if why:
+        weights.tell(f"left out reference.py, the model in NumPy: {why}. To have it, change "
+                     f"evals/reference.py like {w.script}, and export again")  # fmt: skip
+        return
     prompt = training_text(config).prompt
     print(f"next: {shlex.join(['.venv/bin/python', f'{out}/reference.py', prompt])}")
+
+
+def may_write(out: Path) -> bool:
+    """Whether a folder is not there, empty, or an export."""
+    if out.is_file():
+        return False
+    present = {path.name for path in out.glob("[!_]*")}  # without __pycache__
+    if not present <= {*FILES} or not all((out / name).is_file() for name in present):
+        return False
+    config = out / "config.json"
+    is_ours = config.is_file() and '"model_type": "jnanogpt"' in config.read_text(
+        "utf-8", "replace"
+    )
+    return not present or "reference.py" in present or is_ours
+
+
+def compare(w: weights.Weights, out: Path) -> tuple[float | None, str]:
+    """largest_gap(), or None and the reason why reference.py is of no use for these weights."""
+    try:
+        gap = largest_gap(w, out)  # not 0 if the script was changed and reference.py was not
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return None, f"it does not know a part of {w.script}'s model ({error})"
+    if not gap < 0.01:  # also if it is NaN
+        return None, f"its logits differ from {w.script}'s by up to {gap:.2g}"
+    return gap, ""
 
 
 def read_log(w: weights.Weights) -> str:
@@ -223,7 +256,7 @@ def read_log(w: weights.Weights) -> str:
     return text
 
 
-def open_on_cpu(path: Path, script: Path) -> weights.Weights:
+def open_on_cpu(path: Path, script: Path | None) -> weights.Weights:
     """weights.open_weights on a CPU, because a GPU would multiply float32 matrices in TF32."""
     weights.jax.config.update("jax_platforms", "cpu")
     return weights.open_weights(path, script)
@@ -231,11 +264,16 @@ def open_on_cpu(path: Path, script: Path) -> weights.Weights:
 
 @shards.one_line("export.py", status=2)
 def main() -> None:
-    cli = weights.parser(__doc__)
-    what = "a new or empty folder, or an old export"
-    cli.add_argument("out", type=shards.folder_name, metavar="OUT", help=what)
+    """Exports the weights of the command line."""
+    cli = weights.parser(__doc__, out="OUT")
     args = cli.parse_args()
-    export(open_on_cpu(args.weights, args.script), args.script, args.out)
+    if args.out is None:
+        cli.error("name a folder after the weights: a new or empty one, or an old export")
+    try:
+        out = shards.folder_name(args.out)
+    except argparse.ArgumentTypeError as error:
+        cli.error(f"argument OUT: {error}")
+    export(open_on_cpu(args.weights, args.script), out)
 
 
 if __name__ == "__main__":

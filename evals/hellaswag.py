@@ -107,6 +107,7 @@ def pad_batch(rows: tuple, spans: np.ndarray, batch: np.ndarray, T: int) -> tupl
 
 @shards.one_line("hellaswag.py", status=2)
 def main() -> None:
+    """Scores the weights of the command line."""
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or its .parquet")
     args = cli.parse_args()

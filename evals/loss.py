@@ -1,10 +1,11 @@
 """Measures the loss of a run's weights on a text, and how it falls as more of a document is read.
 
-    ./run.sh loss logs/<run>.npz data/source_code [--S N] [--L N] [--T N] [--tokens N]
+    ./run.sh loss [logs/<run>.npz] [data/source_code] [--S N] [--L N] [--T N] [--tokens N]
 
-On the run's validation data and without flags, this is the loss of the run's last validation. An
-end-of-text token counts with its loss, but has no bytes. At position n, a token is predicted from n
-tokens: those of its document, including the end-of-text, that are in its sequence.
+SHARDS is a *_val_*.bin, or its folder; default: that of the run. Without it and without flags, the
+loss is that of the run's last validation. An end-of-text token counts with its loss, but has no
+bytes. At position n, a token is predicted from n tokens: those of its document, including the
+end-of-text, that are in its sequence.
 """
 
 import dataclasses
@@ -79,8 +80,7 @@ def draw(rows: np.ndarray, title: str, unit: str, out: Path) -> None:
 @weights.shards.one_line("loss.py", status=2)
 def main() -> None:
     """Prints the losses that the command line asks for, and draws them."""
-    cli = weights.parser(__doc__)
-    cli.add_argument("shards", type=Path, metavar="SHARDS", help="a *_val_*.bin, or its folder")
+    cli = weights.parser(__doc__, shards="SHARDS")
     cli.add_argument("--S", type=int, help="tokens in a short window; default: the run's")
     cli.add_argument("--L", type=int, help="tokens in a long window; default: the run's")
     cli.add_argument("--T", type=int, help="tokens in a sequence; default: as in validation")
@@ -103,7 +103,8 @@ def main() -> None:
     if count < 1:
         weights.refuse(f"--tokens {wanted} is less than --T {T}")
     check_place(out)
-    shard = weights.val_shard(w, args.shards, T)
+    place = Path(args.shards) if args.shards else weights.data_folder(w)
+    shard = weights.val_shard(w, place, T)
     if len(shard) <= count * T:
         weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
                        "lower --tokens or --T")  # fmt: skip

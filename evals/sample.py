@@ -1,9 +1,8 @@
-"""Generates text with trained weights, and prints it token by token.
+"""Generates text with trained weights, and prints it while it is made.
 
-The text continues the prompt, or begins a new document where there is none. It stops where the
-model ends the document, after --tokens, or at Ctrl-C. With several samples, the first is printed
-while it is made and the others after it. Every token takes a whole forward pass over a padded
-length, without a cache of keys and values that could be wrong."""
+The text continues PROMPT, or begins a new document where there is none. It stops where the model
+ends the document, after --tokens, or at Ctrl-C. With several samples, the first is printed while it
+is made and the others after it. A word that names a file is WEIGHTS, another one is PROMPT."""
 
 import argparse
 import codecs
@@ -19,12 +18,19 @@ from types import SimpleNamespace
 if __name__ == "__main__":  # Ctrl-C while JAX is imported shows no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import incremental  # noqa: E402
 import weights  # noqa: E402
 from weights import refuse, shards  # noqa: E402
+
+NO_REPEAT = 16  # the default of --no_repeat
+SPACE = 17  # tokens of white space that follow each other at most
+LINE = 88  # tokens that a candidate for a line has at most
+PROMPT = 300  # characters of text that the model has not seen
+NEWLINE = "\n"
+RULE = "---- above: text that the model has not seen; below: how the model goes on"
 
 
 def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
@@ -44,21 +50,121 @@ def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generato
     return int(rng.choice(order, p=p / p.sum()))
 
 
-def generate(run: Callable, tokens: list[int], args: argparse.Namespace, longest: int,
-             number: int) -> Iterator[list[int]]:  # fmt: skip
-    """Yields the next token of every sample, until `args.tokens` are made or `longest` is reached.
-    `number` counts the prompts, so that equal ones get different text."""
+def allowed(logits_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) -> np.ndarray:
+    """The logits, in which those tokens are impossible that would complete a run of
+    `args.no_repeat` tokens a second time in what the model has made (Paulus et al. 2017,
+    arXiv:1705.04304; 0: none is), or make white space longer than SPACE. Runs are compared without
+    white space, which is repeated in every text. With --go_on, the document cannot end."""
+    banned = [args.eot] if args.go_on else []
+    n = args.no_repeat
+    is_white = args.white_V[made]
+    text = made[~is_white]
+    if 0 < n < len(text):
+        runs = np.lib.stride_tricks.sliding_window_view(text, n)
+        # The last n - 1 tokens of the text with the token that followed them earlier.
+        is_repeated = (runs[:, :-1] == text[len(text) - n + 1 :]).all(axis=1)
+        banned += runs[is_repeated, -1].tolist()
+    if n and len(made) >= SPACE and is_white[-SPACE:].all():
+        banned += np.flatnonzero(args.white_V).tolist()
+    if len({*banned}) == len(logits_V):
+        return logits_V
+    logits_V = logits_V.copy()
+    logits_V[banned] = -np.inf
+    return logits_V
+
+
+def white_tokens(w: weights.Weights, coder: SimpleNamespace) -> np.ndarray:
+    """Whether each token is white space alone, (V,)."""
+    is_white = [coder.piece(token).isspace() for token in range(w.c.vocab) if token != w.c.eot]
+    return np.insert(is_white, w.c.eot, False)
+
+
+def next_tokens(logits_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace,
+                rngs: list[np.random.Generator]) -> list[int]:  # fmt: skip
+    """The next token of every row; `made` (B, n) is what the model has made so far."""
+    step = []
+    for logits_V, row, rng in zip(logits_BV, made, rngs, strict=True):
+        step.append(draw(allowed(logits_V, row, args), args, rng))
+    return step
+
+
+def generate(read: Callable, tokens: list[int], args: argparse.Namespace, context: int,
+             number: int, coder: SimpleNamespace) -> Iterator[np.ndarray]:  # fmt: skip
+    """Yields the next tokens of every sample, (samples, 1), or (1, n) for a line, until
+    `args.tokens` are made. read(rows, most) returns the logits that follow the rows, which may grow
+    to `most` tokens. `number` counts the prompts, so that equal ones get different text. Where the
+    text gets longer than the context, a line on stderr tells it once."""
     rngs = [np.random.default_rng([args.seed, number, i]) for i in range(args.samples)]
-    rows = np.array([tokens] * args.samples)
-    while rows.shape[1] < min(len(tokens) + args.tokens, longest):
-        length = rows.shape[1]
-        T = max(256, 1 << (length - 1).bit_length())  # powers of two: few programs compile
-        # Attention is causal, so that the padding after the text has no effect on it.
-        padded = np.pad(rows, ((0, 0), (0, T + 1 - length)))
-        logits_BV = np.asarray(run(padded, np.full(args.samples, length - 1)))
-        step = [draw(logits, args, rng) for logits, rng in zip(logits_BV, rngs, strict=True)]
-        yield step
-        rows = np.concatenate((rows, np.array(step)[:, None]), axis=1)
+    text = np.array([tokens] * args.samples, np.int32)
+    first = 0  # where the model begins to read
+    end = len(tokens) + args.tokens
+    most = min(end - 1, context)
+
+    def logits_after(rows: np.ndarray) -> np.ndarray:
+        return read(rows[:, first:], most)
+
+    while text.shape[1] < end:
+        size = min(LINE, end - text.shape[1]) if args.best > 1 else 1
+        if text.shape[1] + size - 1 - first > context:  # the window moves on
+            if first == 0:
+                weights.tell(f"the model reads {context:,} tokens: the text gets longer, and goes "
+                             "on from the last half of them")  # fmt: skip
+            first = text.shape[1] - context // 2
+        if args.best > 1:
+            new = best_line(logits_after, text, len(tokens), size, args, rngs[0], coder)
+        else:
+            step = next_tokens(logits_after(text), text[:, len(tokens) :], args, rngs)
+            new = np.array(step, np.int32)[:, None]
+        yield new
+        text = np.concatenate((text, new), axis=1)
+
+
+def best_line(logits_after: Callable, text: np.ndarray, prompt: int, size: int,
+              args: argparse.Namespace, rng: np.random.Generator,
+              coder: SimpleNamespace) -> np.ndarray:  # fmt: skip
+    """The next line of a text (1, n), as (1, m) with m <= size: of `args.best` candidates, the one
+    with the highest mean log-probability of its tokens. The model has made all but the first
+    `prompt` tokens of the text. Lines whose brackets do not close come after all others, and after
+    them those that are there already, that do not end, and those of white space alone, but for an
+    empty line between two others."""
+    made = [coder.piece(token) for token in text[0, prompt:].tolist() if token != args.eot]
+    before = b"".join(made)
+    lines = [line.strip() for line in before.split(b"\n")]
+
+    def is_new(piece: bytes) -> bool:
+        """Whether a piece is a whole line that is not there already, or an empty line after one
+        that is not."""
+        if piece == b"\n":
+            return not before.endswith(b"\n\n")
+        return b"\n" in piece and bool(piece.strip()) and piece.strip() not in lines
+
+    rows = np.repeat(text, args.best, axis=0)
+    pieces = [b""] * args.best
+    nats = np.zeros(args.best)
+    lengths = np.zeros(args.best, int)
+    for _ in range(size):
+        logits_BV = logits_after(rows)
+        step = next_tokens(logits_BV, rows[:, prompt:], args, [rng] * args.best)
+        top = logits_BV.max(axis=1)
+        log_total = top + np.log(np.exp(logits_BV - top[:, None]).sum(axis=1))
+        for i, token in enumerate(step):
+            if b"\n" not in pieces[i]:
+                pieces[i] += b"\n" if token == args.eot else coder.piece(token)
+                nats[i] += logits_BV[i, token] - log_total[i]
+                lengths[i] += 1
+        rows = np.concatenate((rows, np.array(step, np.int32)[:, None]), axis=1)
+        if 2 * sum(map(is_new, pieces)) >= args.best:
+            break  # the others are long, or no choice
+
+    def quality(i: int) -> tuple[bool, int, bool, float]:
+        """What counts, in this order."""
+        line = pieces[i].strip()
+        opened = sum(line.count(bracket) for bracket in b"([{")
+        closed = sum(line.count(bracket) for bracket in b")]}")
+        return is_new(pieces[i]), -lines.count(line), opened == closed, nats[i] / lengths[i]
+
+    best = max(range(args.best), key=quality)
+    return rows[best : best + 1, text.shape[1] : text.shape[1] + lengths[best]]
 
 
 class Sample:
@@ -81,77 +187,150 @@ class Sample:
         return characters
 
 
-def print_samples(prompt: str, run: Callable, w: weights.Weights, coder: SimpleNamespace,
+def continue_text(w: weights.Weights, coder: SimpleNamespace, prompt: str = "", tokens: int = 256,
+                  seed: int = 0, temperature=0.8, top_k=0, top_p=0.95,
+                  go_on=False) -> str:  # fmt: skip
+    """The text that follows a prompt, which begins a document, as by the flags of these names."""
+    args = argparse.Namespace(tokens=tokens, samples=1, seed=seed, temperature=temperature,
+                              top_k=top_k, top_p=top_p, best=best_of(w, 1), go_on=go_on,
+                              no_repeat=NO_REPEAT, eot=w.c.eot,
+                              white_V=white_tokens(w, coder))  # fmt: skip
+    sample = Sample(w.c.eot, coder)
+    reader = incremental.Reader(w)
+    prompt = [w.c.eot, *coder.encode(prompt)]
+    for (tokens,) in generate(reader, prompt, args, context(w), 0, coder):
+        for token in tokens.tolist():
+            sample.add(token)
+        if sample.ended:
+            break
+    return sample.text
+
+
+def best_of(w: weights.Weights, samples: int) -> int:
+    """How many candidates there are for each line, unless --best is typed: for models of bytes,
+    which make few lines that one would read without it, 6."""
+    return 6 if is_of_bytes(w) and samples == 1 else 1
+
+
+def is_of_bytes(w: weights.Weights) -> bool:
+    """Whether tokens are bytes."""
+    return w.c.vocab == 257
+
+
+def unseen(w: weights.Weights, coder: SimpleNamespace) -> str:
+    """The beginning of a document of the run's validation text, at most PROMPT characters, up to
+    the end of a line: of the first 100, the first one that has 8 lines there, or else most lines.
+    "": there is no text."""
+    folder = weights.ROOT / w.config["data"]
+    found = sorted(folder.glob("[!.]*_val_*.bin")) if w.config["data"] else []
+    if not found:
+        return ""
+    shard = w.code.open_shard(found[0])
+    if shard.max() >= w.c.vocab or not np.any(shard == w.c.eot):
+        weights.tell(f"begins a new document, because {folder} has other tokens")
+        return ""
+    starts = np.flatnonzero(shard[:1_000_000] == w.c.eot)[:100]
+    prompts = []
+    for start in starts.tolist():
+        tokens = shard[start + 1 : start + 1 + PROMPT].tolist()
+        if w.c.eot in tokens:
+            continue
+        text = b"".join(coder.piece(token) for token in tokens).decode("utf-8", "replace")
+        text = text[:PROMPT]
+        text = text[: text.rfind("\n") + 1] or text[: text.rfind(" ")]
+        prompts.append((min(text.count("\n"), 8), -start, text))
+    return max(prompts, default=(0, 0, ""))[2]
+
+
+def context(w: weights.Weights) -> int:
+    """The tokens that the model reads at most: those of a validation sequence, but at least 256."""
+    return max(256, w.c.val_T)
+
+
+def print_samples(prompt: str, read: Callable, w: weights.Weights, coder: SimpleNamespace,
                   args: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
     """Prints the prompt and its continuations: the first while it is made, the others at the end.
-    The rate excludes the first token, for which a program compiles."""
+    The rate excludes the first token or line, for which programs compile and the prompt is read."""
     tokens = [w.c.eot, *coder.encode(prompt)]
-    longest = max(256, w.c.val_T)
-    if len(tokens) >= longest:
-        refuse(f"the prompt has {len(tokens) - 1} tokens, more than {longest - 2}: make it shorter")
     samples = [Sample(w.c.eot, coder) for _ in range(args.samples)]
+    if args.rule:
+        prompt += f"{'' if prompt.endswith(NEWLINE) else NEWLINE}{RULE}{NEWLINE}"
     heading = "=" * 20 + " {}\n" if args.samples > 1 else ""
     times = []
+    made = 0  # tokens of each sample
     print(heading.format(1) + prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for step in generate(run, tokens, args, longest, number):
-            times.append(time.perf_counter())
-            pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
-            print(pieces[0], end="", flush=True)
+        for new in generate(read, tokens, args, context(w), number, coder):
+            times.append((time.perf_counter(), new.shape[1]))
+            made += new.shape[1]
+            for step in new.T.tolist():
+                pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
+                print(pieces[0], end="", flush=True)
             if all(sample.ended for sample in samples):
                 break
     print()
     for i, sample in enumerate(samples[1:], 2):
         print(f"{heading.format(i)}{prompt}{sample.text}")
-    left = longest - len(tokens)
-    if len(times) == left < args.tokens and not all(sample.ended for sample in samples):
-        print(f"The context of {longest:,} tokens is full: a prompt of {len(tokens) - 1:,} leaves "
-              f"room for {left:,}, not for {args.tokens:,}.", file=sys.stderr)  # fmt: skip
     rate = 0.0
     if len(times) > 1:
-        rate = args.samples * (len(times) - 1) / (times[-1] - times[0])
-    print(f"[{args.samples} x {len(times)} tokens, {rate:.1f} a second]", file=sys.stderr)
+        seconds = times[-1][0] - times[0][0]
+        rate = args.samples * (made - times[0][1]) / seconds
+    print(f"[{args.samples} x {made} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
 @shards.one_line("sample.py", status=2, replacement="replace")
 def main() -> None:
     """Prints the samples that the command line asks for."""
-    cli = weights.parser(__doc__)
-    cli.add_argument("prompt", nargs="?", default="", help="the beginning of the text")
-    cli.add_argument("--tokens", type=int, default=256, help="largest number for each sample")
+    cli = weights.parser(__doc__, prompt="PROMPT")
+    cli.add_argument("--tokens", type=int, help="largest number for each sample; default: 640 if "
+                     "they are bytes, else 256")  # fmt: skip
     cli.add_argument("--samples", type=int, default=1, help="how many texts to make at once")
     cli.add_argument("--seed", type=int, default=0, help="equal seeds make equal texts")
     cli.add_argument("--temperature", type=float, default=0.8, help="0: take the likeliest token")
     cli.add_argument("--top_k", type=int, default=0, help="draw from this many likeliest; 0: all")
     cli.add_argument("--top_p", type=float, default=0.95, help="draw from the smallest set of "
                      "likeliest tokens with this probability together")  # fmt: skip
+    cli.add_argument("--best", type=int, help="candidates for the next line, of which the one "
+                     "with the likeliest tokens is taken; default: 6 for bytes")  # fmt: skip
+    cli.add_argument("--no_repeat", type=int, default=NO_REPEAT, help="make no run of this many "
+                     "tokens twice, not counting white space, of which at most 17 tokens follow "
+                     "each other; 0: any run")  # fmt: skip
+    cli.add_argument("--go_on", action="store_true", help="the model cannot end the document")
     cli.add_argument("--interactive", action="store_true", help="ask for prompts")
-    args = cli.parse_intermixed_args()  # the prompt may come after options
-    if min(args.tokens, args.samples) < 1 or min(args.top_k, args.seed) < 0:
-        refuse("--tokens and --samples begin at 1, --top_k and --seed at 0")
+    args = cli.parse_args()
+    counts = [n for n in (args.tokens, args.samples, args.best) if n is not None]
+    if min(counts) < 1 or min(args.top_k, args.seed) < 0:
+        refuse("--tokens, --samples and --best begin at 1, --top_k and --seed at 0")
     if args.samples > 10_000:
         refuse("--samples is at most 10,000: make more with another --seed")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
         refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
     if args.prompt and args.interactive:
         refuse("give a prompt or --interactive, not both")
+    if (args.best or 1) > 1 and args.samples > 1:
+        refuse("--best chooses the lines of one sample: leave out --samples")
+    if args.no_repeat < 0 or args.no_repeat == 1:
+        refuse("--no_repeat is 0, or at least 2 tokens")
     w = weights.open_weights(args.weights, args.script, checkpoints=True)
     coder = weights.tokenizer(w)
-
-    def last_logits(x, head, _, last):
-        return weights.logits(w, x[jnp.arange(len(x)), last], head[: w.c.vocab])
-
-    run = weights.runner(w, last_logits, 1)
+    args.eot = w.c.eot
+    args.white_V = white_tokens(w, coder)
+    args.rule = False
+    args.best = args.best or best_of(w, args.samples)
+    args.tokens = args.tokens or (640 if is_of_bytes(w) else 256)
+    read = incremental.Reader(w)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the text, not the process
     if not args.interactive:
-        print_samples(args.prompt, run, w, coder, args)
+        if args.prompt is None:
+            args.prompt = unseen(w, coder)
+            args.rule = bool(args.prompt)
+        print_samples(args.prompt, read, w, coder, args)
         return
     sys.stdin.reconfigure(errors="surrogateescape")  # as in a prompt on the command line
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for number in itertools.count():
             prompt = input("\n> ") or "\n"
-            with contextlib.suppress(SystemExit):  # of a prompt that is too long: ask for another
-                print_samples(prompt, run, w, coder, args, number)
+            print_samples(prompt, read, w, coder, args, number)
 
 
 if __name__ == "__main__":

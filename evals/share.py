@@ -1,7 +1,7 @@
 """Exports weights (evals/export.py) and uploads the export's four files to the Hugging Face Hub.
 
-    ./run.sh share WEIGHTS            exports only, and prints the command that uploads
-    ./run.sh share WEIGHTS ME/MODEL   also makes the page of the model, or a new version of it
+    ./run.sh share [WEIGHTS]            exports only, and prints the command that uploads
+    ./run.sh share [WEIGHTS] ME/MODEL   also makes the page of the model, or a new version of it
 
 Log in once before: .venv/bin/hf auth login. Or set HF_TOKEN to a token that may write.
 """
@@ -118,12 +118,12 @@ def find_place(api: HfApi, repo: str, private: bool) -> str:
 
 @shards.one_line("share.py", status=2)
 def main() -> None:
-    cli = weights.parser(__doc__)
-    cli.add_argument("repo", nargs="?", metavar="ME/MODEL", help="what to call it on the Hub")
+    """Exports, and uploads if a name is given."""
+    cli = weights.parser(__doc__, repo="ME/MODEL")
     cli.add_argument("--private", action="store_true", help="only you see the model's page")
     what = "the export's folder; default: <run>_export"
     cli.add_argument("--out", type=shards.folder_name, help=what)
-    args = cli.parse_intermixed_args()  # flags may come before ME/MODEL, too
+    args = cli.parse_args()
     api = HfApi()
     repo = args.repo
     if repo is not None:  # before the export, because that may take minutes
@@ -132,12 +132,14 @@ def main() -> None:
             repo = find_place(api, repo, args.private)
     w = export.open_on_cpu(args.weights, args.script)
     out = args.out or w.path.with_name(f"{w.path.stem}_export")
-    export.export(w, args.script, out)
+    export.export(w, out)
     if repo is None:
         command = ["./run.sh", "share", *sys.argv[1:], "YOUR_NAME/my-gpt"]
         print(f"to upload it: {shlex.join(command)}")
         return
     name = export.as_utf8(w.path.stem)
+    # The model's newest version must not have an older one's.
+    stale = [file for file in export.FILES if not (out / file).exists()]
     with errors_as_lines(api.endpoint, repo):
         # None leaves it to the settings of an organization.
         page = api.create_repo(repo, private=args.private or None, exist_ok=True)
@@ -145,6 +147,7 @@ def main() -> None:
             repo_id=repo,
             folder_path=out,
             allow_patterns=sorted(export.FILES),
+            delete_patterns=stale or None,
             commit_message=f"{name}, validation loss {w.result['val_loss']:.4f}",
         )
     print(f"uploaded to {page}")

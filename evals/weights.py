@@ -2,14 +2,15 @@
 
 import argparse
 import dataclasses
-import functools
 import importlib.machinery
 import importlib.util
 import json
 import math
+import os
 import shlex
 import struct
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from jax.sharding import NamedSharding
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / folder) for folder in ("data", "dev", "records")]
 import guard  # noqa: E402
+import messages  # noqa: E402
 import shards  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
 from shards import Fault  # noqa: E402
@@ -37,6 +39,7 @@ NEEDS = (  # what the tools call of a script
 )
 LARGEST_TEXT = 2**24  # bytes of JSON in a file
 RUNS_FILE = "name a run's logs/<run>.npz"
+HINT = "name the script that trained it with --script"
 OTHERS = {  # how files begin that are no archives of arrays: what they are, and what to do about it
     (b"version https://git-lfs",): "a Git LFS pointer: type git lfs pull in the clone it is from",
     (b"PK",): "the beginning of a file that was cut off: get it again",
@@ -60,7 +63,8 @@ class Weights(NamedTuple):
     """A run's weights, and what is needed to run its model."""
 
     path: Path
-    code: ModuleType  # train_gpt.py, or the --script
+    code: ModuleType  # the script that trained them
+    script: Path  # its file, or the log that has its source
     c: Any  # its Config with the number formats of validation, and attention for this machine
     devices: list[jax.Device]  # 1, 2, 4 or 8
     stage: int  # the last validation used this stage's windows and rotations
@@ -76,30 +80,114 @@ def refuse(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A parser for a tool whose first argument is WEIGHTS. It reports bad arguments by refuse()."""
-    form = argparse.RawDescriptionHelpFormatter
-    cli = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=form)
-    cli.error = refuse
-    cli.add_argument("weights", type=Path, metavar="WEIGHTS", help="logs/<run>.npz")
-    cli.add_argument(
-        "--script", type=Path, default=ROOT / "train_gpt.py", help="the script that trained them"
-    )
-    return cli
+class Parser(messages.Parser):
+    """Parses WEIGHTS, flags, and perhaps one more word. Without WEIGHTS, the newest in logs/ are
+    taken."""
+
+    def __init__(self, doc: str, other: dict[str, str]):
+        names = " ".join(["[WEIGHTS]", *(f"[{word}]" for word in other.values())])
+        super().__init__(description=doc, usage=f"%(prog)s {names} [--flag value ...]")
+        self.other = other
+        what = "WEIGHTS: logs/<run>.npz; default: the newest in logs/"
+        self.add_argument("words", nargs="*", metavar=names, help=what)
+        what = "the script that trained the weights; default: the one with the checksum in them"
+        self.add_argument("--script", type=Path, help=what)
+
+    def parse_args(self, args: list[str] | None = None) -> argparse.Namespace:
+        """The arguments; words and flags may come in any order. Of the words, the first one is
+        WEIGHTS if it ends like their files, if it is a file, or if there are more words."""
+        parsed = self.parse_intermixed_args(args)
+        words = parsed.words
+        most = 1 + len(self.other)
+        if len(words) > most:
+            self.error(f"unexpected words: {' '.join(words[most:])}; put quotes around a text")
+        first = words[0] if words else ""
+        is_file = first.endswith((".npz", ".state")) or os.path.isfile(first)
+        if not is_file and len(words) < most:
+            parsed.weights = newest()
+        elif is_file or os.path.exists(first):
+            parsed.weights = Path(words.pop(0))
+        else:
+            self.error(f"there is no file {first}; a text of several words needs quotes around it")
+        for name in self.other:
+            setattr(parsed, name, words[0] if words else None)
+        return parsed
+
+
+def parser(doc: str, **other: str) -> Parser:
+    """A parser for a tool with this description. prompt="PROMPT" makes another word after WEIGHTS
+    the `prompt` of the arguments, None if it is missing."""
+    return Parser(doc, other)
+
+
+def newest() -> Path:
+    """The newest weights in logs/, which are named on stderr; exits with status 2 if there are
+    none."""
+    found = [path for path in (ROOT / "logs").glob("*.npz") if path.is_file()]
+    if not found:
+        refuse("there are no weights in logs/: train first, ./run.sh")
+    path = short(max(found, key=lambda path: path.stat().st_mtime))
+    tell(f"takes the newest weights, {path}")
+    return path
+
+
+def tell(message: str) -> None:
+    """Prints a line with the tool's name on stderr."""
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+def short(path: Path) -> Path:
+    """A path relative to the current folder, if it is in it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def find_script(path: Path, source: int) -> tuple[Path, str]:
+    """The script that trained weights, by the crc32 of its source, and a remark: train_gpt.py,
+    another one in its folder, or the log beside the weights, which begins with it; if none has
+    this crc32, train_gpt.py. Logs outside of logs/ are not read: they may be somebody else's,
+    and a script can run anything."""
+    ours = ROOT / "train_gpt.py"
+    for script in (ours, *sorted(ROOT.glob("*.py"))):
+        if crc32(script.read_bytes()) == source:
+            return script, "" if script == ours else f"takes {short(script)}, which trained {path}"
+    log = log_of(path)
+    is_ours = log.parent.resolve() == (ROOT / "logs").resolve()
+    if is_ours and crc32(script_in(log)) == source:
+        return log, f"takes the script that trained {path} from {short(log)}"
+    return ours, ""
+
+
+def log_of(path: Path) -> Path:
+    """The log of weights, logs/<run>.npz, or of a checkpoint, logs/<run>/<step>.state."""
+    return (path.parent if path.suffix == ".state" else path).with_suffix(".txt")
+
+
+def script_in(log: Path) -> bytes:
+    """The source that a log begins with; empty if there is none."""
+    if not log.is_file():
+        return b""
+    source, line, _ = log.read_bytes().partition(b"=" * 100 + b"\n")
+    return source if line else b""
 
 
 def open_script(path: Path) -> ModuleType:
-    """Imports a copy of train_gpt.py; exits with status 2 if it is not one."""
+    """Imports a copy of train_gpt.py, or the one that a log begins with; exits with status 2 if it
+    is not one."""
     if path.is_dir():
         refuse(f"--script {path} is a folder: name the script that trained the weights")
-    try:
-        # It is Python also where its name does not end in .py.
-        loader = importlib.machinery.SourceFileLoader("train_gpt", str(path))
-        spec = importlib.util.spec_from_loader("train_gpt", loader)
-        code = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(code)
-    except (Exception, SystemExit) as error:
-        refuse(f"--script {path} is not a script like train_gpt.py: {error!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = path
+        if path.suffix == ".txt":
+            file = Path(folder) / "train_gpt.py"
+            file.write_bytes(script_in(path))
+        try:
+            # It is Python also where its name does not end in .py.
+            loader = importlib.machinery.SourceFileLoader("train_gpt", str(file))
+            spec = importlib.util.spec_from_loader("train_gpt", loader)
+            code = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(code)
+        except (Exception, SystemExit) as error:
+            refuse(f"--script {path} is not a script like train_gpt.py: {error!r}")
     code.refuse = refuse  # so that its messages begin with the tool's name
     missing = [name for name in NEEDS.split() if not hasattr(code, name)]
     if missing:
@@ -206,19 +294,19 @@ def about_checkpoint(facts: dict[str, Any]) -> tuple[dict, dict, int]:
     return config, {"steps": facts["step"]}, facts["identity"]["the source"]
 
 
-def check_names(found: dict[str, Header], shapes: dict, script: Path, hint: str) -> None:
+def check_names(found: dict[str, Header], shapes: dict, script: Path) -> None:
     """Raises Fault unless arrays have the names and shapes of a script's parameters."""
     for name in shapes | found:
         if name not in shapes:
-            raise Fault(f"has an array {name}, but {script} has none: {hint}")
+            raise Fault(f"has an array {name}, but {script} has none: {HINT}")
         if name not in found:
-            raise Fault(f"has no array {name}, but {script} has one: {hint}")
+            raise Fault(f"has no array {name}, but {script} has one: {HINT}")
         shape, dtype = found[name]
         if dtype != np.float32:
             numbers = f"{dtype.name} ({dtype.str})"
             raise Fault(f"has {name} as {numbers}, but a run writes float32: take the run's file")
         if shape != shapes[name]:
-            raise Fault(f"has {name} of shape {shape}, but {script} has {shapes[name]}: {hint}")
+            raise Fault(f"has {name} of shape {shape}, but {script} has {shapes[name]}: {HINT}")
 
 
 def check_finite(name: str, x: np.ndarray) -> None:
@@ -233,9 +321,10 @@ def check_finite(name: str, x: np.ndarray) -> None:
         )
 
 
-def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights:
+def open_weights(path: Path, script: Path | None = None, checkpoints: bool = False) -> Weights:
     """Reads logs/<run>.npz, or a checkpoint if the tool allows it; exits with status 2 if the file
-    is damaged, its model is not the script's, or a number is not finite."""
+    is damaged, its model is not the script's (None: find_script() finds it), or a number is not
+    finite."""
     if path.is_dir():
         names = "*.npz or *.state" if checkpoints else "*.npz"
         refuse(f"{path} is a folder: name a file of weights in it, {names}")
@@ -262,7 +351,9 @@ def open_weights(path: Path, script: Path, checkpoints: bool = False) -> Weights
     return w._replace(c=c, devices=devices, arrays=arrays)
 
 
-def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints: bool) -> Weights:
+def read_weights(
+    archive: zipfile.ZipFile, path: Path, script: Path | None, checkpoints: bool
+) -> Weights:
     """Reads the weights of an archive as they are stored, after it has checked all names and sizes.
     They have no devices yet. Raises Fault."""
     headers = read_headers(archive)
@@ -290,11 +381,14 @@ def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints
         raise Fault(
             "is of record 92's model, which this tool cannot read: see records/upstream92/README.md"
         )
+    remark = ""
+    if script is None:
+        script, remark = find_script(path, source)
     code = open_script(script)
-    hint = "name the script that trained it with --script"
+    script = short(script)
     unshared = {field.name for field in dataclasses.fields(code.Config)} ^ config.keys()
     if unshared:
-        raise Fault(f"and {script}: only one of them has the field {min(unshared)}; {hint}")
+        raise Fault(f"and {script}: only one of them has the field {min(unshared)}; {HINT}")
     try:
         c = make_config(code, config)
         if result["steps"] not in range(c.total_steps + 1):
@@ -302,19 +396,28 @@ def read_weights(archive: zipfile.ZipFile, path: Path, script: Path, checkpoints
         stage = c.stage_at(result["steps"])
         table = code.param_table(c)
     except Exception as error:  # for instance a layer with a field that the script lacks
-        raise Fault(f"does not have the form that {script} writes: {error!r}; {hint}") from None
+        raise Fault(f"does not have the form that {script} writes: {error!r}; {HINT}") from None
     shapes = {}
     for name, param in table.items():
         shapes[name] = param.shape if is_checkpoint else param.model_shape
-    check_names({name: headers[key] for name, key in stored.items()}, shapes, script, hint)
+    check_names({name: headers[key] for name, key in stored.items()}, shapes, script)
     arrays = {}
     for name, key in stored.items():
         arrays[name] = read_array(archive, key)
         check_finite(name, arrays[name])
-    if source != crc32(code.SOURCE.encode()):
-        print(f"warning: {script} has changed since {path}; if its model has changed, {hint}",
+    if crc32(code.SOURCE.encode()) != source:
+        print(f"warning: {script} has changed since {path}; if its model has changed, {HINT}",
               file=sys.stderr)  # fmt: skip
-    return Weights(path, code, c, [], stage, arrays, config, result)
+    elif remark:
+        tell(remark)
+    return Weights(path, code, script, c, [], stage, arrays, config, result)
+
+
+def data_folder(w: Weights) -> Path:
+    """The folder with the data of the run; exits with status 2 if the weights do not name it."""
+    if not w.config["data"]:
+        refuse(f"{w.path} does not name its data: pass SHARDS, a *_val_*.bin or its folder")
+    return ROOT / w.config["data"]
 
 
 def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
@@ -339,19 +442,21 @@ def val_shard(w: Weights, place: Path, T: int) -> np.memmap:
     return shard
 
 
-def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
-    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
+class Placed(NamedTuple):
+    """Weights on devices."""
 
-    tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
-    (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
-    the result are spread over the first `devices` devices (None: all)."""
+    mesh: jax.sharding.Mesh
+    arrays: dict[str, Any]  # as forward() takes them, without the rows of n-grams
+
+
+def place(w: Weights, devices: int | None = None) -> Placed:
+    """Puts the weights on the first `devices` devices (None: all), but for the table of n-grams,
+    which stays in the host's memory: a device gets the rows that it reads."""
     set_compilation_cache()
     mesh = w.code.make_mesh(w.devices[:devices])
-    c = w.c
     stored = {}
     specs = {}
-    table = w.arrays["bigram"]  # it stays in the host's memory: a device gets the rows it reads
-    for name, param in w.code.param_table(c).items():
+    for name, param in w.code.param_table(w.c).items():
         if name == "bigram":
             continue
         padded = np.zeros(param.shape, np.float32)
@@ -360,26 +465,56 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
         rows[: len(w.arrays[name])] = w.arrays[name]
         specs[name] = param.sharding
         stored[name] = jax.device_put(padded, NamedSharding(mesh, param.sharding))
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    gather = on_mesh(lambda p: w.code.whole_weights(p, c), in_specs=(specs,), out_specs=P())
-    whole = jax.jit(gather)(stored)
+    gather = jit(w, lambda p: w.code.whole_weights(p, w.c), mesh, (specs,), P())
+    return Placed(mesh, gather(stored))
+
+
+def jit(
+    w: Weights,
+    function: Callable,
+    mesh: jax.sharding.Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    **options,
+) -> Callable:
+    """A program of a function that runs on each device of a mesh. Compiler options are added to
+    the script's."""
+    function = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    compiler = w.code.OPTIONS.get(w.devices[0].platform) or {}
+    options["compiler_options"] = compiler | options.get("compiler_options", {})
+    return jax.jit(function, **options)
+
+
+def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
+    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
+
+    tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
+    (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
+    the result are spread over the first `devices` devices (None: all)."""
+    mesh, arrays = place(w, devices)
 
     def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
         tokens, rows, *more = arguments
         weights = whole | {"bigram_rows": rows}
-        x = w.code.norm(w.code.forward(weights, tokens[:, :-1], c, w.stage))
+        x = w.code.norm(w.code.forward(weights, tokens[:, :-1], w.c, w.stage))
         return read(x, whole["head"], tokens, *more)
 
-    program = on_mesh(on_device, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
-    program = jax.jit(program, compiler_options=w.code.OPTIONS.get(w.devices[0].platform))
-    ngram_rows = jax.jit(functools.partial(w.code.ngram_rows, c=c))
+    program = jit(w, on_device, mesh, (P(), P("fsdp")), P("fsdp"))
 
     def run(tokens, *more):
-        tokens = jnp.asarray(tokens, "int32")
-        rows = table[np.asarray(ngram_rows(tokens[:, :-1]))]
-        return check_outputs(w, program(whole, (tokens, jnp.asarray(rows), *more)))
+        tokens = np.asarray(tokens, "int32")
+        rows = ngram_rows(w, tokens[:, :-1])
+        return check_outputs(w, program(arrays, (tokens, rows, *more)))
 
     return run
+
+
+def ngram_rows(w: Weights, tokens_BT: np.ndarray) -> np.ndarray:
+    """The rows of the n-gram table that tokens read, (B, N, D): what forward() takes."""
+    hashes = jax.jit(w.code.ngram_rows, static_argnames="c")
+    return w.arrays["bigram"][np.asarray(hashes(tokens_BT, c=w.c))]
 
 
 def check_outputs(w: Weights, outputs: Any) -> Any:

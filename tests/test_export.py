@@ -262,7 +262,7 @@ def test_names_that_are_not_utf8_are_written_with_question_marks(exports):
 def test_a_run_without_a_loss_is_not_exported(exports, tmp_path, capsys, name, value):
     w = weights.open_weights(exports["tiny"].path, TRAIN)
     with pytest.raises(SystemExit, match="2"):
-        export.export(w._replace(result=w.result | {name: value}), TRAIN, tmp_path / "new")
+        export.export(w._replace(result=w.result | {name: value}), tmp_path / "new")
     assert f"has {value} as {name} in its RESULT: export" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -271,12 +271,39 @@ def test_an_export_that_fails_leaves_nothing_and_the_old_one(exports, tmp_path, 
     made = exports["tiny"]
     shutil.copytree(made.out, tmp_path / "old")
     (tmp_path / "old/README.md").write_text("older")
-    monkeypatch.setattr(export, "largest_gap", lambda *_: np.nan)
+    monkeypatch.setattr(export, "write_card", lambda *_: export.refuse("no card"))
     for folder, left in ("old", {*export.FILES}), ("new", set()):
         with pytest.raises(SystemExit, match="2"):
             call(export, made.path, tmp_path / folder)
         assert {path.name for path in (tmp_path / folder).iterdir()} == left
     assert (tmp_path / "old/README.md").read_text() == "older"
+
+
+def unknown(*_):
+    """As matrices of another MLP are, to reference.py."""
+    raise ValueError("too many values to unpack")
+
+
+@pytest.mark.parametrize("logits, why", [
+    (unknown, "it does not know a part of train_gpt.py's model (too many values to unpack)"),
+    (lambda tokens, c, _: np.full((len(tokens), c.vocab), np.nan), "its logits differ from"),
+])  # fmt: skip
+def test_what_the_reference_does_not_know_is_exported_without_it(
+    logits, why, exports, tmp_path, monkeypatch, capsys
+):
+    made = exports["tiny"]
+    shutil.copytree(made.out, tmp_path / "out")  # an older export, which has a reference.py
+    monkeypatch.setattr(reference, "logits", logits)
+    for _ in range(2):  # the second replaces an export without
+        call(export, made.path, tmp_path / "out")
+        out, err = capsys.readouterr()
+        assert out == f"wrote README.md, config.json, model.safetensors to {tmp_path / 'out'}\n"
+        assert err.startswith(f"export.py: left out reference.py, the model in NumPy: {why}")
+    card = (tmp_path / "out/README.md").read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*export.FILES[1:]}
+    assert "this folder has no\nprogram" in card and "python reference.py" not in card
+    both = card + (made.out / "README.md").read_text()
+    assert "reference.py]" not in both and "[end]" not in both
 
 
 @pytest.mark.parametrize("error, status, message", [
@@ -312,11 +339,11 @@ def test_a_variable_that_huggingface_hub_cannot_read_gets_a_line(monkeypatch, ca
     ("touch out/mine", "w.npz out", "export.py: out is neither empty nor an export"),
     ("cd out; rm model.*; mkdir model.safetensors", "w.npz out",
      "export.py: out is neither empty nor an export"),
-    ("rm out/reference.py", "w.npz out", "export.py: out is neither empty nor an export"),
+    ("cd out; rm reference.py; echo {} > config.json", "w.npz out",
+     "export.py: out is neither empty nor an export"),
     ("head -c 9999 w.npz >x; mv x w.npz", "w.npz out", "export.py: w.npz is no file of weights"),
     ("echo x > w.txt", "w.npz out", "export.py: w.txt is not the log of w.npz: put the right"),
-    ("true", "w.npz", "export.py: the following arguments are required: OUT"),
-    ("true", "w.npz new", "export.py: evals/reference.py does not compute"),
+    ("true", "w.npz", "export.py: name a folder after the weights: a new or empty one"),
     ("true", "w.npz w.npz/x", "export.py: w.npz is a file, but a folder belongs there"),
     ("true", "w.npz ''", "export.py: argument OUT: the name of the folder is empty: pass one"),
     ("cd out; head -c 9999 model.* >x; mv x model.*", "x", "reference.py: ValueError"),
@@ -335,9 +362,6 @@ def test_bad_input_is_refused_in_a_line(
     shutil.copy(exports["tiny"].path, tmp_path / "w.npz")
     shutil.copytree(exports["tiny"].out, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    right = reference.logits
-    error = 0.02 if "new" in argv else np.nan
-    monkeypatch.setattr(reference, "logits", lambda *given: right(*given) + error)
     monkeypatch.setattr(reference, "__file__", tmp_path / "out/reference.py")
     subprocess.run(before, shell=True, check=True)
     with pytest.raises(SystemExit) as stopped:

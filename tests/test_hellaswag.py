@@ -166,7 +166,7 @@ def test_gpt2s_tokens_and_figures(its, tmp_path, monkeypatch, capsys, gpt2):  # 
 
     monkeypatch.setattr(weights, "open_weights", lambda *_: w)
     monkeypatch.setattr(weights, "runner", lambda *_: run)
-    monkeypatch.setattr(sys, "argv", ["hellaswag.py", "x", "--file", str(file)])
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", "x.npz", "--file", str(file)])
     hellaswag.main()
     out = capsys.readouterr().out
     assert "acc 28.59%, acc_norm 29.55% (stated by llm.c, not" in out

@@ -1,17 +1,25 @@
-"""evals/weights.py reads the weights of a run or refuses them; evals/sample.py streams text."""
+"""evals/weights.py finds and reads the weights of a run, or refuses them; evals/sample.py streams
+text. evals/incremental.py is in test_incremental.py."""
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tokenize
 import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from zlib import crc32
 
+import incremental
 import jax
 import jax.numpy as jnp
 import messages
@@ -23,12 +31,14 @@ import weights
 import train_gpt
 from dev import guard
 from tests.record92 import PATH, frozen
-from tests.tools import ALPHABET, bank_matrices, bigram_rows
+from tests.tools import ALPHABET, write_shard
 from train_gpt import Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 TRAIN = ROOT / "train_gpt.py"
+NUMBERS = ["never", "once", "twice", "three times"]
 HOW = dict(tokens=9, samples=1, seed=0, temperature=0.0, top_k=0, top_p=1.0, interactive=False)
+HOW |= dict(best=1, no_repeat=0, go_on=False, rule=False, eot=256, white_V=np.zeros(257, bool))
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +49,32 @@ def run(trained):
 
 
 @pytest.fixture(scope="module")
-def model(run):
-    """The weights in float32, and a function of tokens and places: the logits at these places."""
+def w(run):
+    """The weights in float32."""
     w = weights.open_weights(run.path, TRAIN)
-    w = w._replace(c=dataclasses.replace(w.c, compute="float32"))
-    read = lambda x, head, _, last: weights.logits(w, x[jnp.arange(len(x)), last], head)
-    return w, weights.runner(w, read, 1)
+    return w._replace(c=dataclasses.replace(w.c, compute="float32"))
+
+
+Reader = incremental.Reader
+readers = {}
 
 
 @pytest.fixture
 def call(run, monkeypatch, capsys):
     """Runs sample.py in this process: its exit status, stdout and stderr."""
 
+    def reader_of(w):
+        """One for all that are equal, because each traces its program. Another test tests it."""
+        key = w.path, w.script, w.path.stat().st_mtime_ns
+        if key not in readers:
+            readers[key] = Reader(w)
+            readers[key].can_read_chunks = True
+        return readers[key]
+
     def start(*argv, path=run.path):
-        monkeypatch.setattr(sys, "argv", ["sample.py", str(path), *argv])
+        monkeypatch.setattr(sys, "argv", ["sample.py", *([str(path)] if path else []), *argv])
         monkeypatch.setattr(sample.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(incremental, "Reader", reader_of)
         try:
             sample.main()
             status = 0
@@ -95,27 +116,134 @@ def test_the_same_seed_makes_the_same_text_and_another_one_another(call):
     assert len({one[3:], *(text[3:] for text in texts)}) == 3
 
 
-# ---- Logits --------------------------------------------------------------------------------------
-def test_padding_and_neighbours_have_no_influence(model):
-    w, run = model
-    rows = np.frombuffer(("xyzABCDE" * 9 + ALPHABET * 4).encode(), np.uint8).reshape(2, -1)
-    rows = np.pad(rows.astype(np.int32), ((0, 0), (1, 0)), constant_values=w.c.eot)
-    last = np.array([20, 60])
-    pad = lambda T: np.pad(rows, ((0, 0), (0, T - 68)))
-    whole = {k: jnp.asarray(v) for k, v in w.arrays.items()}
-    whole |= {k: bank_matrices(k, whole[k], w.c) for k in ("qk", "vo", "mlp")}
-    for row, at, logits in zip(rows, last, np.asarray(run(pad(257), last)), strict=True):
-        tokens = jnp.asarray(row[None, : at + 2], "int32")  # the last token is only a target
-        inputs = tokens[:, :-1]
-        forward = jax.jit(train_gpt.forward, static_argnums=(2, 3))
-        x = train_gpt.norm(forward(bigram_rows(whole, inputs, w.c), inputs, w.c, w.stage))
-        x = x[0, at]
-        z = np.asarray(x, "f8") @ w.arrays["head"].T.astype("f8")
-        assert np.abs(logits - 23 / (1 + np.exp(-(z + 5) / 7.5))).max() < 1e-4
-        assert logits.shape == (384,)
-    np.testing.assert_allclose(run(pad(513), last), run(pad(257), last), atol=1e-4)
+# ---- The choice of lines ------------------------------------------------------------------------
+def rule(text: str) -> tuple[int, int, float]:
+    """Of a sample: lines that are not blank, how often the most frequent one is there, and the
+    share of lines that Python's tokenizer accepts."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    accepted = 0
+    for line in lines:
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):
+            accepted += bool([*tokenize.generate_tokens(io.StringIO(line + "\n").readline)])
+    return len(lines), max(map(lines.count, lines)), accepted / len(lines)
 
 
+def test_samples_of_tiny_are_code_that_one_would_show():
+    """Those of eight models, with seeds 0 to 7, made by ./run.sh sample WEIGHTS --go_on. The page
+    has their numbers."""
+    samples = (ROOT / "tests/tiny_samples.txt").read_text(encoding="utf-8").split(sample.RULE)[1:]
+    assert len(samples) == 8
+    rules = [rule(text.partition("\x0c")[0]) for text in samples]
+    lines, most, accepted = zip(*rules, strict=True)
+    assert min(lines) >= 12 and max(most) <= 3 and min(accepted) >= 0.5
+    page = " ".join((ROOT / "evals/README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"at least {min(lines)} lines of text, none more than {NUMBERS[max(most)]}, and Python's "
+        f"tokenizer accepts {100 * min(accepted):.0f} to {100 * max(accepted):.0f} % of them"
+    ) in page
+
+
+@pytest.mark.slow
+def test_a_run_of_tiny_ends_with_code_that_one_would_show(tmp_path):
+    """All of what ./run.sh does without a GPU, once it is installed."""
+    env = os.environ | {"XLA_FLAGS": "", "JNANO_SAMPLE": "0"}
+    data = str(ROOT / "data/source_code")
+    subprocess.run([sys.executable, ROOT / "data/source_code.py", "--out", data], check=True)
+    launch = [sys.executable, ROOT / "dev/launch.py", TRAIN, "tiny", "--data", data]
+    done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True)
+    result = json.loads(re.search("^RESULT (.*)$", done.stdout, re.M)[1])
+    assert result["steps"] == 180 and result["reason"] == "target reached"
+    command = [sys.executable, ROOT / "evals/sample.py", f"logs/{result['weights']}", "--go_on"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    lines, most, accepted = rule(done.stdout.split(sample.RULE)[1])
+    assert lines >= 12 and most <= 3 and accepted >= 0.5, done.stdout
+
+
+def test_of_several_lines_the_likeliest_is_taken_if_it_is_new_and_its_brackets_close():
+    likely = {
+        b"xyx\n": 0.6,
+        b"zzz\n": 0.5,
+        b"(aa\n": 0.9,
+        b"b)c\n": 0.8,
+        b"   \n": 0.95,
+        b"old\n": 0.9,
+    }
+    prompt = [256, *b"old\n"]
+    text = np.array([[*prompt, *b"old\n"]])
+    coder = SimpleNamespace(piece=lambda token: bytes([token]))
+
+    def logits_after(rows):
+        """Row i goes on with the line number i, each of whose tokens has its probability."""
+        n = rows.shape[1] - text.shape[1]
+        p = np.full((len(likely), 257), 1e-9)
+        for row, (line, share) in zip(p, likely.items(), strict=True):
+            row[line[min(n, len(line) - 1)]] = share
+        return np.log(p)
+
+    order = []
+    while likely:
+        how = argparse.Namespace(**HOW | dict(best=len(likely)))
+        line = sample.best_line(logits_after, text, len(prompt), 9, how, None, coder)
+        order.append(bytes(line[0].tolist()))
+        del likely[order[-1]]
+    assert order[:4] == [b"xyx\n", b"zzz\n", b"(aa\n", b"b)c\n"]
+    assert set(order[4:]) == {b"   \n", b"old\n"}
+
+
+def test_what_is_not_allowed():
+    """A run that was made before, more white space, and with --go_on the end of the document."""
+    white = np.isin(np.arange(9), [0, 1])
+    how = argparse.Namespace(**HOW | dict(no_repeat=3, white_V=white, eot=8))
+    banned = lambda made: np.flatnonzero(
+        np.isinf(sample.allowed(np.zeros(9), np.array(made, int), how))
+    ).tolist()
+    assert banned([]) == banned([2, 3]) == banned([4, 2, 3]) == []
+    assert banned([2, 3, 4, 5, 2, 3]) == [4] == banned([2, 0, 3, 4, 5, 1, 2, 3, 0])
+    assert banned([2, 3, 4, 2, 3, 5, 2, 3]) == [4, 5]
+    assert banned([2] + 16 * [0]) == [] and banned([2] + 16 * [0] + [1]) == [0, 1]
+    how.go_on = True
+    assert banned([2, 3, 4, 5, 2, 3]) == [4, 8]
+    how.no_repeat = 0
+    assert banned([2, 3, 4, 5, 2, 3]) == [8]
+
+
+def test_without_a_prompt_it_goes_on_from_text_that_the_model_has_not_seen(w, tmp_path):
+    coder = weights.tokenizer(w)
+    w = w._replace(config=w.config | {"data": str(tmp_path)})
+    assert sample.unseen(w, coder) == ""
+    documents = [b"a b\n" * 100, b"one\ntwo\n", b"word " * 70, b"\n".join([b"x" * 9] * 50)]
+    tokens = []
+    for document in documents:
+        tokens += [256, *document]
+    write_shard(tmp_path / "a_val_000000.bin", [*tokens, *[256] * 300])
+    assert sample.unseen(w, coder) == "a b\n" * 75
+    write_shard(tmp_path / "a_val_000000.bin", [256, *documents[1], *tokens[401:], *[256] * 300])
+    assert sample.unseen(w, coder) == ("x" * 9 + "\n") * 30
+    write_shard(tmp_path / "a_val_000000.bin", [256, *b"word " * 300])
+    assert sample.unseen(w, coder) == ("word " * 60)[:-1]
+
+
+def test_a_line_marks_where_the_text_of_the_model_begins(w, capsys):
+    read = lambda rows, most: np.eye(257)[np.full(len(rows), 65)]
+    for prompt, shown in ("x\n", "x\n"), ("x", "x\n"):
+        how = argparse.Namespace(**HOW | dict(rule=True, tokens=2, samples=2))
+        sample.print_samples(prompt, read, w, weights.tokenizer(w), how)
+        text = f"{shown}{sample.RULE}\nAA\n"
+        assert capsys.readouterr().out == "{0} 1\n{1}{0} 2\n{1}".format("=" * 20, text)
+
+
+def test_the_rate_is_that_of_all_lines_but_the_first(w, capsys, monkeypatch):
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(sample.time, "perf_counter", lambda: next(clock))
+    blocks = iter([np.full((1, 3), 65), np.full((1, 8), 66)])
+    monkeypatch.setattr(sample, "generate", lambda *_: blocks)
+    how = argparse.Namespace(**HOW | dict(best=2))
+    sample.print_samples("", None, w, weights.tokenizer(w), how)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("AAABBBBBBBB\n", "[1 x 11 tokens, 2.0 a second]\n")
+
+
+# ---- Length --------------------------------------------------------------------------------------
 def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
     """A run that reached its target early was validated with the windows of an earlier stage."""
     for steps, stage in (3, 0), (9, 1):
@@ -125,18 +253,22 @@ def test_the_stage_is_that_of_the_last_validation(run, tmp_path):
         assert weights.open_weights(path, TRAIN).stage == stage
 
 
-def test_lengths_grow_by_two_and_end_at_the_longest_of_validation():
-    lengths = []
-    how = argparse.Namespace(**HOW | dict(tokens=500, samples=2))
+def test_the_window_moves_when_the_context_is_full():
+    """Its older half is forgotten, and every token is made from what the model reads."""
+    seen = []
+    how = argparse.Namespace(**HOW | dict(tokens=700, samples=2))
+    text = [[256] + 253 * [1]] * 2
 
-    def run(tokens, last):
-        assert not tokens[:, last[0] + 1 :].any() and len({*last}) == 1
-        lengths.append(tokens.shape[1])
-        return np.eye(257)[[5, 6]]
+    def read(rows, most):
+        assert most == 600 and np.array_equal(rows, np.array(text)[:, -rows.shape[1] :])
+        seen.append(rows.shape[1])
+        for row, token in zip(text, ([len(seen) % 7, 7]), strict=True):
+            row.append(token)
+        return np.eye(257)[[len(seen) % 7, 7]]
 
-    steps = [*sample.generate(run, [256] + 253 * [1], how, 600, 0)]
-    assert steps == [[5, 6]] * (600 - 254)
-    assert lengths == 3 * [257] + 256 * [513] + 87 * [1025]
+    text = [[*row] for row in text]
+    assert len([*sample.generate(read, text[0][:], how, 600, 0, None)]) == 700
+    assert seen == [*range(254, 601), *range(300, 601), *range(300, 352)]
 
 
 def test_of_three_devices_two_are_used(run, monkeypatch):
@@ -146,10 +278,14 @@ def test_of_three_devices_two_are_used(run, monkeypatch):
 
 
 def test_every_prompt_of_a_session_has_its_own_randomness():
-    run = lambda tokens, last: np.zeros((1, 257))
+    read = lambda rows, most: np.zeros((1, 257))
     how = argparse.Namespace(**HOW | dict(temperature=1.0))
-    first, repeated, second = ([*sample.generate(run, [256], how, 99, n)] for n in (0, 0, 1))
-    assert len(first) == 9 and first == repeated != second
+    texts = []
+    for number in (0, 0, 1):
+        steps = [*sample.generate(read, [256], how, 99, number, None)]
+        texts.append(np.concatenate(steps, axis=1).tolist())
+    first, repeated, second = texts
+    assert len(first[0]) == 9 and first == repeated != second
 
 
 # ---- Drawing -------------------------------------------------------------------------------------
@@ -172,46 +308,53 @@ def test_tokens_are_drawn_by_their_probability(change, p):
     assert np.all(np.abs(share - p) <= 4 * np.sqrt(p * (1 - p) / 4000))
 
 
-def test_text_is_shown_before_the_next_token_is_made(model, monkeypatch, capsys):
+def test_text_is_shown_before_the_next_token_is_made(w, monkeypatch):
     """A character of several bytes is shown once it is complete, an invalid byte as U+FFFD."""
     coming = [*"é€".encode(), 0xFF, *b"!", 256]  # the next tokens
     out = io.StringIO()
     # What has been shown before each of them.
     shown = ["> ", "> ", "> é", "> é", "> é", "> é€", "> é€\ufffd", "> é€\ufffd!"]
 
-    def run(tokens, last):
+    def read(rows, most):
         assert out.getvalue() == shown.pop(0)
         return np.eye(257)[[coming.pop(0)]]
 
     monkeypatch.setattr(sys, "stdout", out)
     how = argparse.Namespace(**HOW | dict(tokens=99))
-    w, _ = model
-    sample.print_samples("> ", run, w, weights.tokenizer(w), how)
+    sample.print_samples("> ", read, w, weights.tokenizer(w), how)
     assert (out.getvalue(), coming, shown) == ("> é€\ufffd!\n", [], [])
 
 
-def test_a_sample_that_has_ended_says_no_more(model, capsys):
+def test_a_sample_that_has_ended_says_no_more(w, capsys):
     coming = [*zip([*b"abc"], [256, *b"de"], strict=True), (256, 256)]
 
-    def run(tokens, last):
-        assert [*tokens[0, :3]] == [256, *b"> "]  # a prompt begins a document
+    def read(rows, most):
+        assert [*rows[0, :3]] == [256, *b"> "]  # a prompt begins a document
         return np.eye(257)[[*coming.pop(0)]]
 
     how = argparse.Namespace(**HOW | dict(samples=2))
-    w, _ = model
-    sample.print_samples("> ", run, w, weights.tokenizer(w), how)
+    sample.print_samples("> ", read, w, weights.tokenizer(w), how)
     assert capsys.readouterr().out == "{0} 1\n> abc\n{0} 2\n> \n".format("=" * 20)
 
 
-@pytest.mark.parametrize("wanted, token, told", [(2, 65, 0), (99, 256, 0), (3, 65, 1)])
-def test_a_full_context_is_told(wanted, token, told, model, capsys):
-    """A sample that has all its tokens, or ends by itself, says nothing of it."""
-    w, _ = model
-    run = lambda tokens, last: np.eye(257)[[token]]
+@pytest.mark.parametrize("wanted, token, told", [(3, 65, 0), (99, 256, 0), (4, 65, 1)])
+def test_a_window_that_moved_is_told_once(wanted, token, told, w, capsys):
+    read = lambda rows, most: np.eye(257)[[token]]
     how = argparse.Namespace(**HOW | dict(tokens=wanted))
-    sample.print_samples("x" * 253, run, w, weights.tokenizer(w), how)
-    line = "The context of 256 tokens is full: a prompt of 253 leaves room for 2, not for 3.\n"
-    assert capsys.readouterr().err.partition("[1 x")[0] == told * line
+    sample.print_samples("x" * 253, read, w, weights.tokenizer(w), how)
+    _, err = capsys.readouterr()
+    *lines, rate = err.splitlines()
+    assert rate.startswith(f"[1 x {1 if token == 256 else wanted} tokens, ")
+    assert len(lines) == told and all(
+        "the model reads 256 tokens: the text" in line for line in lines
+    )
+
+
+def test_a_text_for_other_tools(w):
+    """It ends with the document, and a long prompt is no fault."""
+    coder = weights.tokenizer(w)
+    text = sample.continue_text(w, coder, "x" * 300 + "ABC", 30, 1, temperature=0)
+    assert len(text) == 13 and sample.continue_text(w, coder, "ABC", temperature=0) == ALPHABET[3:]
 
 
 def test_without_streams_it_ends_as_at_the_end_of_the_input(call, monkeypatch):
@@ -238,7 +381,7 @@ def test_a_full_disk_is_one_line(call, monkeypatch):
 
 
 def test_prompts_in_a_row(call, monkeypatch):
-    prompts = iter(["ABC", "x" * 300, "", "N"])
+    prompts = iter(["ABC", "", "N"])
 
     def ask(_):
         try:
@@ -250,7 +393,7 @@ def test_prompts_in_a_row(call, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     status, out, err = call("--interactive", "--temperature", "0", "--tokens", "2")
     assert status == 0 and out.startswith("ABCDE\n\n") and out.endswith("\nNOP\n")
-    assert err.count("the prompt has 300 tokens, more than 254") == 1
+    assert err.count("[1 x 2 tokens, ") == 3
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
@@ -378,7 +521,7 @@ BAD = {
         lambda *x: edited(*x, config=dict(layers=[dict(window="long", z=1)])), "the form that"),
     "another type": (
         lambda *x: edited(*x, config=dict(head_chunk="1")), "TypeError(\"head_chunk is '1'\")"),
-    "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window 0 is no"),
+    "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window is at least"),
     "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "'None of 80 steps'"),
     "steps in quotes": (lambda *x: edited(*x, result=dict(steps="60")), "'60' of 80 steps"),
     "NaN steps": (lambda *x: edited(*x, result=dict(steps=np.nan)), "'nan of 80 steps'"),
@@ -399,9 +542,8 @@ def test_other_files_are_refused_in_a_line(case, run, tmp_path, call):
     assert err.startswith("sample.py: ") and message in err
 
 
-def test_outputs_that_are_not_finite_are_refused(model):
+def test_outputs_that_are_not_finite_are_refused(w):
     """They would become a score: the lowest of losses that are NaN is the first."""
-    w, _ = model
     outputs = [np.ones(2), {"loss": jnp.zeros(3)}]
     assert weights.check_outputs(w, outputs)[1]["loss"].tolist() == [0, 0, 0]
     outputs[1]["loss"] = jnp.array([0, jnp.nan, 0])
@@ -425,14 +567,15 @@ def test_no_array_is_read_before_all_names_and_sizes_are_right(run, tmp_path, ca
 
 @pytest.mark.parametrize("argv, message", [
     (["x", "--interactive"], "give a prompt or --interactive"),
-    (["x" * 255], "the prompt has 255 tokens, more than 254"),
+    (["x", "y"], "unexpected words: y; put quotes around a text"),
+    (["x", "--temp", "1"], "there is no flag --temp: did you mean --temperature?"),
     (["x", "--tokens", "0"], "begin at 1"),
     (["x", "--samples", "1000000000000"], "--samples is at most 10,000"),
     (["x", "--temperature", "-1"], "begins at 0"),
     (["x", "--temperature", "nan"], "begins at 0"),
     (["x", "--top_p", "0"], "--top_p is above 0"),
     (["x", "--top_p", "nan"], "--top_p is above 0"),
-    (["x", "--topk", "3"], "unrecognized arguments"),
+    (["x", "--topk", "3"], "there is no flag --topk: did you mean --top_k?"),
     (["x", "--script", "none.py"], "--script none.py is not a script like train_gpt.py"),
     (["x", "--script", "."], "--script . is a folder: name the script"),
 ])  # fmt: skip
@@ -482,3 +625,56 @@ def test_weights_of_the_frozen_file_need_it(run, tmp_path, call):
     assert (status, out) == (2, "") and "only one of them has the field averages; name the" in err
     status, out, err = call(*greedy, "--script", str(PATH), path=path)
     assert (status, out) == (0, ALPHABET + "\n") and "has changed since" in err
+
+
+# ---- Finding weights and scripts -----------------------------------------------------------------
+@pytest.fixture
+def clone(run, tmp_path, monkeypatch):
+    """A repository with logs/, in which the train_gpt.py has changed since the run."""
+    (tmp_path / "train_gpt.py").write_text(f"# another\n{train_gpt.SOURCE}")
+    (tmp_path / "logs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weights, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_without_weights_the_newest_are_taken(clone, run, call):
+    assert call("ABC", path=None) == (
+        2, "", "sample.py: there are no weights in logs/: train first, ./run.sh\n")  # fmt: skip
+    for name, time in ("old", 1e9), ("new", 2e9), ("middle", 1.5e9):
+        shutil.copy(run.path, f"logs/{name}.npz")
+        os.utime(f"logs/{name}.npz", (time, time))
+    shutil.copy(TRAIN, "my_idea.py")
+    status, out, err = call("ABC", "--temperature", "0", path=None)
+    newest, script, rate = err.splitlines()
+    assert (status, out) == (0, ALPHABET + "\n")
+    assert newest == "sample.py: takes the newest weights, logs/new.npz"
+    assert script == "sample.py: takes my_idea.py, which trained logs/new.npz"
+    Path("my_idea.py").unlink()
+    assert "has changed since logs/old.npz" in call("--tokens", "1", path="logs/old.npz")[2]
+
+
+def test_the_script_that_trained_weights_is_in_their_log(clone, run):
+    source = crc32(train_gpt.SOURCE.encode())
+    for folder, is_found in ("logs", True), (".", False):  # somebody else's could run anything
+        log = Path(folder, "x.txt")
+        log.write_text(f"{train_gpt.SOURCE}{'=' * 100}\nfacts\n")
+        for name in "x.npz", "x/7.state":
+            path = Path(folder, name)
+            script, remark = weights.find_script(path, source)
+            assert script == (log if is_found else clone / "train_gpt.py")
+            assert remark == (f"takes the script that trained {path} from {log}" * is_found)
+            assert weights.find_script(path, source + 1) == (clone / "train_gpt.py", "")
+    assert weights.open_script(Path("logs/x.txt")).SOURCE == train_gpt.SOURCE
+
+
+@pytest.mark.parametrize("words, path, prompt", [
+    (["none.npz"], "none.npz", None), (["7.state", "a b"], "7.state", "a b"),
+    (["a b"], "logs/x.npz", "a b"), ([], "logs/x.npz", None), (["here"], "here", None),
+    (["x" * 9999], "logs/x.npz", "x" * 9999), (["--script", "s", "here", "here"], "here", "here"),
+])  # fmt: skip
+def test_a_word_is_weights_if_it_names_a_file(words, path, prompt, clone):
+    for name in "here", "logs/x.npz":
+        Path(name).touch()
+    args = weights.parser("", prompt="PROMPT").parse_args(words)
+    assert (args.weights, args.prompt) == (Path(path), prompt)

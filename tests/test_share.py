@@ -64,6 +64,9 @@ class Hub:
             return 200, dict(id=repo, sha="0" * 40, private=self.repos[repo], tags=[], siblings=[])
         if not repo.startswith("me/"):
             return 403, "Forbidden: pass a token that may write"
+        if rest.startswith("/tree/main"):
+            files = [files for name, _, files in self.commits if name == repo][-1]
+            return 200, [dict(type="file", path=path, size=9, oid="0" * 40) for path in files]
         if rest == "/preupload/main":
             files = []
             for file in json.loads(body)["files"]:
@@ -92,6 +95,9 @@ class Hub:
         files = {}
         for line in rest:
             value = line["value"]
+            if line["key"] == "deletedFile":
+                files[value["path"]] = None
+                continue
             if line["key"] == "file":
                 content = base64.b64decode(value["content"])
             else:
@@ -183,7 +189,7 @@ def share_it(run, hub, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run.parent / "none"))
     monkeypatch.setenv("HF_TOKEN", "good")
 
-    def write(w, script, out):
+    def write(w, out):
         out.mkdir(exist_ok=True)
         for name in export.FILES:
             (out / name).write_text("---\nlicense: mit\n---\n")
@@ -215,6 +221,16 @@ def test_a_private_model_is_private_and_can_get_a_new_version(share_it, hub):
         status, out, err = share_it("a", "--private")
         assert status == 0 and out.startswith(line), (out, err)
     assert hub.repos == {"me/a": True} and len(hub.commits) == 2
+
+
+def test_a_version_without_reference_has_not_that_of_an_older_one(share_it, hub, monkeypatch, run):
+    share_it("me/a")
+    (run.parent / "out/reference.py").unlink()
+    monkeypatch.setattr(export, "export", lambda *_: None)
+    status, _, err = share_it("me/a")
+    assert status == 0, err
+    files = hub.commits[1][2]
+    assert files.pop("reference.py") is None and len(files) == 3 and None not in files.values()
 
 
 def nobody(monkeypatch, hub):

@@ -1,0 +1,110 @@
+"""evals/incremental.py reads texts in chunks, with the logits of a whole pass."""
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+
+import incremental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import weights
+
+import train_gpt
+from tests.test_export import LAST, TRAIN, save
+from tests.tools import MINI32, sequences
+from train_gpt import LONG, SHORT, Layer
+
+C = incremental.CHUNK
+# Every technique: paired heads also with dc and key_offset, in the last layer.
+EVERY = dataclasses.replace(MINI32, layers=(*MINI32.layers[:5], LAST))
+SMALL = dataclasses.replace(
+    EVERY, layers=(Layer(SHORT, bigram=True), Layer(LONG, key_offset=True)), mudd_head=()
+)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """A function that opens random weights of a configuration; each call imports the script."""
+    folder = tmp_path_factory.mktemp("random")
+
+    def opened(c: train_gpt.Config) -> weights.Weights:
+        path = folder / f"{len(c.layers)}.npz"
+        if not path.exists():
+            save(path, c)
+        return weights.open_weights(path, TRAIN)
+
+    return opened
+
+
+def whole(w: weights.Weights, tokens: np.ndarray) -> np.ndarray:
+    """The logits (B, T, V) of a whole pass over tokens (B, T)."""
+    run = weights.runner(w, lambda x, head, _: weights.logits(w, x, head[: w.c.vocab]), 1)
+    return run(np.pad(tokens, ((0, 0), (0, 1))))
+
+
+def test_chunks_give_the_logits_of_a_whole_pass(opened):
+    """For texts of five documents, which are read in steps of one and of many tokens."""
+    w = opened(EVERY)
+    tokens = sequences(w.c, 255, documents=4, count=2)
+    tokens[:, 200:220] = tokens[:, 100:120]  # a match that is far away
+    expected = whole(w, tokens)
+    reader = incremental.Reader(w)
+    reader.can_read_chunks = True
+    calls = []
+    program = reader.chunks
+    reader.chunks = lambda *arguments: calls.append(1) or program(*arguments)
+    lengths = [1, 2, *range(C - 3, C + 9), 130, *range(205, 225), 255, 256]
+    for length in lengths:
+        z = reader(tokens[:, :length])
+        assert np.abs(z - expected[:, length - 1]).max() < 1e-4, length
+    steps = np.diff([0, *lengths])
+    assert len(calls) == sum(-(-step // (C - incremental.HALO)) for step in steps)
+    # A text is read from the first token that differs from the stored ones.
+    mixed = np.concatenate((tokens[:, :40], tokens[:, :30]), axis=1)
+    for text, z, known in (
+        (tokens[:, :50], expected[:, 49], 49),
+        (mixed, None, 40),
+        (tokens[:, :70], expected[:, 69], 40),
+        (tokens[::-1, :90], expected[::-1, 89], 0),
+    ):
+        calls.clear()
+        found = reader(text)
+        assert len(calls) == -(-(text.shape[1] - known) // (C - incremental.HALO))
+        assert z is None or np.abs(found - z).max() < 1e-4
+
+
+def far(code):
+    """A sublayer also reads the stream 40 tokens back."""
+    mlp = code.mlp
+    back = lambda x: jnp.pad(x, ((0, 0), (40, 0), (0, 0)))[:, : x.shape[1]]
+    code.mlp = lambda x, *more, **options: mlp(x + back(x), *more, **options)
+
+
+def sink(code):
+    """Attention may also attend to nothing."""
+    attend = code.attend
+    code.attend = lambda *arguments: 0.9 * attend(*arguments)
+
+
+@pytest.mark.parametrize("change", [far, sink])
+def test_a_part_that_chunks_do_not_have_is_noticed(change, opened, capsys):
+    w = opened(SMALL)
+    change(w.code)
+    reader = incremental.Reader(w)
+    reader.test(1, 256)
+    assert reader.can_read_chunks is False
+    assert "so every token takes a whole pass (the logits of random" in capsys.readouterr().err
+
+
+def test_with_other_functions_every_token_takes_a_whole_pass(opened, monkeypatch, capsys):
+    w = opened(SMALL)
+    positions = w.code.positions
+    w.code.positions = lambda *arguments: SimpleNamespace(**positions(*arguments)._asdict())
+    monkeypatch.setattr(sys, "argv", ["sample.py"])
+    tokens = sequences(w.c, 98, count=1)
+    z = incremental.Reader(w)(tokens)
+    assert np.abs(z - whole(w, tokens)[:, -1]).max() < 1e-4
+    err = capsys.readouterr().err
+    assert err.startswith("sample.py: train_gpt.py has parts that evals/incremental.py does not")
+    assert err.count("\n") == 1 and "(AttributeError: " in err
