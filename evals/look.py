@@ -1,16 +1,15 @@
 """Draws pictures of a run: its losses; how far back the heads look (reach); lambdas and gates; the
-terms of the sums in the last layer and for the head (streams); singular values of the matrices.
-It prints a line for each picture. WEIGHTS may also be a log, logs/<run>.txt. From a log without
-weights it draws the losses only."""
+terms of the sums in the last layer and for the head (streams); singular values of the matrices. And
+it writes a page to open in a browser, page.html: a text in which every token shows what the model
+expected there. It prints a line for each of these files. WEIGHTS may also be a log, logs/<run>.txt.
+From a log without weights it draws the losses only."""
 
 import dataclasses
 import math
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,9 @@ import numpy as np
 from jax import Array
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import weights
-from weights import ROOT, Weights, open_weights, parser, refuse, runner, val_shard
+import page
+from calls import BLOCKS, Call, attention, record_calls
+from weights import ROOT, Weights, open_weights, parser, refuse, runner, shards, val_shard
 
 # isort: split
 import runs
@@ -28,19 +28,25 @@ from plot import STYLE, check_place, plot_log, plt, save
 
 def text(w: Weights, place: Path) -> np.ndarray:
     """Tokens of the first four sequences of the validation shard, (4, T + 1)."""
-    T = min(1024, w.c.val_T)
+    T = longest(w)
     shard = val_shard(w, place, T)
     if len(shard) <= 4 * T:
         refuse(f"{shard.filename} has {len(shard)} tokens, not {4 * T + 1}: name a longer --data")
     return next(w.code.read_batches([shard], [(4, T, 0)], w.c))
 
 
-SHOWS = {  # what main() prints of each picture
+def longest(w: Weights) -> int:
+    """Tokens in a sequence of the pictures."""
+    return min(1024, w.c.val_T)
+
+
+SHOWS = {  # what main() prints of each file
     "loss": "the training and validation losses, by step",
     "reach": "how many tokens back each attention head looks, and the window that it has",
     "gates": "by how much each layer scales what it adds up: learned factors, and gates by token",
     "streams": "how much each term contributes to the sums of the last layer and of the head",
     "singular": "the singular values of every matrix: a curve that falls early has a low rank",
+    "page": "open it in a browser: the curve, a sample, and what the model expected in a text",
 }
 # Titles of the panels of draw_gates(), by the names of parameters and of nets' outputs.
 TITLES = {
@@ -65,44 +71,6 @@ TITLES = {
     "mudd_mlp": "MUDD, MLP sublayer: weights",
     "mudd_head": "MUDD: streams mixed for the head",
 }
-BLOCKS = "block", "mudd_block"
-RECORDED = (
-    "attend attention in_heads mlp run_net weighted_sum copied_term block mudd_block"
-).split()
-
-
-class Call(NamedTuple):
-    """A call of one of the RECORDED functions of train_gpt.py, while the model is traced."""
-
-    name: str
-    caller: str  # the recorded function that called it; "": forward() did
-    layer: int  # where it ran; between two layers the next one, after all layers their number
-    arguments: tuple
-    result: Any
-
-
-def record_calls(code: ModuleType, calls: list[Call]) -> Any:
-    """A context in which the RECORDED functions also append each of their calls to `calls`, when
-    it returns: after the calls that it made itself."""
-    stack = [""]  # the recorded functions that are running
-
-    def recorded(name):
-        function = getattr(code, name)
-
-        def run(*arguments, **options):
-            finished_blocks = [call for call in calls if call.name in BLOCKS]
-            layer = len(finished_blocks)
-            stack.append(name)
-            result = function(*arguments, **options)
-            stack.pop()
-            # A copy of a dict, because forward() later changes its dict of gates.
-            copy = dict(result) if isinstance(result, dict) else result
-            calls.append(Call(name, stack[-1], layer, arguments, copy))
-            return result
-
-        return run
-
-    return mock.patch.multiple(code, **{name: recorded(name) for name in RECORDED})
 
 
 def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
@@ -233,17 +201,9 @@ def gate_place(net: str, output: str, last: int) -> tuple[str, int]:
 
 def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
     """(heads, T): the share of each head's attention that is t tokens back, averaged over the
-    queries that `far`, (B, T) of bool, selects. q and k are (B, n T, heads / n, K), where n heads
-    are paired: position n t + i is token t of head i. The window is in positions."""
-    B, P, H, _ = q.shape
+    queries that `far`, (B, T) of bool, selects. About q, k, window and scale, see attention()."""
     T = far.shape[1]
-    n = P // T
-    back = np.arange(P)[:, None] - np.arange(P)
-    scores = scale * np.einsum("BPHK,BSHK->BHPS", np.float32(q), np.float32(k))
-    is_visible = (0 <= back) & (back <= window)
-    attention_BHPS = np.asarray(jax.nn.softmax(np.where(is_visible, scores, -np.inf)))
-    # From positions to tokens: T and S are tokens, N is the head of a group.
-    attention_BHTNS = attention_BHPS.reshape(B, H, T, n, T, n).sum(axis=-1)
+    attention_BHTNS = attention(q, k, window, scale, T)
     mean_NHTS = np.einsum("BHTNS,BT->NHTS", attention_BHTNS, far / far.sum())
     heads = mean_NHTS.reshape(-1, T, T)
     # Keys that are t tokens back are on one diagonal.
@@ -475,14 +435,20 @@ def draw_singular(out: Path, w: Weights) -> None:
 
 
 def main() -> None:
-    """Draws the pictures of the file on the command line."""
+    """Draws the pictures, and writes the page, of the file on the command line."""
     cli = parser(__doc__)
-    cli.add_argument("--out", type=Path, help="folder for the pictures; default: <run>_look")
-    cli.add_argument("--data", type=Path, help="folder with shards; default: that of the run")
+    folder = shards.folder_name
+    cli.add_argument("--out", type=folder, help="folder for the files; default: <run>_look")
+    cli.add_argument("--data", type=folder, help="folder with shards; default: that of the run")
+    cli.add_argument("--text", type=Path, help="a text file to read in the place of shards")
     args = cli.parse_args()
     path = args.weights
+    if path.is_dir():
+        refuse(f"{path} is a folder: name a run's weights in it, *.npz, or its log")
     if not path.is_file():
         refuse(f"there is no file {path}")
+    if args.data and args.text:
+        refuse("give --data or --text, not both: either is the text that the model reads")
     log = path.with_suffix(".txt")
     if path.suffix not in (".npz", ".state") and not zipfile.is_zipfile(path):
         log = path
@@ -494,30 +460,38 @@ def main() -> None:
     except runs.Unreadable as error:
         refuse(f"{log} is no log of a run: {error}")
     has_weights = path.exists()
+    if args.text and not has_weights:
+        refuse(f"{log} has no weights {path} beside it, so no model can read {args.text}")
     if has_weights:  # they are checked before the first picture is drawn
         w = open_weights(path, args.script)
-        tokens = text(w, args.data or ROOT / w.config["data"])
+        if args.text:
+            tokens, source = page.own_text(w, args.text, longest(w))
+        else:
+            tokens = text(w, args.data or ROOT / w.config["data"])
+            source = "the validation text"
     out.mkdir(parents=True, exist_ok=True)
     check_place(out / "loss")
 
-    def report(name: str) -> None:
-        print(f"{out / name}.svg: {SHOWS[name]}", flush=True)
+    def report(name: str, file: str) -> None:
+        print(f"{out / file}: {SHOWS[name]}", flush=True)
 
     if run:
         plot_log(run, out / "loss")
-        report("loss")
+        report("loss", "loss.svg")
     if has_weights:
         heads, gates, sums = observe(w, tokens)
         draw_reach(out, w, tokens, heads)
-        report("reach")
+        report("reach", "reach.svg")
         draw_gates(out, w, gates)
-        report("gates")
+        report("gates", "gates.svg")
         draw_streams(out, sums)
-        report("streams")
+        report("streams", "streams.svg")
         draw_singular(out, w)
-        report("singular")
+        report("singular", "singular.svg")
+        page.write(out / "page.html", w, run, tokens[:2], source)
+        report("page", "page.html")
 
 
 if __name__ == "__main__":
-    with weights.shards.one_line("look.py", status=2):
+    with shards.one_line("look.py", status=2):
         main()

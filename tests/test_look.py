@@ -6,6 +6,8 @@ import re
 import runpy
 import shutil
 import sys
+from types import ModuleType
+from unittest import mock
 
 import look
 import loss
@@ -14,6 +16,7 @@ import plot
 import pytest
 import runs
 import weights
+from calls import record_calls
 
 import train_gpt
 from tests.test_export import save
@@ -142,6 +145,15 @@ def names_in_parentheses(axes) -> dict:
     return {re.search(r".+ \((\w+)\)$", ax.get_title())[1]: ax for ax in axes}
 
 
+def test_of_a_copy_without_mudd_the_other_calls_are_recorded():
+    code = ModuleType("copy")
+    code.mlp = lambda x: 2 * x
+    calls = []
+    with record_calls(code, calls):
+        code.mlp(3)
+    assert [(call.name, call.result) for call in calls] == [("mlp", 6)]
+
+
 def test_gates_are_the_outputs_of_nets_and_lambdas_as_they_are(trained, drawn):
     for w, _, gates, _ in trained[1:]:
         figure = drawn(look.draw_gates, w, gates)
@@ -253,13 +265,20 @@ def test_pictures_of_a_run_and_of_a_log_alone(trained, tmp_path, monkeypatch, ca
     )  # fmt: skip
     ours = trained[2][0].path
     of_weights = {name: label for name, label in labels.items() if name != "loss"}
+    # With the arguments of the real function.
+    sample = mock.create_autospec(look.page.sample.continue_text, return_value="a sample")
+    monkeypatch.setattr(look.page.sample, "continue_text", sample)
     for path, names in (ours, of_weights), (LOG, ["loss"]):
         monkeypatch.setattr(sys, "argv", ["look.py", str(path), "--out", str(tmp_path / path.stem)])
         look.main()
         out = tmp_path / path.stem
         printed = [f"{out / name}.svg: {look.SHOWS[name]}\n" for name in names]
-        assert capsys.readouterr().out == "".join(printed)
         files = {f"{name}.svg" for name in names}
+        if path == ours:
+            printed.append(f"{out}/page.html: {look.SHOWS['page']}\n")
+            files.add("page.html")
+            assert "a sample</pre>" in (out / "page.html").read_text()
+        assert capsys.readouterr().out == "".join(printed)
         assert {file.name for file in out.iterdir()} == files
         for name in names:
             assert f"<!-- {labels[name]} -->" in (out / f"{name}.svg").read_text()
@@ -305,6 +324,10 @@ def test_what_is_bad_or_missing_is_told_in_a_line(trained, monkeypatch, capsys):
         f"{folder}/best --data {folder}/none": "no such file or folder: ",
         f"{folder}/x/x_val_000000.bin": "is no log of a run: it has no line of 100 =",
         f"{folder}/none.npz": "there is no file ",
+        f"{folder}": "is a folder: name a run's weights in it, *.npz, or its log",
+        f"{w.path} --text {folder}/none": "none: No such file or directory",
+        f"{w.path} --text {folder}/best --data {folder}/x": "give --data or --text, not both",
+        f"{LOG} --text {folder}/best": "beside it, so no model can read ",
         f"{w.path} --data {folder}/none": "no such file or folder: ",
         f"{w.path} --data {folder}/y": "y/y_val_000000.bin has 256 tokens, not 257: name a longer",
         f"{w.path} --data {folder}/z": "z/z_val_000000.bin has token 456, but the model knows 257",
