@@ -1,13 +1,15 @@
-"""Tests whether this machine computes the right thing, and predicts how fast the record will be.
+"""Measures in two minutes (an estimate) how fast a machine is; --full: whether it computes right.
 
-    ./run.sh check [PRESET] [--only PART,PART] [--field value ...]   as the run that you plan
-    ./run.sh check --small [--only PART,PART]               on a CPU, where times mean nothing
+    ./run.sh check [PRESET] [--field value ...]        versions, memory, rates, predicted time
+    ./run.sh check --full [PRESET] [--field value ...] compares numbers too, and trains some steps
+    ./run.sh check --only PART,PART [...]              these parts
+    ./run.sh check --small                             all parts at a size for a CPU
 
-Run it before you download gigabytes. It prints PASS or FAIL for everything that it tests, predicts
-the time of the run, and ends with CHECK and one line of JSON to paste into an issue. The exit
-status is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. PRESET
-is record, which is the default, or medium. Its programs stay in the compilation cache.
---help lists the parts. For a first look at a GPU, use --only machine,attention,head.
+Run it before you download gigabytes, with the flags of the run that you plan. PRESET is record,
+which is the default, or medium. Each line is PASS, FAIL, or INFO, which tests nothing. Then come
+CHECK, with all numbers as one line of JSON to paste into an issue, and the verdict. The exit status
+is 0 if everything passes, 1 if something fails, and 2 if there is nothing to check. The programs
+that --full compiles stay in the compilation cache.
 
 The parts run in a second process, because a GPU's software may hang, and XLA may abort. The first
 process reads what the second one finds, names the part that hangs or dies, and starts another
@@ -46,13 +48,14 @@ from jax.sharding import Mesh, NamedSharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
-from dev import launch, watch
+from data.messages import Parser, one_line
+from dev import fits, launch, machine, predict, watch
 from dev.cache import set_compilation_cache
 from train_gpt import LONG, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
     "machine": "all GPUs are of one kind, and nobody else uses them",
-    "speed": "measures memory, matrix products, the head, and links between devices",
+    "speed": "rates of memory, products, head and links; a time is predicted from them",
     "attention": "its values and gradients are right at the lengths of training and validation",
     "head": "its values and gradients are right in its formats",
     "norms": "the other gradients that are written by hand are right",
@@ -60,11 +63,16 @@ PARTS = {  # in the order in which they run
     "record": "trains some steps of each stage, 30 s of the longest, and predicts the run's time",
     "devices": "the record's first losses are the same on one device and on all",
 }
+QUICK = "machine", "speed"  # the parts that run by default
+FULL_TAKES = "15 to 30 minutes"  # an estimate; it depends on the CPU, because most is compiling
+NOTHING = 2  # the exit status where there is nothing to check
 LIMIT = 600  # seconds; a part that sends no result for longer hangs
 CHILD = [sys.executable, __file__, "--child"]  # the process that runs the parts
 MARK = "\x1e"  # begins the child's lines of JSON, as in RFC 7464; what else it writes is shown
 
-Line = tuple[bool, str, str, Any]  # whether it passes, name, text, facts for JSON
+# Whether it passes (None: it tests nothing), name, text, facts for JSON.
+Line = tuple[bool | None, str, str, Any]
+WORDS = {True: "PASS", False: "FAIL", None: "INFO"}
 LARGE = "record", "medium"  # the presets that can be checked
 RECORD = dataclasses.replace(train_gpt.PRESETS["record"], seed=1)
 TINY = dataclasses.replace(train_gpt.PRESETS["tiny"], seed=1)
@@ -78,6 +86,12 @@ SMALL = dataclasses.replace(
 # What healthy GPUs of these kinds reach in a node with NVLink.
 HOPPER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 FLOORS = {"copy, TB/s": 2.5, "product, TFLOP/s": 500, "head, TFLOP/s": 600, "gather, TB/s": 0.25}
+MEASURED = {  # of the same names: what was done, and the unit
+    "copy, TB/s": ("memory: an array is read and written at", "B/s"),
+    "product, TFLOP/s": ("products: two large matrices in bfloat16 are multiplied at", "FLOP/s"),
+    "head, TFLOP/s": ("head: its product, in FP8 where there is FP8, runs at", "FLOP/s"),
+    "gather, TB/s": ("links: all devices gather an array, each receiving", "B/s"),
+}
 
 
 # ---- Two processes -------------------------------------------------------------------------------
@@ -87,12 +101,11 @@ def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     if options.child:
         run_parts(options.parts, options.small, options.flags)
+    refuse_without_devices(options)
     launch.set_xla_flags()
     began = time.monotonic()
-    report = Report({"argv": argv}, [])
-    if not options.small:
-        minutes = 10 + 40 // os.cpu_count()
-        print(f"This takes about {minutes} minutes (an estimate), mostly compiling", flush=True)
+    report = Report({"argv": argv}, [], 0)
+    print(announcement(options), flush=True)
     command = [*CHILD, *options.flags]
     if options.small:
         command.append("--small")
@@ -100,11 +113,12 @@ def main(argv: list[str]) -> int:
     while parts:
         parts = watch_child(command, parts, report)
         if parts is None:
-            return 2
-    print("all pass" if not report.failed else f"FAILED: {'; '.join(report.failed)}")
-    report.facts |= {"failed": report.failed, "seconds": round(time.monotonic() - began)}
+            return NOTHING
+    seconds = round(time.monotonic() - began)
+    report.facts |= {"failed": report.failed, "seconds": seconds}
     text = json.dumps(report.facts)
     print("CHECK", json.dumps(json.loads(text, parse_constant=str)))  # NaN is not JSON
+    print(verdict(report, options, seconds), flush=True)
     return 1 if report.failed else 0
 
 
@@ -112,27 +126,57 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Returns the names of the parts, whether they are small, and the preset, if there is one, and
     the flags of the run. Exits with status 2 if one of them is unknown."""
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
-    cli = argparse.ArgumentParser(
-        prog="./run.sh check",
-        usage="./run.sh check [--small | medium | --field value ...] [--only PART,PART]",
+    cli = Parser(
+        prog="check_gpu.py",
+        usage="./run.sh check [--full | --small] [--only PART,PART] [PRESET] [--field value ...]",
         description=__doc__,
-        epilog=f"Parts:\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        epilog=f"Parts, of which {' and '.join(QUICK)} run by default:\n{names}",
     )
+    cli.add_argument("--full", action="store_true", help=f"run all parts, in {FULL_TAKES}")
     cli.add_argument("--small", action="store_true", help="run all parts at a size for a CPU")
-    cli.add_argument("--only", default=",".join(PARTS), help="run only these parts")
+    cli.add_argument("--only", help="run only these parts")
     cli.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options, options.flags = cli.parse_known_args(argv)
-    asked = options.only.split(",")
+    reason = "" if options.child else machine.misspelt(["check", *argv])
+    if reason:
+        refuse(reason)
+    if os.environ.get("JAX_PLATFORMS") == "cpu" and not options.flags:
+        options.small = True
+    if options.small and options.flags:
+        refuse(f"--small sets all sizes itself: leave out {' '.join(options.flags)}")
+    asked = [*PARTS] if options.full or options.small else [*QUICK]
+    if options.only is not None:
+        asked = options.only.split(",")
     unknown = [name for name in asked if name not in PARTS]
     if unknown:
         refuse(f"--only: there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
-    if options.small and options.flags:
-        refuse(f"--small sets all sizes itself; leave out {' '.join(options.flags)}")
     options.parts = [name for name in PARTS if name in asked]
     record_with(options.flags)
     return options
+
+
+def refuse_without_devices(options: argparse.Namespace) -> None:
+    """Exits with status 2 where there is nothing to check, before anything starts. JAX_PLATFORMS
+    may name devices that dev/machine.py does not find; where it names the CPU, sizes are small."""
+    if options.small or os.environ.get("JAX_PLATFORMS") not in (None, "", "cpu"):
+        return
+    decision = machine.decide(machine.find_machine())
+    if decision.wheels == machine.CPU:
+        refuse(
+            f"there is nothing to check here: {decision.why}. On a CPU, ./run.sh tiny trains, and "
+            "./run.sh check --small runs this program's parts at a small size"
+        )
+
+
+def announcement(options: argparse.Namespace) -> str:
+    """What the check will do, and for how long."""
+    if options.small:
+        return "Small sizes, on a CPU: the numbers must be right, and the times mean nothing"
+    if options.parts == [*PARTS]:
+        return f"This takes {FULL_TAKES} (an estimate), mostly compiling"
+    if options.parts == [*QUICK]:
+        return "This takes about two minutes (an estimate)"
+    return f"Of all parts, this runs {', '.join(options.parts)}"
 
 
 def refuse(message: str) -> NoReturn:
@@ -158,13 +202,31 @@ class Report:
 
     facts: dict[str, Any]  # by the name of their line
     failed: list[str]  # names of lines and of parts
+    passed: int  # how many lines have passed
 
-    def add(self, passes: bool, name: str, text: str, fact: Any) -> None:
+    def add(self, passes: bool | None, name: str, text: str, fact: Any) -> None:
         """Prints a line and remembers it."""
         self.facts[name] = fact
-        if not passes:
+        if passes is False:
             self.failed.append(name)
-        print("PASS" if passes else "FAIL", f"{name}: {text}", flush=True)
+        self.passed += passes is True
+        print(f"{WORDS[passes]}  {text}", flush=True)
+
+
+def verdict(report: Report, options: argparse.Namespace, seconds: int) -> str:
+    """The last line: whether all is well, and what else can be checked."""
+    if report.failed:
+        text = f"FAILED in {seconds} s: {'; '.join(report.failed)}."
+    elif report.passed:
+        text = f"Everything passes, in {seconds} s."
+    else:
+        text = f"Nothing is wrong, and no rate is known that could be expected here ({seconds} s)."
+    if options.parts == [*QUICK]:
+        text += (
+            " ./run.sh check --full also compares attention, head, gradients and a training run "
+            f"with float32 and a CPU, and times steps: {FULL_TAKES} (an estimate)."
+        )
+    return text
 
 
 def watch_child(command: list[str], parts: list[str], report: Report) -> list[str] | None:
@@ -173,7 +235,8 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
     command = [*command, "--only", ",".join(parts)]
     # Unbuffered, so that select() knows whether there is more to read.
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
-    running = "start"
+    running = "the process of the check"
+    status = None
     output = collections.deque(maxlen=60)  # what it has written since its last line, for the JSON
     try:
         for message in read_messages(child):
@@ -185,21 +248,23 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
                 running, *line = message
                 if line:
                     report.add(*line)
-        end = how_it_ended(child.wait(60))
+        status = child.wait(60)
+        end = how_it_ended(status)
     except TimeoutError:
         end = f"hangs: it has not sent a result for {LIMIT} s"
     except subprocess.TimeoutExpired:
         end = "hangs when it ends"
     except KeyboardInterrupt:
-        end = "ended by Ctrl-C"
+        end = "was stopped by Ctrl-C"
         parts = []
     finally:
         kill(child)
-    if end == "exit status 2" and running == "JAX" and not report.failed:
+    if status == NOTHING and running == "JAX" and not report.failed:
         return None
     if not end:
         return []
-    report.add(False, running, end, {"end": end, "output": list(output)})
+    text = f"{running} {end}"
+    report.add(False, running, text, {"end": end, "output": list(output)})
     return parts[parts.index(running) + 1 :] if running in parts else []
 
 
@@ -231,9 +296,9 @@ def decoded(message: str) -> list | str:
 def how_it_ended(status: int) -> str:
     """What an exit status means; an empty string if all is well."""
     if status >= 0:
-        return f"exit status {status}" if status else ""
+        return f"ended with exit status {status}" if status else ""
     name = signal.Signals(-status).name
-    return f"killed by {name}" + (", as happens if RAM is short" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (", as happens if RAM is short" if name == "SIGKILL" else "")
 
 
 def kill(child: subprocess.Popen) -> None:
@@ -256,31 +321,41 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     if "machine" in names:  # before JAX takes the memory of the GPUs
         failed = run_part("machine", check_machine)
         if failed and not small:
+            print_not_tried("machine must pass first", names[1:])
             launch.leave(0)
     send("JAX")
     launch.start_jax()
     if jax.devices()[0].platform == "cpu" and not small:
-        print("check_gpu.py: JAX sees neither a GPU nor a TPU; use ./run.sh check --small")
-        launch.leave(2)
+        print("check_gpu.py: JAX sees neither a GPU nor a TPU: type  ./run.sh check --small")
+        launch.leave(NOTHING)
     c = SMALL
     added = {}
+    preset = ""
     if not small:
         preset, c = record_with(flags)
         added = launch.fit(flags, preset, c, launch.device_memory())
         c = dataclasses.replace(c, **added)
     devices, c = train_gpt.fit_devices(c)
     facts = software(c, devices) | {"fit": added}
-    send("JAX", True, "JAX", software_text(facts), facts)
+    send("JAX", None, "JAX", software_text(facts), facts)
+    if preset and any(facts["bytes_for_JAX"]):
+        send("JAX", *room_line(preset, c, added, facts["bytes_for_JAX"]))
     parts = make_parts(c, train_gpt.make_mesh(devices), small)
     left = [name for name in names if name != "machine"]
     while left:
         name = left.pop(0)
         failed = run_part(name, parts[name])
         if launch.NO_MEMORY.search(failed):
-            print(f"not tried, because they need as much memory: {', '.join(left) or 'none'}")
+            print_not_tried("they need as much memory", left)
             break
     run_part("clocks", check_clocks)
     launch.leave(0)
+
+
+def print_not_tried(why: str, names: list[str]) -> None:
+    """Names the parts that do not run."""
+    if names:
+        print(f"not tried, because {why}: {', '.join(names)}")
 
 
 def send(part: str, *line: Any) -> None:
@@ -296,14 +371,15 @@ def run_part(name: str, part: Callable[[], Iterator[Line]]) -> str:
     failed = ""
     try:
         for passes, line, text, fact in part():
-            send(name, bool(passes), line, text, fact)
-            if not passes:
+            passes = None if passes is None else bool(passes)
+            send(name, passes, line, text, fact)
+            if passes is False:
                 failed += text
     except (Exception, SystemExit) as error:  # the next part may work
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         if launch.NO_MEMORY.search(why):
             why += f"; {launch.ADVICE}"
-        send(name, False, name, why, why)
+        send(name, False, name, f"{name} ended with {why}", why)
         failed += why
     return failed
 
@@ -342,10 +418,10 @@ def ask_smi(fields: str) -> list[dict[str, str]]:
 
 
 def check_machine() -> Iterator[Line]:
-    """Asks nvidia-smi whether all GPUs are of one kind, and unused. A machine without it passes."""
+    """Asks nvidia-smi whether all GPUs are of one kind, and unused."""
     gpus = ask_smi(GPU)
     if not gpus:
-        yield True, "machine", "nvidia-smi shows no GPU", []
+        yield None, "machine", "nvidia-smi lists no GPU, as on a TPU or a CPU", []
         return
     kinds = set()
     busy = []
@@ -353,30 +429,57 @@ def check_machine() -> Iterator[Line]:
         total = gpu["memory.total"]
         used = gpu["memory.used"]
         watts = gpu["power.limit"]
-        kinds.add(f"{gpu['name']}, {total} MiB, {watts} W, driver {gpu['driver_version']}")
+        kinds.add(f"{gpu['name']} ({total} MiB, {watts} W, driver {gpu['driver_version']})")
         if used.isdigit() and int(used) > int(total) / 5:
-            busy.append(i)
+            busy.append(str(i))
     topology = subprocess.getoutput("nvidia-smi topo -m").partition("Legend")[0]
-    links = "NVLink" if "NV" in topology else "no NVLink"
-    text = f"{len(gpus)} x {' and '.join(sorted(kinds))}, {links}"
+    links = "with NVLink" if "NV" in topology else "without NVLink"
+    text = f"the machine has {len(gpus)} x {' and '.join(sorted(kinds))}, {links}"
+    if len(gpus) == 1:
+        text = text.removesuffix(f", {links}")
     if busy:
-        text += f"; in use by others: {busy}"
+        text += (
+            f"; other processes use the memory of the GPUs {', '.join(busy)}: stop them, or leave "
+            "these GPUs out with CUDA_VISIBLE_DEVICES"
+        )
     if len(kinds) > 1:
-        text += "; choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
-    yield len(kinds) == 1 and not busy, "machine", text, gpus
+        text += "; they should be of one kind: choose with CUDA_VISIBLE_DEVICES"
+    passes = len(kinds) == 1 and not busy
+    yield passes, "machine", text + (", not in use by others" if passes else ""), gpus
 
 
 def check_clocks() -> Iterator[Line]:
     """Shows what the GPUs do at the end, which helps to understand slow steps."""
     gpus = ask_smi(LOAD)
     if gpus:
-        yield True, "clocks", "; ".join(load_text(gpu) for gpu in gpus), gpus
+        text = "at the end, clocks of cores and of memory, power, heat: "
+        text += "; ".join(load_text(gpu) for gpu in gpus)
+        yield None, "clocks", text, gpus
 
 
 def load_text(gpu: dict[str, str]) -> str:
     """A row of LOAD in words."""
     clocks = f"{gpu['clocks.sm']} and {gpu['clocks.mem']} MHz"
     return f"{clocks}, {gpu['power.draw']} W, {gpu['temperature.gpu']} C"
+
+
+def room_line(preset: str, c: Config, added: dict[str, int], room: list[int]) -> Line:
+    """A line on whether the run fits into the bytes that JAX has of each device. fits.ROWS has what
+    was compiled; launch.fit() has refused what is too small for all of them."""
+    least = min(room) / 1e9
+    text = f"JAX has {least:.1f} GB of each device"
+    needs = [
+        gigabytes[fits.listed(len(room))]
+        for flags, gigabytes in fits.ROWS[preset]
+        if all(getattr(c, name) == size for name, size in {**fits.SIZES[preset], **flags}.items())
+    ]
+    if not needs:
+        text += f", and nobody knows what {preset} needs with these flags"
+        return None, "room", text, None
+    passes = least >= needs[0]
+    flags = f" with {fits.command_line(added)}" if added else ""
+    text += f", expected at least {needs[0]:.1f} for {preset}{flags} (compiled, not run)"
+    return passes, "room", text, needs[0]
 
 
 def software(c: Config, devices: list[jax.Device]) -> dict[str, Any]:
@@ -425,11 +528,9 @@ def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
 def software_text(facts: dict[str, Any]) -> str:
     """Facts of software() that everybody wants to see."""
     devices = " and ".join(sorted(set(facts["devices"])))
-    libraries = "".join(f", {name} {version}" for name, version in facts["libraries"].items())
-    text = f"{facts['versions']['jax']} on {len(facts['devices'])} x {devices}"
-    if any(facts["bytes_for_JAX"]):
-        text += f", {min(facts['bytes_for_JAX']) / 1e9:.1f} GB for JAX on each{libraries}"
-    return f"{text}; {facts['cores']} cores, {facts['RAM_bytes'] / 1e9:.0f} GB of RAM"
+    text = f"jax {facts['versions']['jax']} runs on {len(facts['devices'])} x {devices}"
+    text += "".join(f", {name} {version}" for name, version in facts["libraries"].items())
+    return f"{text}; {facts['cores']} CPU cores, {facts['RAM_bytes'] / 1e9:.0f} GB of RAM"
 
 
 # ---- Speed ---------------------------------------------------------------------------------------
@@ -443,6 +544,7 @@ def check_speed(c: Config, mesh: Mesh, n: int) -> Iterator[Line]:
     head = functools.partial(
         train_gpt.scaled_matmul, axes=(1, 1), scale=1.0, dtype=c.compute, precision=None
     )
+    slowest = {}
     works = {  # bytes or operations; the function, its arguments' shapes and their format
         "copy, TB/s": (32 * n * n, lambda x: x + 1, [(8 * n * n,)], c.compute),
         "product, TFLOP/s": (2 * n**3, lambda a, b: a @ b, [(n, n)] * 2, c.compute),
@@ -451,12 +553,39 @@ def check_speed(c: Config, mesh: Mesh, n: int) -> Iterator[Line]:
     for name, (work, run, shapes, dtype) in works.items():
         arrays = [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
         rates = [work / seconds(jax.jit(run), *jax.device_put(arrays, d)) for d in devices]
+        slowest[name] = min(rates)
         yield rated(name, rates, devices[0])
+    links = 0.0
     if len(devices) > 1:
-        yield rated("gather, TB/s", [gathered(mesh, n)], devices[0])
+        links = gathered(mesh, n)
+        yield rated("gather, TB/s", [links], devices[0])
         pairs = zip(devices, [*devices[1:], devices[0]], strict=True)
-        links = [float(f"{gathered(train_gpt.make_mesh(pair), n) / 1e12:.3g}") for pair in pairs]
-        yield True, "links, TB/s", " ".join(map(str, links)), links  # nobody knows the topology
+        by_pair = [float(f"{gathered(train_gpt.make_mesh(pair), n) / 1e12:.3g}") for pair in pairs]
+        text = f"links: from one device to the next, {amounts(by_pair, 'B/s')}"
+        yield None, "links, TB/s", text, by_pair  # nobody knows the topology
+    if devices[0].platform == "gpu":  # the programs were not compiled for others
+        rates = predict.Rates(
+            slowest["product, TFLOP/s"], slowest["head, TFLOP/s"], slowest["copy, TB/s"], links
+        )
+        yield predicted_line(c, len(devices), rates)
+
+
+def predicted_line(c: Config, devices: int, rates: predict.Rates) -> Line:
+    """A line on the time of the run that these rates promise."""
+    parts = predict.training_seconds(c, devices, rates)
+    if not parts:
+        text = "no time is predicted: no program of such a size was compiled; --full times steps"
+        return None, "predicted from rates", text, None
+    text = predict.sentence(c, devices, parts)
+    return None, "predicted from rates", text, parts
+
+
+def amounts(rates: list[float], unit: str) -> str:
+    """Rates in 1e12 of a unit, as "2.81 to 2.93 TB/s on 8 devices" or "4.2 GB/s"."""
+    scale, prefix = (1, "T") if max(rates) >= 0.1 else (1000, "G")
+    ends = [f"{float(f'{scale * rate:.3g}'):g}" for rate in (min(rates), max(rates))]
+    text = f"{' to '.join(dict.fromkeys(ends))} {prefix}{unit}"
+    return text if len(rates) == 1 else f"{text} on {len(rates)} devices"
 
 
 def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> Array:
@@ -486,14 +615,21 @@ def gathered(mesh: Mesh, n: int) -> float:
 
 
 def rated(name: str, rates: list[float], device: jax.Device) -> Line:
-    """A line that fails for rates below the floor of their kind, or a tenth below the median."""
+    """A line that fails for rates below the floor of their kind, or a tenth below the median. Of a
+    single device of another kind, and of CPUs, nothing is expected."""
     rates = [float(f"{rate / 1e12:.3g}") for rate in rates]
-    floor = FLOORS.get(name, 0) if device.device_kind in HOPPER else 0
-    least = max(floor, 0.9 * np.median(rates)) if device.platform != "cpu" else 0
-    slow = [i for i, rate in enumerate(rates) if rate < least]
-    text = " ".join(map(str, rates))
+    what, unit = MEASURED[name]
+    text = f"{what} {amounts(rates, unit)}"
+    floor = FLOORS[name] if device.device_kind in HOPPER else 0
+    if len(rates) > 1:
+        floor = max(floor, 0.9 * float(np.median(rates)))
+    if device.platform == "cpu" or not floor:
+        return None, name, text, rates
+    text += f", expected at least {amounts([floor], unit)}"
+    slow = [i for i, rate in enumerate(rates) if rate < floor]
     if slow:
-        text += f"; {slow} below {least:.3g}"
+        some = f"device {slow[0]} is" if len(slow) == 1 else f"devices {slow} are"
+        text += f": {some} too slow"
     return not slow, name, text, rates
 
 
@@ -503,7 +639,7 @@ def compare(
 ) -> Line:
     """A line on run(*x) and, if trained, its gradients, against those of exact in float32. Errors
     are relative: |a - b| / |b|. That of the value must be below 0.01, those of gradients below
-    `most`."""
+    `most`. The name stands in a sentence, as in "attention agrees with float32"."""
 
     def in_float32(*x):
         with jax.default_matmul_precision("highest"):  # or GPUs round what they multiply
@@ -518,9 +654,18 @@ def compare(
     found = jax.jit(functools.partial(value_and_gradients, run))(*x)
     right = jax.jit(functools.partial(value_and_gradients, in_float32))(*x)
     errors = [relative_error(a, b) for a, b in zip(found, right, strict=True)]
-    text = " ".join(f"{error:.2g}" for error in errors)
     passes = errors[0] < 0.01 and all(error < most for error in errors[1:])
-    return passes, name, f"errors {text}; must be below 0.01, in gradients {most:g}", errors
+    text = f"{name} {'agrees with' if passes else 'differs from'} float32: "
+    text += f"error {percent(errors[0])}, expected below 1 %"
+    if trained:
+        largest = float(np.max(errors[1:]))
+        text += f"; largest error in a gradient {percent(largest)}, expected below {percent(most)}"
+    return passes, name, text, errors
+
+
+def percent(fraction: float) -> str:
+    """As "0.0028 %", with two digits."""
+    return f"{100 * fraction:.2g} %"
 
 
 def relative_error(found: Array, right: Array) -> float:
@@ -537,7 +682,8 @@ def check_attention(c: Config) -> Iterator[Line]:
     yield attention_line(c, T, c.H, trained=True)
     yield attention_line(c, c.val_T, c.H, trained=False)
     yield attention_line(c, 2 * c.val_T, c.H // 2, trained=False)
-    yield window_line(c, T)
+    if c.attention == "cudnn":
+        yield window_line(c, T)
 
 
 def attention_line(c: Config, T: int, heads: int, trained: bool) -> Line:
@@ -575,7 +721,7 @@ def attention_line(c: Config, T: int, heads: int, trained: bool) -> Line:
         return jax.nn.dot_product_attention(q, k, v[:, -near:], **options)
 
     qkv = [normal(seed, 1, T, heads, c.D // c.H, dtype=c.compute) for seed in range(3)]
-    name = f"attention at {T}, {np.sum(starts)} documents"
+    name = f"attention over {T:,} tokens in {np.sum(starts)} documents"
     return compare(name, 0.03, run, exact, *qkv, trained=trained)
 
 
@@ -589,11 +735,13 @@ def window_line(c: Config, T: int) -> Line:
     qkv = [normal(seed, 1, T, c.H, c.D // c.H, dtype=c.compute) for seed in range(3)]
     short = c.stages[0].short
     times = {}
-    for window in (short, c.stages[c.stage_at(c.total_steps - 1)].long, T // 2):
+    for window in (short, T // 2):
         gradients = jax.jit(jax.grad(functools.partial(total, window=window), (0, 1, 2)))
         times[window] = round(1e3 * seconds(gradients, *qkv), 3)
-    saves = c.attention != "cudnn" or times[short] < times[T // 2] / 3
-    return saves, "its ms by window", str(times), times
+    most = times[T // 2] / 3
+    text = f"attention with a window of {short} takes {times[short]:.3g} ms, expected below "
+    text += f"{most:.3g}, a third of what it takes with a window of {T // 2:,}"
+    return times[short] < most, "attention by window", text, times
 
 
 def check_head(c: Config) -> Iterator[Line]:
@@ -613,7 +761,7 @@ def check_head(c: Config) -> Iterator[Line]:
 
     x = normal(0, N, c.D, dtype=c.compute)
     w = 0.05 * normal(1, V, c.D, dtype="float32")
-    yield compare(f"head in {c.head_forward}", 0.15, head, exact_head, x, w)
+    yield compare(f"the head in {c.head_forward}", 0.15, head, exact_head, x, w)
 
 
 def check_norms(c: Config) -> Iterator[Line]:
@@ -630,7 +778,8 @@ def check_norms(c: Config) -> Iterator[Line]:
         def product(x, w, radial_from=radial_from):
             return train_gpt.norm_linear(x, w, radial_from)
 
-        yield compare(f"norm and product, from {radial_from}", 0.02, product, exact_product, x, w)
+        name = f"norm and product, with the radial gradient from {radial_from},"
+        yield compare(name, 0.02, product, exact_product, x, w)
 
     x = x.reshape(1, N, c.H, -1)
     # One layer, whose heads are not paired.
@@ -646,7 +795,7 @@ def check_norms(c: Config) -> Iterator[Line]:
             x = train_gpt.norm(x)
             return train_gpt.rotate_and_shift(x, cos, sin, key_offset)[..., :-4]
 
-        name = "norm and rotation" + (", with key_offset" if key_offset else "")
+        name = "norm and rotation" + (" with key_offset" if key_offset else "")
         yield compare(name, 0.02, rotation, exact_rotation, x)
 
 
@@ -736,13 +885,19 @@ def train_steps(
     return np.array([float(loss) for loss in losses]), 1e3 * np.diff(times)
 
 
+LEARNS = 0.95  # of its first value, to which a loss must fall
+
+
 def learns(losses: np.ndarray) -> bool:
     """Whether the loss has fallen by a twentieth; NaN has not. In 25 steps of 8,192 such tokens,
     always fresh ones, the loss of a small model fell by a tenth."""
-    return bool(losses[-1] < 0.95 * losses[0])
+    return bool(losses[-1] < LEARNS * losses[0])
 
 
 # ---- Training ------------------------------------------------------------------------------------
+TINY_APART = 2e-3  # nats
+
+
 def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
     """20 steps in float32 on the text of train_gpt.py, with 8 sequences: one for each of 8
     devices."""
@@ -767,10 +922,17 @@ def check_tiny(c: Config, mesh: Mesh) -> Iterator[Line]:
     for some in dict.fromkeys((cpu, devices[:1], devices)):
         with jax.default_matmul_precision("highest"):
             found = np.array(list(losses(some)))
-        right = found if right is None else right
+        name = f"tiny, {len(some)} {some[0].platform}"
+        if right is None:
+            right = found
+            text = f"{len(found)} steps in float32 on a CPU bring the loss of a small model from "
+            text += f"{found[0]:.4f} to {found[-1]:.4f}, expected at most {LEARNS * found[0]:.4f}"
+            yield learns(found), name, text, found.tolist()
+            continue
         difference = float(np.abs(found - right).max())
-        text = f"losses from {found[0]:.4f} to {found[-1]:.4f}, {difference:.1g} from a CPU's"
-        yield difference < 2e-3, f"tiny, {len(some)} {some[0].platform}", text, difference
+        text = f"the same steps on {len(some)} x {some[0].platform} have the CPU's losses: largest "
+        text += f"difference {difference:.1g}, expected below {TINY_APART:g}"
+        yield difference < TINY_APART, name, text, difference
 
 
 def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
@@ -779,7 +941,8 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
     facts = {}
     programs = train_gpt.compile_all(c, mesh, SimpleNamespace(facts=facts.update))
     compiled = facts["compile"]
-    yield True, f"compiling {len(programs)} programs", f"{compiled['seconds']:.0f} s", compiled
+    text = f"{len(programs)} programs were compiled in {compiled['seconds']:.0f} s"
+    yield None, "compiling", text, compiled
     train_gpt.warm_up(programs, c, mesh)
     platform = mesh.devices.flat[0].platform
     steps = collections.Counter(int(c.stage_at(step)) for step in range(c.total_steps))
@@ -790,14 +953,19 @@ def check_record(c: Config, mesh: Mesh, least: float) -> Iterator[Line]:
         losses, times = train_steps(of_stage, c, i, mesh, least=least if is_longest else 0)
         times = times[WARM_UP:]
         yield stage_line(c, i, mesh, losses, times)
-        if is_longest:
-            yield steady_line(i, platform, times, ask_smi(LOAD))
+        if is_longest and platform != "cpu":
+            yield steady_line(i, times, ask_smi(LOAD))
         total += float(steps[i] * np.mean(times)) / 1e3 if learns(losses) else np.nan
     yield memory_line(mesh, [program for (_, kind), program in programs.items() if kind != "val"])
-    text = f"{total:.1f} s for all {c.total_steps} steps"
+    if np.isnan(total):
+        text = "no time is predicted, because a stage has not learned"
+        yield False, "predicted training time", text, total
+        return
+    text = f"predicted time of training: {total:.1f} s for all {c.total_steps} steps of this size "
+    text += f"on {mesh.size} x {platform}, by the steps that were timed"
     if platform == "gpu" and c.layers == RECORD.layers:
         text += "; upstream needs 73.8 s on 8 x H100"
-    yield np.isfinite(total), "predicted training time", text, total
+    yield None, "predicted training time", text, total
 
 
 def stage_line(c: Config, stage: int, mesh: Mesh, losses: np.ndarray, times: np.ndarray) -> Line:
@@ -810,23 +978,28 @@ def stage_line(c: Config, stage: int, mesh: Mesh, losses: np.ndarray, times: np.
     config = dataclasses.asdict(c)
     flops = watch.flops_per_token(config, sizes, config["stages"][stage])
     mfu = rate * flops / watch.peak(mesh.devices.flat[0].device_kind) / mesh.size
-    text = f"{ms:.2f} ms, {rate:,.0f} tokens/s, MFU {watch.show(mfu, '.1%')}, "
-    text += f"loss from {losses[0]:.2f} to {losses[-1]:.2f}"
+    share = "" if math.isnan(mfu) else f", MFU {mfu:.1%}"
+    text = f"stage {stage}: a step takes {ms:.2f} ms ({rate:,.0f} tokens a second{share}), and the "
+    text += f"loss goes from {losses[0]:.2f} to {losses[-1]:.2f}, expected at most "
+    text += f"{LEARNS * losses[0]:.2f}"
     return learns(losses), f"stage {stage}", text, [ms, rate, None if math.isnan(mfu) else mfu]
 
 
-def steady_line(stage: int, platform: str, times: np.ndarray, gpus: list) -> Line:
+def steady_line(stage: int, times: np.ndarray, gpus: list) -> Line:
     """A line on whether a stage keeps its speed: the last 100 steps may take a tenth more than the
     first 100. Where there are less than 200, it compares halves. `gpus` are rows of LOAD."""
     n = min(100, len(times) // 2)
     first = float(np.mean(times[:n]))
     last = float(np.mean(times[-n:]))
-    text = f"{len(times)} steps in {np.sum(times) / 1e3:.0f} s; the first {n} take {first:.2f} ms "
-    text += f"each, the last {n} {last:.2f} ms"
+    text = f"stage {stage} keeps its speed for {np.sum(times) / 1e3:.0f} s: "
+    if last >= 1.1 * first:
+        text = f"stage {stage} gets slower within {np.sum(times) / 1e3:.0f} s: "
+    text += f"of {len(times)} steps, the first {n} take {first:.2f} ms each and the last {n} "
+    text += f"{last:.2f} ms, expected below {1.1 * first:.2f}"
     if gpus:
-        text += f", at {load_text(gpus[0])}"
+        text += f"; then the first GPU had {load_text(gpus[0])}"
     facts = {"steps": len(times), "first_ms": first, "last_ms": last, "GPUs": gpus}
-    return platform == "cpu" or last < 1.1 * first, f"stage {stage}, steadily", text, facts
+    return last < 1.1 * first, f"stage {stage}, steadily", text, facts
 
 
 def memory_line(mesh: Mesh, programs: list) -> Line:
@@ -835,8 +1008,15 @@ def memory_line(mesh: Mesh, programs: list) -> Line:
     planned = max(plan.argument_size_in_bytes + plan.temp_size_in_bytes for plan in plans)
     stats = [device.memory_stats() or {} for device in mesh.devices.flat]
     used = [stat.get("peak_bytes_in_use", 0) for stat in stats]
-    text = f"{max(used) / 1e9:.1f} GB at most; the compiler plans {planned / 1e9:.1f} for training"
-    return True, "memory", text, used
+    text = f"memory: for training, the compiler plans {sized(planned)} of each device"
+    if any(used):
+        text += f", and at most {sized(max(used))} were in use"
+    return None, "memory", text, used
+
+
+def sized(n: float) -> str:
+    """Bytes in words."""
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
 # ---- One device and several ----------------------------------------------------------------------
@@ -846,7 +1026,7 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
     on 8 CPUs, rounding made a difference of 0.001, and leaving out the gradients of one device made
     one of 0.007."""
     if mesh.size == 1:
-        yield True, "devices", "there is only one, so there is nothing to compare", None
+        yield None, "devices", "there is one device, so none can be compared with it", None
         return
     losses = {}
     for count in (1, mesh.size):
@@ -857,12 +1037,15 @@ def check_devices(c: Config, mesh: Mesh) -> Iterator[Line]:
         except jax.errors.JaxRuntimeError as error:
             if count > 1 or not launch.NO_MEMORY.search(str(error)):
                 raise
-            yield True, "devices", "one device has too little memory for the record", None
+            text = "one device has too little memory for the record, so several are not compared"
+            yield None, "devices", text, None
             return
     difference = float(np.abs(np.subtract(losses[1], losses[mesh.size])).max())
-    text = f"losses {losses[1]} on 1, {losses[mesh.size]} on {mesh.size}: {difference:.1g} apart"
+    text = f"four steps have the losses {losses[1]} on 1 device and {losses[mesh.size]} on "
+    text += f"{mesh.size}: largest difference {difference:.1g}, expected below 0.005"
     yield difference < 0.005, "devices", text, losses
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with one_line("check_gpu.py"):
+        sys.exit(main(sys.argv[1:]))
