@@ -2,7 +2,9 @@ r"""GPT-2 as the world knows it, which train_gpt.py starts from; OpenAI's own we
 
 Run     ./run.sh basics/gpt2.py                  a small one, on the embedded text
         ./run.sh basics/gpt2.py --size openai --prompt "Attention is"
-        ./run.sh basics/gpt2.py --save my_gpt2        a folder that Hugging Face transformers loads
+        ./run.sh basics/gpt2.py --size openai --data data/mine --save my_gpt2
+                 fine-tunes OpenAI's weights; Hugging Face transformers loads the folder my_gpt2
+        ./run.sh basics/gpt2.py --from my_gpt2 --prompt "Attention is"
         ./run.sh basics/gpt2.py --size 124M --data data/fineweb10B --mesh 8 1 --batch 32 \
             --accumulate 16 --steps 1300 --lr 6e-4         on 8 GPUs or TPUs
 Look    at `table`, which describes every parameter; at `forward`, the model; at `optimizer`
@@ -14,7 +16,7 @@ In train_gpt.py  `param_table` is the table, `block` the layer. `norm` has no we
         updates matrices, `whole_weights` gathers what is sharded, `pack_documents` packs documents
 """
 
-import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -35,6 +37,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 sys.path.append(str(DATA))
+import messages  # noqa: E402
 import shards  # noqa: E402
 import source_code  # noqa: E402
 
@@ -48,11 +51,18 @@ class Config(NamedTuple):
     compute: str = "bfloat16"  # format of activations; the weights themselves are float32
 
 
+CONVERT = "save it again by transformers, as basics/README.md shows"
 # The fields of Config, and their names in the config.json of GPT-2s on the hub.
 NAMES = dict(L="n_layer", H="n_head", D="n_embd", T="n_positions", V="vocab_size")
 OTHER_NAMES = dict(L="num_hidden_layers", H="num_attention_heads", D="hidden_size",
                    T="max_position_embeddings")  # fmt: skip
-SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config(), "openai": Config()}
+SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config()}
+HUB = {"openai": "openai-community/gpt2"}  # OpenAI's weights, 124M to 1.6B
+HUB |= {f"openai-{size}": f"openai-community/gpt2-{size}" for size in ("medium", "large", "xl")}
+HUB_TIMEOUT = 5.0  # seconds
+# What the flags of training are if they are not passed, and with loaded weights.
+SCRATCH = dict(steps=184, batch=4, accumulate=1, lr=2e-3, val_every=92, val_tokens=65536)
+TUNING = SCRATCH | dict(steps=200, batch=1, lr=3e-5, val_every=50)
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -129,14 +139,16 @@ def loss_fn(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
 
 # ---- Training ------------------------------------------------------------------------------------
 def optimizer(lr: float, steps: int, accumulate: int) -> optax.GradientTransformation:
-    """AdamW by the mean gradient of `accumulate` microbatches, which MultiSteps collects."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, steps, lr / 10)
+    """AdamW by the mean gradient of `accumulate` microbatches, which MultiSteps collects. Its state
+    takes twice the memory of the weights, and MultiSteps as much as they do."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, max(1, steps), lr / 10)
 
     def is_matrix(params):
         return {name: name.endswith("weight") and "ln" not in name for name in params}
 
     adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix)
-    return optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), adamw), accumulate)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return optax.MultiSteps(tx, accumulate) if accumulate > 1 else tx
 
 
 def initial(c: Config, seed: int) -> dict[str, np.ndarray]:
@@ -155,7 +167,9 @@ def batches(tokens: np.ndarray, B: int, T: int) -> Iterator[np.ndarray]:
 
 
 def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) -> dict[str, Array]:
-    """Prints the validation loss every args.val_every steps; returns the trained parameters."""
+    """Prints the validation loss every args.val_every steps, and saves the weights whenever it is
+    lower than before, because a model that reads a short text often begins to memorize it. Returns
+    the last weights."""
     train_text, val_text = texts
     tx = optimizer(args.lr, args.steps, args.accumulate)
 
@@ -169,43 +183,68 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
         return jax.device_put(batch, NamedSharding(mesh, P("data")))
 
     val_step = jax.jit(functools.partial(loss_fn, c=c))
-    microbatch_tokens = args.batch * c.T
-    val_batches = max(1, args.val_tokens // microbatch_tokens)
+    microbatch_tokens = args.batch * args.context
+    val_batches = max(1, min(args.val_tokens, len(val_text) - 1) // microbatch_tokens)
 
     def validate(params):
-        part = itertools.islice(batches(val_text, args.batch, c.T), val_batches)
+        part = itertools.islice(batches(val_text, args.batch, args.context), val_batches)
         return np.mean([val_step(params, split(batch)) for batch in part])
 
-    train_batches = batches(train_text, args.batch, c.T)
+    train_batches = batches(train_text, args.batch, args.context)
     state = tx.init(params)
-    losses = []
+    losses = {}
+    recent = []  # training losses since the last line
     start = time.perf_counter()
     for step in range(args.steps + 1):
+        about = ""
         if step % args.val_every == 0 or step == args.steps:
-            losses.append(validate(params))
+            losses[step] = validate(params)
+            if not np.isfinite(losses[step]):
+                raise shards.Fault(f"the loss is {losses[step]} at step {step}: pass a lower --lr")
+            about = f"val_loss:{losses[step]:.4f}"
+            if args.save and losses[step] == min(losses.values()):
+                save(args.save, params, c)
+                about += " saved"
+        elif step % 10 == 0:
+            about = f"train_loss:{np.mean(recent):.4f}"
+        if about:
+            recent = []
             tokens = step * args.accumulate * microbatch_tokens
-            seconds = time.perf_counter() - start
-            loss = f"val_loss:{losses[-1]:.4f} time:{seconds:.1f}s"
-            print(f"step:{step}/{args.steps} tokens:{tokens} {loss}", flush=True)
+            about += f" time:{time.perf_counter() - start:.1f}s"
+            print(f"step:{step}/{args.steps} tokens:{tokens} {about}", flush=True)
         if step < args.steps:
             for _ in range(args.accumulate):
-                params, state, _ = train_step(params, state, split(next(train_batches)))
-    right = abs(losses[0] - math.log(c.V)) < 0.2 and losses[-1] < losses[0]
-    check(f"the loss falls from about log {c.V} by {losses[0] - losses[-1]:.2f}", right)
+                params, state, loss = train_step(params, state, split(next(train_batches)))
+                recent.append(loss)
+    best = min(losses, key=losses.get)
+    fall = f"the loss falls by {losses[0] - losses[best]:.4f}, and is lowest at step {best}"
+    if args.source is None:
+        check(f"the first loss is about log {c.V}", abs(losses[0] - math.log(c.V)) < 0.2)
+    if args.source is None and args.steps:
+        check(fall, best > 0)
+    elif args.steps:
+        cure = "the loss has not fallen: pass a lower --lr, or more --steps, or take more text"
+        print(fall if best else cure)
     return params
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def download() -> Path:
-    from huggingface_hub import snapshot_download
+def download(repo: str) -> Path:
+    """The folder of a model in the hub's cache, which is fetched if it is not there."""
+    from cached_fineweb10B import explain
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import get_session
 
-    names = ["config.json", "model.safetensors"]
+    files = dict(allow_patterns=["config.json", "model.safetensors"])
+    with contextlib.suppress(Exception):
+        return Path(snapshot_download(repo, local_files_only=True, **files))
     try:
-        return Path(snapshot_download("openai-community/gpt2", allow_patterns=names))
-    except Exception as error:  # some have several lines
-        why = " ".join(str(error).split())
-        cure = "check the network, or copy the folder from another machine for --load"
-        raise shards.Fault(f"OpenAI's weights cannot be downloaded: {cure} ({why})") from None
+        # First this question, because snapshot_download waits for an answer without an end.
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        return Path(snapshot_download(repo, **files))
+    except Exception as error:
+        cure = "Or pass --from FOLDER: a copy of that model's folder, from another machine"
+        raise shards.Fault(f"{repo}: {explain(error, repo, 'main')}. {cure}") from None
 
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
@@ -213,7 +252,7 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             present = sorted(path.name for path in folder.iterdir())
-            raise shards.Fault(f"has no file {name}, but {present[:20]}: save one by transformers")
+            raise shards.Fault(f"has no file {name}, but {present[:20]}: {CONVERT}")
     try:
         name = "config.json"
         c = read_config(json.loads((folder / name).read_bytes()))
@@ -265,15 +304,11 @@ def read_config(about: dict) -> Config:
         "add_cross_attention": [False],
         "tie_word_embeddings": [True],
         "n_inner": [None, 4 * c.D],
-        "hidden_size": [c.D],
-        "num_attention_heads": [c.H],
-        "num_hidden_layers": [c.L],
-        "max_position_embeddings": [c.T],
         "pruned_heads": [None, {}],
         "quantization_config": [None],
         "dtype": ["float32", None],
         "torch_dtype": ["float32", None],  # of older versions
-    }
+    } | {other_name: [getattr(c, key)] for key, other_name in OTHER_NAMES.items()}
     for key, values in computed.items():
         value = about.get(key, values[0])
         if value not in values:
@@ -290,14 +325,9 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
     header = json.loads(content[8:begin].tobytes())
     data = content[begin:]
     header.pop("__metadata__", None)
-    gaps = shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
-    filled = 0
-    for start, end in sorted(about["data_offsets"] for about in header.values()):
-        if start != filled:
-            raise gaps
-        filled = end
-    if filled != len(data):
-        raise gaps
+    spans = sorted(about["data_offsets"] for about in header.values())
+    if [start for start, _ in spans] + [len(data)] != [0] + [end for _, end in spans]:
+        raise shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
     prefix = "transformer." if "transformer.wpe.weight" in header else ""
     if "lm_head.weight" in header:  # tied, so either name is enough
         header.setdefault(f"{prefix}wte.weight", header["lm_head.weight"])
@@ -311,9 +341,7 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
         expected = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
         if found != expected:
             what = f"{name} as {found!r:.200}, and config.json needs {expected}"
-            cure = "get both files again"
-            if found.get("dtype") != "F32":
-                cure = "convert it by transformers, see basics/README.md"
+            cure = "get both files again" if found.get("dtype") == "F32" else CONVERT
             raise shards.Fault(f"has {what}: {cure}")
         values = data[start:end].view("<f4").reshape(shape)
         if not np.isfinite(values).all():
@@ -357,7 +385,6 @@ def save(folder: Path, params: dict[str, Array], c: Config) -> None:
     about = {name: getattr(c, field) for field, name in NAMES.items()}
     about |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], dtype="float32")
     about |= dict(bos_token_id=c.V - 1, eos_token_id=c.V - 1)  # the token between two texts
-    (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     header = {"__metadata__": {"format": "pt"}}  # transformers 4.46 asks for it, newer ones do not
     end = 0
     for name, p in arrays.items():
@@ -365,31 +392,51 @@ def save(folder: Path, params: dict[str, Array], c: Config) -> None:
         end += p.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for p in arrays.values():
-            file.write(p.tobytes())
+    size = len(text).to_bytes(8, "little")
+    shards.write(folder / "model.safetensors", [size, text, *arrays.values()])
+    shards.write(folder / "config.json", [json.dumps(about, indent=1).encode(), b"\n"])
 
 
 # ---- Text ----------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnames="c")
+def next_token(params: dict, tokens_T: Array, last: int, key: Array, c: Config) -> Array:
+    """One of the 40 likeliest tokens after position `last`, as OpenAI did."""
+    logits, tokens = lax.top_k(forward(params, tokens_T[None], c)[0, last], 40)
+    return tokens[jax.random.categorical(key, logits)]
+
+
 def sample(params: dict, prompt: list[int], count: int, c: Config, seed: int) -> list[int]:
     """The prompt without its first token, which separates texts, and up to `count` tokens more. One
     program of all positions serves every token: empty positions are later ones, which none sees."""
-
-    @jax.jit
-    def next_token(params, tokens_T, last, key):
-        logits_TV = forward(params, tokens_T[None], c)[0]
-        logits, tokens = lax.top_k(logits_TV[last], 40)  # as OpenAI did
-        return tokens[jax.random.categorical(key, logits)]
-
     end = min(c.T, len(prompt) + count)
     tokens = np.pad(np.int32(prompt), (0, end - len(prompt)))
     keys = jax.random.split(jax.random.key(seed), end)
     for n in range(len(prompt), end):
-        tokens[n] = next_token(params, tokens, n - 1, keys[n])
+        tokens[n] = next_token(params, tokens, n - 1, keys[n], c)
         if tokens[n] == tokens[0]:  # the text ends
             return tokens[1:n].tolist()
     return tokens[1:end].tolist()
+
+
+def read_text(folder: Path) -> tuple[int, list[np.ndarray]]:
+    """The vocabulary of a folder of shards, and its tokens of training and of validation."""
+    if folder == DATA / "source_code":
+        source_code.make(folder)
+    texts = [shards.tokens(folder, split) for split in ("train", "val")]
+    vocab = (shards.read_manifest(folder) or shards.GPT2)["vocab"]
+    largest = max(int(text.max()) for text in texts)
+    if largest >= vocab:
+        raise shards.Fault(f"has token {largest}, but a vocabulary of {vocab}: make it again")
+    return vocab, texts
+
+
+@contextlib.contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """Puts a folder's name before a message."""
+    try:
+        yield
+    except shards.Fault as fault:
+        raise shards.Fault(f"{folder} {fault}") from None
 
 
 def check(what: str, right: bool) -> None:
@@ -399,25 +446,43 @@ def check(what: str, right: bool) -> None:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    cli = messages.Parser(description=__doc__)
     add = cli.add_argument
     folder = shards.folder_name
-    add("--size", choices=SIZES, default="small", help="openai: 124M with its weights, 0.5 GB")
-    add("--data", type=folder, default=DATA / "source_code", help="folder of shards, as in data/")
-    add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
-    add("--steps", type=int, default=184, help="updates of the weights")
-    add("--batch", type=int, default=4, help="sequences in a microbatch: a multiple of DATA")
-    add("--accumulate", type=int, default=1, help="microbatches in a step")
-    add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--val_every", type=int, default=92, help="steps between two validations")
-    add("--val_tokens", type=int, default=65536, help="validate on as many")
-    add("--seed", type=int, default=0)
-    add("--prompt", default="def ", help="what the sample continues")
+    add("--size", choices=[*SIZES, *HUB], help="default: small; openai has 124M parameters "
+        "(0.5 GB), openai-xl 1.6B (6.4 GB)")  # fmt: skip
+    add("--from", dest="source", type=folder, metavar="FOLDER",
+        help="begin with weights that transformers or --save wrote")  # fmt: skip
+    add("--data", type=folder, help="folder of shards, as in data/; default: the embedded text; "
+        "loaded weights are trained only if this is passed")  # fmt: skip
+    add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"),
+        help="devices over which batches, and layers, are split")  # fmt: skip
+    add("--steps", type=int, help="updates of the weights; 0: only print the loss")
+    add("--batch", type=int, help="sequences in a microbatch: a multiple of DATA")
+    add("--context", type=int, help="tokens of a sequence; default: the model's positions")
+    add("--accumulate", type=int, help="microbatches in a step")
+    add("--lr", type=float, help="highest learning rate")
+    add("--val_every", type=int, help="steps between two validations")
+    add("--val_tokens", type=int, help="tokens to validate on, at most, but a microbatch")
+    add("--seed", type=int, default=0, help="of the initial weights and of the samples")
+    add("--prompt", help="what the sample continues; default: the first tokens of the validation "
+        "text, or The")  # fmt: skip
     add("--save", type=folder, metavar="FOLDER", help="write the weights for transformers to load")
-    add("--load", type=folder, metavar="FOLDER", help="sample from saved weights, without training")
     args = cli.parse_args()
+    loaded = args.source is not None or args.size in HUB
+    for name in (*SCRATCH, "context"):
+        if loaded and not args.data and getattr(args, name) is not None:
+            cli.error(f"--{name} needs --data: there is no text to train on")
+    for name, value in (TUNING if loaded else SCRATCH).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in ("batch", "accumulate", "lr", "val_every", "val_tokens"):
+        if not getattr(args, name) > 0:
+            cli.error(f"--{name} {getattr(args, name)} is not above 0")
+    if args.steps < 0:
+        cli.error(f"--steps {args.steps} is below 0")
+    if args.size and args.source:
+        cli.error(f"--size {args.size} and --from {args.source}: the folder has its own size")
     if min(args.mesh) < 1 or args.batch % args.mesh[0]:
         cli.error(f"--mesh {args.mesh}: DATA and MODEL begin at 1, and DATA divides --batch")
     if not 0 <= args.seed < 2**32:
@@ -426,48 +491,72 @@ def main() -> None:
     mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
-    print("gpt2.py", vars(args) | dict(data=args.data.name, jax=jax.__version__))
-    c = SIZES[args.size]
-    if args.size == "openai" and not args.load:
-        args.load = download()
-    try:
-        if args.save:  # now, because an error after the training would cost a run
-            args.save.mkdir(parents=True, exist_ok=True)
-        if args.load:
-            c, weights = read_folder(args.load)
-            check_tokens(args.load)
-        else:
-            if args.data == DATA / "source_code":
-                source_code.make(args.data)
-            texts = [shards.tokens(args.data, split) for split in ("train", "val")]
-            about = shards.read_manifest(args.data) or shards.GPT2
-            c = c._replace(V=about["vocab"])
-            weights = initial(c, args.seed)
-    except shards.Fault as fault:
-        raise shards.Fault(f"{args.load or args.data} {fault}") from None
+    c = SIZES.get(args.size or "small")
+    if args.size in HUB:
+        args.source = download(HUB[args.size])
+    if not loaded:
+        args.data = args.data or DATA / "source_code"
+    about = dict(data=args.data and args.data.name, jax=jax.__version__)
+    print("gpt2.py", vars(args) | about)
+    if args.save:  # now, because an error after the training would cost a run
+        args.save.mkdir(parents=True, exist_ok=True)
+    if args.data:
+        with named(args.data):
+            vocab, texts = read_text(args.data)
+    if loaded:
+        with named(args.source):
+            c, weights = read_folder(args.source)
+            check_tokens(args.source)
+        if jax.default_backend() == "cpu":
+            c = c._replace(compute="float32")  # there as fast as bfloat16
+    else:
+        c = c._replace(V=vocab, T=args.context or c.T)
+        weights = initial(c, args.seed)
+    if args.data and vocab != c.V:
+        cure = "GPT-2's tokens are made by ./run.sh tokenize without --bytes"
+        what = f"{args.data} has {vocab} different tokens, and {args.source} {c.V}"
+        raise shards.Fault(f"{what}: {cure}")
+    args.context = args.context or c.T
+    if not 16 <= args.context <= c.T:
+        cli.error(f"--context {args.context} is not from 16 to the model's {c.T} positions")
     if c.D % args.mesh[1]:
         cli.error(f"--mesh {args.mesh}: MODEL must divide the width {c.D}")
+    needed = args.batch * args.context + 1
+    if args.data and len(texts[1]) < needed:
+        what = f"{args.data} has {len(texts[1]):,} tokens to validate on, and a microbatch of"
+        what += f" {args.batch} x {args.context} needs {needed:,}"
+        raise shards.Fault(f"{what}: pass a smaller --batch or --context")
     coder = shards.coder(c.V, c.V - 1)
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
+    del weights
     two = np.stack([np.arange(16), np.arange(16)])
     two[1, 8] = 99  # the two sequences differ in one token
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
     if not np.isfinite(logits).all():
-        raise shards.Fault(f"{args.load}: its weights are too large for {c.compute}: use another")
+        raise shards.Fault(f"{args.source}: its weights are too large for {c.compute}: use another")
     change = np.abs(logits[0] - logits[1]).max(axis=-1)
-    right = not change[:8].any() and (args.load or change[8:].all())
+    right = not change[:8].any() and (loaded or change[8:].all())
     check("a token changes logits at its position and at all later ones, nothing before", right)
-    if not args.load:
+    prompt = coder.encode("The" if args.prompt is None else args.prompt)
+    if args.prompt is None and args.data:
+        prompt = [token for token in texts[1][:64].tolist() if token != c.V - 1][:8]
+
+    def print_sample(title):
+        tokens = sample(params, [c.V - 1, *prompt[-c.T // 2 :]], 100, c, args.seed)
+        text = b"".join(map(coder.piece, tokens)).decode(errors="replace")
+        print(f"---- {title}\n{text}", flush=True)
+
+    if loaded and args.data and args.steps:
+        print_sample("before")
+    if args.data:
         params = train(params, c, mesh, texts, args)
-    if args.save:
+    elif args.save:
         save(args.save, params, c)
-        _, found = read_folder(args.save)
-        same = all(np.array_equal(params[name], found[name]) for name in params)
-        check(f"{args.save} has these weights, for GPT2LMHeadModel.from_pretrained", same)
-    prompt = [c.V - 1, *coder.encode(args.prompt)[-c.T // 2 :]]
-    tokens = sample(params, prompt, 100, c, args.seed)
-    print(b"".join(map(coder.piece, tokens)).decode(errors="replace"))
+    if args.save:
+        params = jax.device_put(read_folder(args.save)[1], split)
+        print(f"{args.save} is for GPT2LMHeadModel.from_pretrained and for --from")
+    print_sample("sample")
 
 
 if __name__ == "__main__":

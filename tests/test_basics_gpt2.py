@@ -1,8 +1,11 @@
 """basics/gpt2.py: it runs, its checks catch faults, and its model is OpenAI's, in float64."""
 
+import itertools
 import json
 import math
 import os
+import re
+import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -18,27 +21,96 @@ from jax.sharding import AxisType, NamedSharding
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from tests.tools import basic, write_shard
+from tests.tools import basic, text, write_shard
 
 SMALL = gpt2.Config(L=3, H=2, D=32, T=24, V=61, compute="float32")
 QUICK = "--steps", "4", "--val_every", "4", "--val_tokens", "1024"
+SAVED = Path(__file__).with_name("gpt2_by_transformers")  # made by gpt2_fixture.py
 FEWER = "L=6, H=2, D=128, T=256", "L=2, H=2, D=64, T=64"  # a smaller model
 
 
-def test_it_trains_saves_and_samples(tmp_path, monkeypatch):
-    """What it has saved continues the prompt with the same text, on a terminal that lacks some of
-    its characters. The samples of the file's own model would take most of the time."""
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    prompt = "--prompt", "\N{SQUARE ROOT}2 = f("
-    flags = "--accumulate", "2", "--batch", "1", *prompt, "--save", "new/folder"
+def test_it_trains_saves_and_samples(tmp_path):
+    """The samples of the file's own model would take most of the time."""
+    flags = "--accumulate", "2", "--batch", "1", "--save", "new/folder"
     done = basic(tmp_path, "gpt2", *QUICK, *flags, plant=FEWER)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("ok   ") == 4 and "tokens:512 val_loss:" in done.stdout
-    text = done.stdout.partition("\n\\u221a2 = f(")[2]
-    assert len(text) > 1
-    done = basic(tmp_path, "gpt2", "--load", "new/folder", *prompt, plant=FEWER)
+    assert done.stdout.count("ok   ") == 4
+    assert re.search(r"\nstep:4/4 tokens:512 val_loss:\S+ saved time", done.stdout)
+    assert "\nnew/folder is for GPT2LMHeadModel.from_pretrained" in done.stdout
+    assert gpt2.read_folder(tmp_path / "new/folder")[0].D == 64
+
+
+def test_it_trains_weights_that_transformers_saved(tmp_path, monkeypatch):
+    """Its first loss is that of transformers' weights, its last one lower, and what it saves is the
+    best it had. The terminal lacks some characters of the prompt."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    tokens = text(2000)
+    write_shard(tmp_path / "a_train_000001.bin", tokens)
+    write_shard(tmp_path / "a_val_000000.bin", tokens[:300])
+    manifest = dict(source="test", vocab=257, eot=256, files={})
+    (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
+    flags = "--from", str(SAVED), "--data", ".", "--prompt", "\N{SQUARE ROOT}2 = f("
+    flags += "--steps", "20", "--val_every", "15", "--lr", "0.02", "--context", "16"
+    done = basic(tmp_path, "gpt2", *flags, "--save", "mine")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.partition("\n\\u221a2 = f(")[2] == text and "val_loss" not in done.stdout
+    assert done.stdout.count("\n\\u221a2 = f(") == 2  # before and after
+    losses = [float(loss) for loss in re.findall("val_loss:(\\S+)", done.stdout)]
+    c, params = gpt2.read_folder(SAVED)
+    _, saved = gpt2.read_folder(tmp_path / "mine")
+    assert c == gpt2.read_folder(tmp_path / "mine")[0]  # all positions, though it trained on 16
+    c = c._replace(compute="float32")
+    rows = np.stack([tokens[start : start + 17] for start in range(0, 288, 16)])
+    for weights, loss in ((params, losses[0]), (saved, min(losses))):
+        assert abs(gpt2.loss_fn(jax.device_put(weights), rows, c) - loss) < 1e-4
+    assert len(losses) == 3 and min(losses) < losses[0] - 1
+    assert re.search(r"\nthe loss falls by \S+, and is lowest at step (15|20)\n", done.stdout)
+
+
+@pytest.fixture
+def tune(tmp_path, monkeypatch, capsys):
+    """Runs main() with the saved weights, a text of 500 tokens and flags; returns the tokens and
+    what it prints."""
+    tokens = text(500)
+    write_shard(tmp_path / "a_train_000001.bin", tokens)
+    write_shard(tmp_path / "a_val_000000.bin", tokens[:300])
+    manifest = dict(source="test", vocab=257, eot=256, files={})
+    (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(gpt2.jax.config, "update", lambda *_: None)  # JAX has its devices already
+    monkeypatch.setattr(gpt2, "sample", lambda *_: [])
+
+    def run(flags):
+        argv = ["gpt2.py", "--from", str(SAVED), "--data", str(tmp_path), *flags.split()]
+        monkeypatch.setattr(sys, "argv", argv)
+        gpt2.main()
+        return tokens, capsys.readouterr().out
+
+    return run
+
+
+def test_with_0_steps_it_prints_the_loss_of_the_loaded_weights(tune):
+    tokens, out = tune("--steps 0 --context 16")
+    c, weights = gpt2.read_folder(SAVED)
+    rows = np.stack([tokens[start : start + 17] for start in range(0, 288, 16)])
+    loss = gpt2.loss_fn(jax.device_put(weights), rows, c._replace(compute="float32"))
+    (printed,) = re.findall(r"\nstep:0/0 tokens:0 val_loss:(\S+) time", out)
+    assert abs(float(printed) - loss) < 1e-4 and "the loss falls" not in out
+
+
+def test_a_training_loss_is_the_mean_since_the_last_line(tune):
+    """The validation at step 15 is such a line. At this rate the weights stay as they are."""
+    tokens, out = tune("--steps 25 --val_every 15 --context 16 --lr 1e-12")
+    c, weights = gpt2.read_folder(SAVED)
+    rows = np.stack([tokens[start : start + 17] for start in range(240, 320, 16)])
+    loss = gpt2.loss_fn(jax.device_put(weights), rows, c._replace(compute="float32"))
+    (printed,) = re.findall(r"\nstep:20/25 tokens:320 train_loss:(\S+)", out)
+    assert abs(float(printed) - loss) < 1e-4
+
+
+def test_a_validation_text_that_is_shorter_than_a_microbatch_is_refused(tune):
+    """It would be read around its end, and its first tokens counted twice."""
+    message = "has 300 tokens to validate on, and a microbatch of 19 x 16 needs 305: pass a smaller"
+    with pytest.raises(shards.Fault, match=message):
+        tune("--context 16 --batch 19 --steps 0")
 
 
 @pytest.mark.slow  # dev/faults.py plants another one
@@ -66,7 +138,7 @@ def test_bad_input_gets_a_line(tmp_path, missing, message):
 def test_a_folder_of_another_model_gets_a_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model.bin").touch()
-    done = basic(tmp_path, "gpt2", "--load", ".")
+    done = basic(tmp_path, "gpt2", "--from", ".")
     what = "gpt2.py: . has no file model.safetensors, but ['basics', 'config.json', 'data', 'pytor"
     assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
@@ -304,13 +376,22 @@ def test_other_names_of_sizes_and_of_the_table_are_read(folder):
     ("--mesh 0 1", "DATA and MODEL begin at 1"),
     ("--mesh 3 1", "DATA divides --batch"),
     ("--mesh 1 3", "MODEL must divide the width 32"),
+    ("--size small", "--size small and --from"),
+    ("--data . --context 25", "--context 25 is not from 16 to the model's 24 positions"),
+    ("--data . --lr nan", "--lr nan is not above 0"),
+    ("--data . --steps -1", "--steps -1 is below 0"),
+    ("--steps 9", "--steps needs --data: there is no text to train on"),
+    ("--val_tokens 9", "--val_tokens needs --data"),
+    ("--context 16", "--context needs --data"),
+    ("--load a", "there is no flag --load"),
     ("--seed -1", "--seed -1 is not from 0 to"),
     ("--seed 99999999999999999999", "is not from 0 to 4294967295"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_before_the_work(folder, monkeypatch, capsys, argv, message):
     monkeypatch.setattr(gpt2.jax, "make_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(gpt2, "read_text", lambda _: (SMALL.V, []))
     monkeypatch.setattr(gpt2.jax.config, "update", lambda *_: None)  # JAX has its devices already
-    monkeypatch.setattr(sys, "argv", ["gpt2.py", "--load", str(folder), *argv.split()])
+    monkeypatch.setattr(sys, "argv", ["gpt2.py", "--from", str(folder), *argv.split()])
     with pytest.raises(SystemExit, match="2"):
         gpt2.main()
     assert message in capsys.readouterr().err
@@ -362,6 +443,45 @@ def test_arrays_fill_the_file_without_gaps(folder, offsets, cut, message):
         gpt2.read_folder(folder)
 
 
+# ---- What transformers saved ---------------------------------------------------------------------
+THEIRS = json.loads((SAVED / "losses.json").read_text())
+
+
+def test_training_it_goes_as_in_pytorch():
+    """transformers' loss of the weights that it saved, and the loss before each of 11 more steps of
+    AdamW by torch: gradients, also of the table that is embedding and head, clipping, decay, rates,
+    and no dropout."""
+    c, weights = gpt2.read_folder(SAVED)
+    c = c._replace(compute="float32")
+    params = jax.device_put(weights)
+    tx = gpt2.optimizer(0.01, 12, 1)
+    state = tx.init(params)
+    losses = []
+
+    @jax.jit
+    def step(params, state, tokens):
+        loss, grads = jax.value_and_grad(gpt2.loss_fn)(params, tokens, c)
+        updates, state = tx.update(grads, state, params)
+        return {name: params[name] + updates[name] for name in params}, state, loss
+
+    for tokens in itertools.islice(gpt2.batches(np.array(THEIRS["text"]), 4, 32), 12):
+        params, state, loss = step(params, state, tokens)
+        losses.append(loss)
+    assert losses[0] - losses[-1] > 0.5
+    np.testing.assert_allclose(losses, THEIRS["losses"], atol=1e-4)
+
+
+def test_what_it_saves_is_what_transformers_saved(tmp_path):
+    gpt2.save(tmp_path, gpt2.read_folder(SAVED)[1], gpt2.read_folder(SAVED)[0])
+    ours = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(SAVED / "model.safetensors")
+    assert {f"transformer.{name}" for name in ours} == theirs.keys()
+    for name, p in ours.items():
+        np.testing.assert_array_equal(p, theirs[f"transformer.{name}"], strict=True)
+    about = json.loads((SAVED / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text()).items() <= about.items()
+
+
 # ---- transformers, where it is installed ---------------------------------------------------------
 @pytest.fixture
 def theirs(folder, monkeypatch):
@@ -410,16 +530,28 @@ def test_keys_that_are_not_refused_do_not_change_transformers(theirs, folder):
     assert np.abs(same - their_logits(theirs, TOKENS)).max() < 1e-4
 
 
+def test_without_a_hub_a_line_comes_soon(tmp_path, monkeypatch):
+    """Where nobody answers, which the hub's client would wait for without an end."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(gpt2, "HUB_TIMEOUT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        message = f"openai-community/gpt2: cannot reach {url}: .* --from FOLDER"
+        with pytest.raises(shards.Fault, match=message):
+            gpt2.download("openai-community/gpt2")
+
+
 def test_openais_own_weights_continue_a_text():
     """Where the hub can be reached: the same comparison, and a text with an obvious next token."""
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
     except OSError:
         pytest.skip("no network: OpenAI's weights cannot be fetched")
-    c = gpt2.SIZES["openai"]._replace(compute="float32")
-    folder = gpt2.download()
+    c = gpt2.SIZES["124M"]._replace(compute="float32")
+    folder = gpt2.download(gpt2.HUB["openai"])
     found, params = gpt2.read_folder(folder)
-    assert found == gpt2.SIZES["openai"]
+    assert found == gpt2.SIZES["124M"]
     file = load_file(folder / "model.safetensors")
     file = {k: v for k, v in file.items() if not k.endswith(".attn.bias")}
     text = gpt2_tokens("The quick brown fox jumps over the lazy dog. To be, or not to be, that is")
