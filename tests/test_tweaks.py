@@ -1,15 +1,17 @@
-"""A reader copies one file and changes it: the diffs of dev/change_it.md are applied and run."""
+"""A reader copies one file and changes it: the patches of dev/changes/ are applied and run."""
 
+import functools
 import importlib.util
-import inspect
+import os
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -18,58 +20,34 @@ from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences
 
 ROOT = Path(train_gpt.__file__).parent
 FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
-PAGE = FENCE.findall((ROOT / "dev/change_it.md").read_text(encoding="utf-8"))
-DIFFS = dict(zip(("swiglu", "value_residual", "muon", "soap", "stages"), PAGE, strict=True))
-IN_README = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-OTHERS = [diff for diff in IN_README if diff not in PAGE]
-ALL = DIFFS | {f"readme{i}": diff for i, diff in enumerate(OTHERS)}
+PATCHES = sorted((ROOT / "dev/changes").glob("*.patch"))
+NAMES = [patch.stem for patch in PATCHES]
 ONE_LAYER = "(Layer(SHORT),)"
-ON_ONE_DEVICE = "value_residual", "stages"  # they change nothing of the sharding
+ON_ONE_DEVICE = "value_residual", "two_stages"  # they change nothing of the sharding
 MUDD = 'Layer(LONG, x0=False, bigram=True, mudd=("input",))'
 LAYERS = {"value_residual": f"(Layer(SHORT), Layer(SHORT), {MUDD})"}
 SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
 SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band")
 
 
-def soap(scale: float, b1=0.95, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
-    """Adam in the eigenbasis of G^T G, for matrices G [.., rows, cols]: one-sided SOAP. Vyas et al.
-    2024, arXiv:2409.11321."""
-
-    def init(params):
-        cols = params.shape[-1]
-        gram = jnp.zeros((*params.shape[:-2], cols, cols))
-        mean, square = jnp.zeros_like(params), jnp.zeros_like(params)
-        return jnp.int32(0), gram, gram + jnp.eye(cols), mean, square
-
-    def update(grad, state, params=None):
-        count, gram, basis, mean, square = state
-        count = count + 1
-        gram = b2 * gram + (1 - b2) * grad.mT @ grad
-        # One power iteration; over the steps, the basis comes to be that of the eigenvectors.
-        basis, _ = jnp.linalg.qr(gram @ basis)
-        mean = b1 * mean + (1 - b1) * grad
-        square = b2 * square + (1 - b2) * jnp.square(grad @ basis)
-        step = (mean @ basis) / (1 - b1**count)
-        step = step / (jnp.sqrt(square / (1 - b2**count)) + eps)
-        return scale * step @ basis.mT, (count, gram, basis, mean, square)
-
-    return optax.GradientTransformation(init, update)
+@functools.cache
+def patched(name: str) -> str:
+    """The source of train_gpt.py after `git apply` of a patch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train_gpt.py"
+        path.write_text(train_gpt.SOURCE, encoding="utf-8")
+        command = ["git", "apply", str(ROOT / f"dev/changes/{name}.patch")]
+        # Outside of every repository, where git would leave out paths that it does not know.
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(path.parent.parent)}
+        subprocess.run(command, cwd=folder, check=True, env=environment)
+        return path.read_text(encoding="utf-8")
 
 
-def apply(diff: str, source: str = train_gpt.SOURCE) -> str:
-    """The source after a diff; the old lines of every hunk must be there exactly once."""
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] or "\n" for line in lines if line[0] in " -\n")
-        new = "".join(line[1:] or "\n" for line in lines if line[0] != "-")
-        assert source.count(old) == 1, f"{source.count(old)} places have\n{old}"
-        source = source.replace(old, new)
-    return source
-
-
-def with_soap(source: str) -> str:
-    """The source with soap() before param_table(), for the diff that uses it."""
-    return source.replace("def param_table(", f"{inspect.getsource(soap)}\n\ndef param_table(")
+def test_the_pages_show_the_patches_as_they_are():
+    shown = FENCE.findall((ROOT / "dev/change_it.md").read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(patch.read_text(encoding="utf-8") for patch in PATCHES)
+    (in_readme,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert in_readme in shown
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +124,11 @@ def plain(load):
     return two_steps(module, config(module), 1)
 
 
-# ---- The diffs -----------------------------------------------------------------------------------
-@pytest.mark.slow  # test_devices.py checks it for the model without a diff
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ON_ONE_DEVICE])
-def test_a_diff_runs_alike_on_1_and_8_devices(name, load):
-    module = load(with_soap(apply(ALL[name])) if "soap(" in ALL[name] else apply(ALL[name]))
+# ---- The patches ---------------------------------------------------------------------------------
+@pytest.mark.slow  # test_devices.py checks it for the model without a patch
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_ONE_DEVICE])
+def test_a_patch_runs_alike_on_1_and_8_devices(name, load):
+    module = load(patched(name))
     c = config(module, LAYERS.get(name, ONE_LAYER))
     losses, params = two_steps(module, c, 1)
     losses8, params8 = two_steps(module, c, 8)
@@ -160,11 +138,9 @@ def test_a_diff_runs_alike_on_1_and_8_devices(name, load):
             close(f"{key}, step {step}", params8[step][key], params[step][key], before)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_diff_is_short_and_runs(name, load, plain):
-    diff = ALL[name]
-    assert len(re.findall(r"^[+-]", diff, re.M)) <= 12
-    module = load(with_soap(apply(diff)) if "soap(" in diff else apply(diff))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_patch_runs(name, load, plain):
+    module = load(patched(name))
     c = config(module, LAYERS.get(name, ONE_LAYER))
     losses, params = two_steps(module, c, 1)
     for step in (1, 2):
@@ -172,14 +148,14 @@ def test_a_diff_is_short_and_runs(name, load, plain):
         moves = np.any(params[step]["mlp"] != params[step - 1]["mlp"], axis=(-2, -1)).ravel()
         matrices = len(module.param_table(c)["mlp"].layers)
         assert moves[:matrices].all() and not moves[matrices:].any()
-    if name in ("muon", "soap"):
+    if name in ("plain_muon", "soap"):
         check_optimizer(losses, params, plain)
     if name == "value_residual":
         gates = params[2]["v_first_gates"] != params[0]["v_first_gates"]
         assert np.any(gates, axis=(1, 2)).tolist() == [False, True, True]
     if name == "swiglu":
         check_swiglu(module, c)
-    if name == "stages":
+    if name == "two_stages":
         check_stages(module, c)
 
 
@@ -243,12 +219,13 @@ def test_a_wrong_layer_stage_or_preset_fails_when_the_file_is_imported(old, new,
         load(train_gpt.SOURCE.replace(old, new))
 
 
-SWIGLU_ROW, SWIGLU_LAYER = DIFFS["swiglu"].split("@@\n")
+ROW = "[(bound, tall), (0, 2 * tall)], muon)"
+SWIGLU_ROW = "[(bound, tall)] * 2 + [(0, 2 * tall)], muon)"
 
 
 @pytest.mark.parametrize("source, message", [
-    (apply(SWIGLU_ROW), "too many values to unpack"),
-    (apply(SWIGLU_LAYER), "not enough values to unpack"),
+    (train_gpt.SOURCE.replace(ROW, SWIGLU_ROW), "too many values to unpack"),
+    (patched("swiglu").replace(SWIGLU_ROW, ROW), "not enough values to unpack"),
     (train_gpt.SOURCE.replace("F, D, range(n_layers),", "F, D, with_attention,"), r"^1\b"),
 ], ids=["row", "layer", "a layer without matrices"])  # fmt: skip
 def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, message, load):
