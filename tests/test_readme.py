@@ -31,6 +31,9 @@ ABLATIONS = [
 ]
 
 
+NUMBERS = "zero one two three four five six seven eight nine ten".split()
+
+
 def section(title: str, page: str = README) -> str:
     """The text of a page under a title."""
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
@@ -49,6 +52,11 @@ def test_the_end_of_a_run_is_that_of_its_log():
     log = (ROOT / path).read_text()
     lines = re.findall(r"^step:\d+/180 val_loss:.*$", section("What you see"), re.M)
     assert len(lines) == 2 and [line for line in lines if f"\n{line}\n" not in log] == []
+
+
+def test_the_sample_is_one_of_those_that_are_stored():
+    block = re.search(r"tiny_samples.txt\)\):\n\n```python\n(.*?)```", README, re.S)[1]
+    assert block in (ROOT / "tests/tiny_samples.txt").read_text(encoding="utf-8")
 
 
 def test_every_worth_is_that_of_the_arm_whose_patch_it_links():
@@ -100,11 +108,6 @@ def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there()
         assert names and not missing, (title, missing)
 
 
-def test_the_diff_is_one_of_those_that_are_applied_and_run():
-    (diff,) = re.findall("^```diff\n(.*?)^```", README, re.M | re.S)
-    assert diff in (ROOT / "dev/change_it.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_picture_is_there(page):
     targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
@@ -119,6 +122,58 @@ def test_every_link_and_picture_is_there(page):
             heads = re.findall("^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             assert title in slugs, target
+
+
+def test_numbers_that_stand_on_two_pages_are_the_same():
+    pages = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    pages["contributing"] = (ROOT / ".github/CONTRIBUTING.md").read_text(encoding="utf-8")
+    pages = {page: " ".join(text.split()) for page, text in pages.items()}
+    for pattern in (
+        r"(\d+ to \d+) minutes\S* on two idle cores",  # of the suite
+        r"has about ([\d,]+) lines",  # of train_gpt.py
+        r"(\d+ techniques) with their sources",
+    ):
+        found = {page: re.findall(pattern, text) for page, text in pages.items()}
+        values = {value.split("]")[0] for values in found.values() for value in values}
+        assert len(values) == 1, (pattern, found)
+    race = " ".join((ROOT / "records/other/nanogpt/README.md").read_text("utf-8").split())
+    pattern = (
+        r"reached \*\*(\S+)\*\* nats per byte after \*\*(\d+) CPU seconds\*\* of training; `tiny` "
+        r"passes \S+ after \*\*(\d+)\*\*.*?it is (\d+) s against (\d+)"
+    )
+    loss, nanogpt, tiny, all_nanogpt, all_tiny = re.search(pattern, race).groups()
+    sentences = (
+        f"reached {loss} nats per byte after {nanogpt} CPU seconds of training; `tiny` passes that",
+        f"after {tiny}. From the start of the process, with compilation, it is {all_tiny} s",
+        f"against {all_nanogpt} ",
+    )
+    assert " ".join(sentences) in pages["README.md"]
+    plan = pages["dev/machines.md"].partition("### 8×H100: ./run.sh plan record --price 20")[2]
+    pattern = r"about (\S+) to (\S+) at \S+ an hour \(estimate\): (.+?) of"
+    low, high, minutes = re.search(pattern, plan).groups()
+    cost = f"about {low} to {high}](dev/machines.md#8h100) (estimate): {minutes} of"
+    assert cost in pages["README.md"]
+    (lines,) = re.findall(r"has about ([\d,]+) lines", pages["README.md"])
+    assert abs(int(lines.replace(",", "")) - train_gpt.SOURCE.count("\n")) <= 50
+    tags = re.findall(r"^`\[[\w-]+\]` \|", TECHNIQUES, re.M)
+    assert f"lists all {len(tags)} techniques" in pages["README.md"]
+
+
+def test_what_tiny_predicts_is_counted_in_the_table_of_techniques():
+    """A technique of the record agrees with upstream if the loss rises without it."""
+    rows = re.findall(r"^`\[([\w-]+)\]` \|(.*)", TECHNIQUES, re.M)
+    other_way = ("costs", "adding all five", "no longer window")  # cells about something added
+    agrees = []
+    for tag, row in rows:
+        worth = re.search(r"\[([+-][\d.]+)±", row)
+        if worth and tag not in ("deal", "key-start", "copy"):  # these are not the record's
+            is_worth = not any(words in row for words in other_way)
+            agrees.append((tag, is_worth and float(worth[1]) > 0))
+    count = sum(rises for _, rises in agrees)
+    text = " ".join(README.split())
+    assert f"techniques, {len(agrees)} were [measured" in text
+    assert f"For {count} of them the loss rises" in text
+    assert f"For {NUMBERS[len(agrees) - count]} it does not" in text
 
 
 def test_the_workflow_runs_what_ci_runs():

@@ -5,7 +5,6 @@
 Reads the logs here and those of `tiny`'s record. README.md says how they were made.
 """
 
-import argparse
 import ast
 import os
 import re
@@ -145,10 +144,10 @@ def draw(path: str) -> None:
 
 
 if __name__ == "__main__":
-    cli = argparse.ArgumentParser(description=__doc__)
-    cli.formatter_class = argparse.RawDescriptionHelpFormatter
-    cli.add_argument("--draw", metavar="FILE.svg")
-    args = cli.parse_args()
-    print(*table(), sep="\n")
-    if args.draw:
-        draw(args.draw)
+    with runs.messages.one_line("compare.py"):
+        cli = runs.messages.Parser(description=__doc__)
+        cli.add_argument("--draw", metavar="FILE.svg")
+        args = cli.parse_args()
+        if args.draw:
+            draw(args.draw)
+        print(*table(), sep="\n")
