@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import struct
 import sys
@@ -101,7 +102,13 @@ class Parser(messages.Parser):
         most = 1 + len(self.other)
         if len(words) > most:
             self.error(f"unexpected words: {' '.join(words[most:])}; put quotes around a text")
+        for word in words:
+            flag, is_joined, _ = word.partition("=")
+            if is_joined and re.fullmatch(r"--\w+", flag):  # a word for argparse, if it has a space
+                self.error(f"there is no flag {flag}: write a prompt without one")
         first = words[0] if words else ""
+        if "prompt" in self.other and len(words) == 1 and os.path.isdir(first):
+            self.error(f"{first} is a folder: name a run's weights in it, *.npz")
         is_file = first.endswith((".npz", ".state")) or os.path.isfile(first)
         if not is_file and len(words) < most:
             parsed.weights = newest()

@@ -569,6 +569,7 @@ def test_no_array_is_read_before_all_names_and_sizes_are_right(run, tmp_path, ca
     (["x", "--interactive"], "give a prompt or --interactive"),
     (["x", "y"], "unexpected words: y; put quotes around a text"),
     (["x", "--temp", "1"], "there is no flag --temp: did you mean --temperature?"),
+    (["--prompt=def main("], "there is no flag --prompt: write a prompt without one"),
     (["x", "--tokens", "0"], "begin at 1"),
     (["x", "--samples", "1000000000000"], "--samples is at most 10,000"),
     (["x", "--temperature", "-1"], "begins at 0"),
