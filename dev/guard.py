@@ -497,7 +497,9 @@ class Guard:
         jax.monitoring.unregister_event_duration_listener(self.watchdog.note)
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
-        if isinstance(error, SystemExit) and error.code == self.script.NON_FINITE and self.log:
+        diverged = isinstance(error, SystemExit) and error.code == self.script.NON_FINITE
+        # Process 0 alone writes the log, and may remove the folder of checkpoints at any time.
+        if diverged and self.log and jax.process_index() == 0:
             self.log.line(self.how_to_resume())
         if self.lock:
             self.lock.close()
