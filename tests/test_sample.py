@@ -135,11 +135,11 @@ def test_samples_of_tiny_are_code_that_one_would_show():
     assert len(samples) == 8
     rules = [rule(text.partition("\x0c")[0]) for text in samples]
     lines, most, accepted = zip(*rules, strict=True)
-    assert min(lines) >= 12 and max(most) <= 3 and min(accepted) >= 0.5
+    assert min(lines) >= 12 and max(most) <= 3 and min(accepted) >= 0.75  # Python 3.12 is stricter
     page = " ".join((ROOT / "evals/README.md").read_text(encoding="utf-8").split())
     assert (
         f"at least {min(lines)} lines of text, none more than {NUMBERS[max(most)]}, and Python's "
-        f"tokenizer accepts {100 * min(accepted):.0f} to {100 * max(accepted):.0f} % of them"
+        "tokenizer accepts at least three quarters of them"
     ) in page
 
 
