@@ -170,12 +170,12 @@ def write_card(config: dict, w: weights.Weights, log: str, gap: float | None) ->
         gap=gap,
     )
     card = (ROOT / "evals/card.md").read_text("utf-8")
-    kept = "[with reference.py]\n"
-    left_out = "[without reference.py]\n"
+    wanted = "[with reference.py]\n"
+    unwanted = "[without reference.py]\n"
     if gap is None:
-        kept, left_out = left_out, kept
-    card = re.sub(rf"{re.escape(left_out)}.*?\[end\]\n", "", card, flags=re.S)
-    body = card.replace(kept, "").replace("[end]\n", "") + (ROOT / "LICENSE").read_text("utf-8")
+        wanted, unwanted = unwanted, wanted
+    card = re.sub(rf"{re.escape(unwanted)}.*?\[end\]\n", "", card, flags=re.S)
+    body = card.replace(wanted, "").replace("[end]\n", "") + (ROOT / "LICENSE").read_text("utf-8")
     filled = body.format(**config | w.result | tokens | blanks)
     return f"---\n{header.to_yaml()}\n---\n\n{filled}"
 

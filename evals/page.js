@@ -37,7 +37,7 @@ function describe({sequence, t, span}) {
   const nameOf = (index) => data.names[sequence.ids[index]];
   const head = make("header", "", "", panel);
   make("span", "glyph", nameOf(t), head);
-  make("span", "soft", span.id.replace("-", ", token ").replace(/^/, "sequence "), head);
+  make("span", "soft", `sequence ${span.id.replace("-", ", token ")}`, head);
   const close = make("button", "", "\u00d7", head);
   close.ariaLabel = "Close";
   close.onclick = () => show();

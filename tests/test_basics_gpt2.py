@@ -87,11 +87,16 @@ def tune(tmp_path, monkeypatch, capsys):
     return run
 
 
+def loss_of_saved(tokens, starts):
+    """The loss of the saved weights in rows of 16 tokens and the last target, in float32."""
+    c, weights = gpt2.read_folder(SAVED)
+    rows = np.stack([tokens[start : start + 17] for start in starts])
+    return gpt2.loss_fn(jax.device_put(weights), rows, c._replace(compute="float32"))
+
+
 def test_with_0_steps_it_prints_the_loss_of_the_loaded_weights(tune):
     tokens, out = tune("--steps 0 --context 16")
-    c, weights = gpt2.read_folder(SAVED)
-    rows = np.stack([tokens[start : start + 17] for start in range(0, 288, 16)])
-    loss = gpt2.loss_fn(jax.device_put(weights), rows, c._replace(compute="float32"))
+    loss = loss_of_saved(tokens, range(0, 288, 16))
     (printed,) = re.findall(r"\nstep:0/0 tokens:0 val_loss:(\S+) time", out)
     assert abs(float(printed) - loss) < 1e-4 and "the loss falls" not in out
 
@@ -99,9 +104,7 @@ def test_with_0_steps_it_prints_the_loss_of_the_loaded_weights(tune):
 def test_a_training_loss_is_the_mean_since_the_last_line(tune):
     """The validation at step 15 is such a line. At this rate the weights stay as they are."""
     tokens, out = tune("--steps 25 --val_every 15 --context 16 --lr 1e-12")
-    c, weights = gpt2.read_folder(SAVED)
-    rows = np.stack([tokens[start : start + 17] for start in range(240, 320, 16)])
-    loss = gpt2.loss_fn(jax.device_put(weights), rows, c._replace(compute="float32"))
+    loss = loss_of_saved(tokens, range(240, 320, 16))
     (printed,) = re.findall(r"\nstep:20/25 tokens:320 train_loss:(\S+)", out)
     assert abs(float(printed) - loss) < 1e-4
 
