@@ -10,9 +10,9 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
         x = a x + b attention(x or a saved stream) + gate * x0 + gate * bigram  [x0]
         x = a x + b mlp(x)
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
-    x  = x + gain * the head's row of the token that followed the longest
-             earlier match                             only with copy           [copy]
     logits = softcap(norm(x) @ head.T)
+    p  = softmax(logits), mixed with copies of
+         earlier tokens of the document                only with pointer        [pointer]
 Attention and MLP normalize the stream that they read. a and b are learned, a pair for each
 sublayer; small nets compute the gates of each token [gates]. In a layer with mudd, a net computes
 the weights of all sums. A step all-gathers the matrices, computes gradients, reduce-scatters them,
@@ -134,8 +134,8 @@ TINY_LAYERS = (
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
 TINY_STAGES = (
-    Stage(180, 512, short=64, long=192, max_doc=0, lr=1.0),
-    Stage(0, 512, short=64, long=384, max_doc=0, lr=1.0),
+    Stage(187, 384, short=64, long=192, max_doc=0, lr=1.0),
+    Stage(0, 384, short=64, long=384, max_doc=0, lr=1.0),
 )
 
 
@@ -225,10 +225,11 @@ class Config:
     # different rows as this fraction of its n-grams. N-grams beyond that are lost: they read zeros,
     # and the log counts them. 1: none is lost. 0.16 is about twice what real text needs.
     ngram_capacity: float = 0.16
-    copy: int = 0               # longest match of [copy], in tokens; 0: none
+    pointer: int = 0            # longest match that [pointer] counts, in tokens; 0: no pointer
+    pointer_D: int = 128        # width of its queries and keys
+    pointer_band: int = 2048    # positions in a band: a token sees its own and the one before
     eot: int = 50256            # the token that starts every document
     batch: int = 8              # sequences in a step, on all devices together
-    deal: int = 0               # 1: sequences of a step come from distant places, see deal()
     microbatch: int = 1         # sequences that a device runs at once, at most (memory)
     head_chunk: int = 16384     # tokens whose logits exist at once, at most (memory)
     dc_window: int = 112        # keys that the mixed attention of [dc] sees, its token's included
@@ -301,11 +302,12 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """Returns the configuration of validation: no FP8, and microbatches of as many tokens as in
-        training, but of at least one sequence."""
+        """Returns the configuration of validation: no FP8, a pointer that sees twice as far, and
+        microbatches of as many tokens as in training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
+        band = 2 * self.pointer_band
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once, pointer_band=band)
 
     def without_fp8(self) -> "Config":
         """Returns the configuration with all matmuls in the dtype of activations."""
@@ -365,12 +367,12 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         momentum_cooldown=50 / 1500, val_T=8192, val_tokens=1048576, target=0.0,
     ),
     "tiny": Config(
-        layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=128, H=2, F=512, R=0, vocab=257,
-        bigrams=24576, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, copy=16, eot=256, batch=2, deal=1,
-        microbatch=4, head_chunk=256, dc_window=56, prefixes="", head_forward="bfloat16",
-        head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.25,
+        layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=160, H=2, F=256, R=0, vocab=257,
+        bigrams=22528, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, pointer=16, eot=256, batch=1,
+        microbatch=4, head_chunk=128, dc_window=56, prefixes="", head_forward="bfloat16",
+        head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.15,
         cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
-        data="data/source_code", val_every=45, val_T=1024, val_tokens=65536, target=1.38,
+        data="data/source_code", val_every=47, val_T=1024, val_tokens=65536, target=1.38,
     ),
 }  # fmt: skip
 
@@ -381,6 +383,8 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     target by its number, as in target_weights()."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
+    if c.pointer:
+        loss_weights = {1: loss_weights[1], **loss_weights}  # head_loss() mixes the first target
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
     ahead = max(loss_weights)
@@ -390,7 +394,11 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
     targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
     weights_J = jnp.stack([jnp.float32(weight) for weight in loss_weights.values()])
-    return head_loss(norm(x_BTD).reshape(-1, c.D), w["head"], targets_NJ, weights_J, c)
+    x_BTD = norm(x_BTD)
+    votes_N3 = None
+    if c.pointer:
+        votes_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
+    return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, votes_N3, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
@@ -431,8 +439,6 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
         weights_BTn = run_net("mudd_head", x, w, c)["x"]
         streams = [saved[name] for name, _ in c.mudd_head]
         x = weighted_sum((1.0, x), *per_token_terms(weights_BTn, streams))
-    if c.copy:
-        x = weighted_sum((1.0, x), copied_term(tokens_BT, w, c))
     return x
 
 
@@ -607,12 +613,13 @@ def in_two_bands(x_BT: Array, W: int) -> Array:
     return jnp.concatenate((before, x_BnW), axis=2)
 
 
-def band_mask(band: Array, W: int, window: int) -> Array:
-    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands. Key
-    j = W + i is at the position of query i. For bands (n, 1, 1), the mask is (n, W, 2 W)."""
+def band_mask(band: Array, W: int, window: int, nearest: int = 0) -> Array:
+    """(W, 2 W) for a band, counted from 0: whether its query i sees key j of two bands, which must
+    be from `nearest` to `window` positions before it. Key j = W + i is at the position of query i.
+    For bands (n, 1, 1), the mask is (n, W, 2 W)."""
     query, key = jnp.ogrid[:W, : 2 * W]
     distance = query + W - key
-    return (0 <= distance) & (distance <= window) & ((key >= W) | (band > 0))
+    return (nearest <= distance) & (distance <= window) & ((key >= W) | (band > 0))
 
 
 def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: Config) -> Array:
@@ -786,36 +793,76 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
     return frequency, float(scale)
 
 
-def copied_term(tokens_BT, w, c: Config) -> tuple[Array, Array]:
-    """[copy] A term of weighted_sum, a gain (B, T, 1) and rows (B, T, D), that makes it more likely
-    that text repeats itself. For each token, the longest match is the earlier place in its document
-    that ends with the same tokens, up to c.copy of them, and the latest such place. The row is the
-    head's row of the token that followed there, normalized. A gain is learned for each length of a
-    match. Pull request 378 of modded-nanogpt.
+# ---- Pointer -------------------------------------------------------------------------------------
+def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
+    """[pointer] (B, T, 3), in float32, of each token: the part of its attention that is on earlier
+    tokens with the right vote; the part on all earlier tokens, the rest being the sink's; and a
+    bias of the pointer's share, a logit. Merity et al. 2016, arXiv:1609.07843; pull request 379.
 
-    In "t h e c a t a n d t h", the last h matches the first one, with 2 tokens; e followed there.
+    The pointer is an attention head over the last x. Token t attends to earlier tokens j of its
+    document and to a sink, and j votes for token j + 1. head_loss() mixes the votes with the
+    model's prediction. Not in upstream: scores have a learned term for each n, which is added if
+    the last n tokens at t and at j are equal, and the share depends on the longest such match. A
+    token sees its own band of positions and the one before, so there is no (T, T) array.
     """
-    T = tokens_BT.shape[1]
-    t = jnp.arange(T)
-    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
-    token_BT = document_BT * c.vocab + tokens_BT  # tokens of two documents are not equal
+    targets_BT = tokens_BS[:, 1:]  # also what each token votes for
+    T = targets_BT.shape[1]
+    # A short sequence is cut in two, so that a token sees all earlier ones.
+    W = min(c.pointer_band, -(-T // 2))
+    q, k = pointer_qk(x_BTD, w, c)
+    labels = pointer_labels(tokens_BS[:, :-1], c)
 
-    def at_token(length_BT, i):
-        # length_BT[:, j] is the length of the match that ends at token i and at the earlier token
-        # j. It is 1 more than that of the tokens before them.
-        token_B1 = lax.dynamic_slice_in_dim(token_BT, i, 1, axis=1)
-        longer_BT = jnp.pad(length_BT[:, :-1], ((0, 0), (1, 0))) + 1
-        is_match_BT = (token_BT == token_B1) & (t < i)
-        length_BT = jnp.where(is_match_BT, jnp.minimum(longer_BT, c.copy), 0)
-        return length_BT, (length_BT * T + t).max(axis=1)
+    @jax.checkpoint
+    def one_band(band, q, labels_q, target, k, labels_k, vote):
+        visible = band_mask(band, W, 2 * W, nearest=1)  # of both bands
+        scores, sink, longest = pointer_scores(q, labels_q, k, labels_k, visible, w, c)
+        top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sink))
+        weights = jnp.exp(scores - top[..., None])
+        every = weights.sum(axis=-1)
+        right = jnp.where(vote[:, None] == target[..., None], weights, 0).sum(axis=-1)
+        total = every + jnp.exp(sink - top)
+        return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
 
-    _, best_TB = lax.scan(at_token, jnp.zeros_like(token_BT), t)
-    best_BT = best_TB.T  # the longest match, and of these the latest
-    length_BT = best_BT // T
-    next_BT = jnp.where(length_BT > 0, best_BT % T + 1, t)  # without a match, the token itself
-    follows_BT = jnp.take_along_axis(tokens_BT, next_BT, axis=1)
-    rows_BTD = norm(take_rows(w["head"], follows_BT).astype(c.compute))
-    return w["copy_gains"][length_BT][..., None], rows_BTD
+    arrays = [in_bands(x, W) for x in (q, labels, targets_BT)]
+    arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
+    arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
+    bands = jnp.arange(len(arrays[0]))
+    votes_nBW3 = lax.map(lambda band: one_band(*band), (bands, *arrays), batch_size=8)
+    return jnp.moveaxis(votes_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
+
+
+def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
+    """The pointer's queries and keys, (B, T, pointer_D) each. A key also reads the token before."""
+    w_q, w_k, w_previous = w["pointer_qk"].astype(x_BTD.dtype)
+    previous = jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    q = w["pointer_gain"] * norm(jnp.einsum("BTD,ED->BTE", x_BTD, w_q))
+    k = jnp.einsum("BTD,ED->BTE", x_BTD, w_k) + jnp.einsum("BTD,ED->BTE", previous, w_previous)
+    return q.astype(x_BTD.dtype), norm(k)
+
+
+def pointer_labels(tokens_BT, c: Config) -> Array:
+    """(B, T, 1 + pointer): the number of a token's document, and hashes of the last 1, 2, ...
+    tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
+    labels = [jnp.cumsum(tokens_BT == c.eot, axis=1), tokens_BT + 1]
+    for _ in range(1, c.pointer):
+        shorter = jnp.pad(labels[-1][:, :-1], ((0, 0), (1, 0)))  # that of the token before
+        labels.append(shorter * np.int32(1664525) + tokens_BT + 1)  # wraps around
+    return jnp.stack(labels, axis=-1)
+
+
+def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> tuple:
+    """Scores of queries i for keys j, (B, i, j), -inf if not visible or of another document; of
+    the sink, (B, i); in float32. And the length of the longest match, (B, i)."""
+    scale = c.pointer_D**-0.5
+    scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
+    sink = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
+    visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
+    longest = jnp.zeros(sink.shape, jnp.int32)
+    for n in range(1, c.pointer + 1):
+        is_match = visible & (labels_q[:, :, None, n] == labels_k[:, None, :, n])
+        scores += jnp.where(is_match, w["pointer_match"][n - 1], 0)
+        longest += is_match.any(axis=-1)
+    return jnp.where(visible, scores, -jnp.inf), sink, longest
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1186,33 +1233,71 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
     return out * jnp.asarray(1 / scale, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
     tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
-    computes both gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c)[0]
+    computes the gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
+    19. With [pointer], the first target is the next token; votes_N3 is pointer_votes()."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c)[0]
 
 
-def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, tuple]:
-    """The loss, and its gradients for x and w."""
+def exp_of_tokens(s_NV, c: Config) -> Array:
+    """exp(s). With [pointer] it is 0 for the slot and the padding, which are no tokens."""
+    exp_NV = jnp.exp(s_NV)
+    if c.pointer:
+        column = lax.broadcasted_iota(jnp.int32, s_NV.shape, 1)
+        exp_NV = jnp.where(column < c.vocab, exp_NV, 0)
+    return exp_NV
+
+
+def mixed_log_p(log_p, slot, votes_N3) -> Array:
+    """[pointer] The log-probability of the next token, (N,), with
+        p = p_lm (1 - share * every) + share * right.
+    log_p is log p_lm, the head's alone; slot is the slot's logit less the logarithm of the
+    softmax's sum. The 1e-9 keeps the result finite; with GPT-2's vocabulary, probabilities then
+    sum to 1.00005."""
+    right, every, bias = votes_N3[:, 0], votes_N3[:, 1], votes_N3[:, 2]
+    share = jax.nn.sigmoid(slot + bias)
+    return jnp.log(jnp.exp(log_p) * (1 - share * every) + share * right + 1e-9)
+
+
+def head_loss_fwd(
+    x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config
+) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x, w and votes_N3."""
     # train_step() divides the loss by the batch. Undone here, so that gradients fill FP8's range.
     grad_scale = c.g_scale * c.batch
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
     def one_chunk(dw_VD, chunk):
-        x, targets = chunk
+        x, targets, votes = chunk
         weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
         z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
         # Softcapped logits are bounded, so there is no maximum to subtract.
-        total = jnp.exp(softcap(z)).sum(axis=1, keepdims=True)
+        total = exp_of_tokens(softcap(z), c).sum(axis=1, keepdims=True)
         token = jnp.maximum(targets, 0)
         z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
         log_total = jnp.log(total)
-        loss = (weights * (log_total - softcap(z_target))).sum()
+        losses = log_total - softcap(z_target)
+        dvotes = None
+        if c.pointer:
+            slot = softcap(z[:, c.vocab]) - log_total[:, 0]
+
+            def mixed_loss(log_p, slot, votes):
+                return -(weights[:, 0] * mixed_log_p(log_p, slot, votes)).sum()
+
+            gradient = jax.value_and_grad(mixed_loss, (0, 1, 2))
+            loss, (dlog_p, dslot, dvotes) = gradient(-losses[:, 0], slot, votes)
+            loss += (weights[:, 1:] * losses[:, 1:]).sum()
+            # So the gradient of the logits is that of these weights, and of the slot as a target.
+            next_token, slot = -dlog_p[:, None], -dslot[:, None]
+            weights = jnp.concatenate((next_token, weights[:, 1:], slot), axis=1)
+            targets = jnp.pad(targets, ((0, 0), (0, 1)), constant_values=c.vocab)
+        else:
+            loss = (weights * losses).sum()
         # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
         #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
         #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
@@ -1224,25 +1309,32 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, c: Config) -> tuple[Array, 
         z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
         s = softcap(z)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * jnp.exp(s)
+        dloss_ds = softmax_weight * exp_of_tokens(s, c)
         for j in range(targets.shape[1]):
             dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
         g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
         g8 = lax.optimization_barrier(g8)
         dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
         dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
-        return dw_VD + dw, (loss, dx)
+        return dw_VD + dw, (loss, dx, dvotes)
 
-    size = math.gcd(len(x_ND), c.head_chunk)
-    chunks = [a.reshape(-1, size, a.shape[1]) for a in (x_ND, targets_NJ)]
-    dw_VD, (losses, dx) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), tuple(chunks))
-    return losses.sum(), (dx.reshape(x_ND.shape), dw_VD)
+    N = len(x_ND)
+    size = math.gcd(N, c.head_chunk)
+    arrays = (x_ND, targets_NJ, votes_N3)
+    chunks = jax.tree.map(lambda x: x.reshape(-1, size, x.shape[1]), arrays)
+    dw_VD, outputs = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
+    losses, dx, dvotes = outputs
+    loss = losses.sum()
+    dx, dvotes = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dvotes))
+    return loss, (dx, dw_VD, dvotes)
 
 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD = gradients
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None
+    dx_ND, dw_VD, dvotes_N3 = gradients
+    if c.pointer:
+        dvotes_N3 = dvotes_N3 * g
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dvotes_N3
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
@@ -1328,7 +1420,7 @@ def param_table(c: Config) -> dict[str, Param]:
         "value_gates":  replicated((n_layers, H, 12), 0.0, 1, decay=1),
         "smear_gate":   replicated((12,), 0.0, 0.01),
         "smear_lambda": replicated((1,), 0.0, 5),
-        **({"copy_gains": replicated((c.copy + 1,), 0.0, 5)} if c.copy else {}),
+        **(pointer_params(c) if c.pointer else {}),
         "gate_scale":   replicated((1,), GATE_SCALE, 0.1),
     }
     # fmt: on
@@ -1342,13 +1434,35 @@ def param_table(c: Config) -> dict[str, Param]:
     return table
 
 
+def pointer_params(c: Config) -> dict[str, Param]:
+    """[pointer] Queries and keys are at first the same projection of x, so a token finds those
+    whose continuations are alike: a neural cache (Grave et al. 2016, arXiv:1612.04426). The
+    matrices are w_q, w_k and that of the token before. The biases of sink and share start near
+    where they end on `tiny`."""
+
+    def start(key, shape):
+        rotation = jax.nn.initializers.orthogonal(0.5)(key, shape[1:])
+        return jnp.stack((rotation, rotation, jnp.zeros_like(rotation)))
+
+    return {
+        "pointer_qk": replicated((3, c.pointer_D, c.D), start, 0.1),
+        "pointer_gain": replicated((1,), 1.0, 1),
+        "pointer_sink": replicated((c.pointer_D,), 0.0, 0.1),
+        "pointer_sink_bias": replicated((1,), 4.0, 5),
+        "pointer_slot": replicated((c.pointer + 1,), [-2.0] + [0.0] * c.pointer, 5),
+        "pointer_match": replicated((c.pointer,), 0.5, 5),
+    }
+
+
 ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul * wd_mul
 
 
 def padded_vocab(c: Config) -> int:
-    """Rows of the embedding and the head, V. The softmax includes the padding, so it is
-    trained, too."""
-    return -(-c.vocab // 128) * 128
+    """Rows of the embedding and the head, V. The softmax includes the padding, so it is trained,
+    too. With [pointer] it does not; the first row of padding is the slot, whose logit sets the
+    pointer's share."""
+    rows = c.vocab + 1 if c.pointer else c.vocab
+    return -(-rows // 128) * 128
 
 
 def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: Any) -> Param:
@@ -1911,27 +2025,13 @@ def read_batches(
     several parts, only the sequences of this part (from 0) of every batch."""
     done = 0
     for shard in shards:
-        batches = pack_documents(shard, shapes[done:], c)
-        if c.deal:
-            batches = deal(batches, shapes[done:])
-        for batch in batches:
+        for batch in pack_documents(shard, shapes[done:], c):
             done += 1
             if done <= start:
                 continue
             mine = batch[len(batch) * part // parts : len(batch) * (part + 1) // parts]
             sequences = [np.concatenate([shard[a:b] for a, b in pieces]) for pieces in mine]
             yield np.stack(sequences).astype(np.int32)
-
-
-def deal(batches: Iterable[list], shapes: list[tuple]) -> Iterator[list]:
-    """[deal] The same sequences in other batches: the text of successive batches of one shape is
-    cut into as many equal parts as a batch has sequences, and sequence k of every batch comes from
-    part k. So the sequences of a small batch are not of one document. Not in upstream."""
-    for _, pairs in itertools.groupby(zip(shapes, batches, strict=False), lambda pair: pair[0]):
-        same_shape = [batch for _, batch in pairs]
-        sequences = [sequence for batch in same_shape for sequence in batch]
-        for number in range(len(same_shape)):
-            yield sequences[number :: len(same_shape)]
 
 
 def batch_shapes(split: str, c: Config) -> list[tuple[int, int, int]]:

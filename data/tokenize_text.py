@@ -59,7 +59,7 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "small": Preset(1500, 65536, val_every=250, val_tokens=2**20, val_T=8192, head_chunk=8192),
-    "tiny": Preset(180, 512, val_every=45, val_tokens=65536, val_T=1024, head_chunk=256),
+    "tiny": Preset(187, 384, val_every=47, val_tokens=65536, val_T=1024, head_chunk=128),
 }
 SMALL_STEPS = 150  # with fewer steps, `tiny` is trained instead of `small`
 VAL_SEQUENCES = 8  # train_gpt.py's validations take so many sequences at once

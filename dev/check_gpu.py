@@ -753,7 +753,7 @@ def check_head(c: Config) -> Iterator[Line]:
     two_chunks = dataclasses.replace(c, head_chunk=N // 2)
 
     def head(x, w):
-        return train_gpt.head_loss(x, w, targets, weights, two_chunks)
+        return train_gpt.head_loss(x, w, targets, weights, None, two_chunks)
 
     def exact_head(x, w):
         log_p = jax.nn.log_softmax(23 * jax.nn.sigmoid((x @ w.T + 5) / 7.5))

@@ -106,14 +106,16 @@ def rules(script: ModuleType, c: Any) -> Iterator[tuple[bool, str]]:
         yield bool(weights), f"stage {i}: all weights in targets and prefix are 0"
         has_table = script.PREFIX not in weights or bool(c.prefixes)
         yield has_table, f"stage {i}: prefix has a weight, but --prefixes names no table"
+        mixes = not fields.get("pointer", 0) or 1 in weights  # with the first target alone
+        yield mixes, f"stage {i}: the first of targets has no weight, but --pointer needs it"
     trained = [c.sequence_length(i) for i, stage in enumerate(c.stages) if stage.steps]
     yield bool(trained), "no stage has a step"
     lengths = [c.val_T, *(c.sequence_length(i) for i in range(len(c.stages)))]
     divisor = math.gcd(c.head_chunk, *lengths)
     what = f"--head_chunk {c.head_chunk} does not divide sequences of {lengths} tokens, but "
     yield divisor == c.head_chunk, f"{what}{divisor} does"
-    longest = fields.get("copy", 0)
-    what = f"--copy {longest} is more than a sequence, {min(trained)} tokens"
+    longest = fields.get("pointer", 0)
+    what = f"--pointer {longest} is more than a sequence, {min(trained)} tokens"
     yield longest <= min(trained), what
 
     tables = c.value_tables()

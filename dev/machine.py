@@ -92,7 +92,7 @@ JAX_FRACTION = 0.75
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
 
 # Sequences in a step; one process uses no more devices than that.
-BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 2}
+BATCH = {"record": 8, "record92": 8, "medium": 8, "small": 8, "tiny": 1}
 # Flags with which train_gpt.py may do without what it needs otherwise.
 ADVANCED = "--batch --microbatch --head_chunk --val_T --bigrams --attention".split()
 HELP = ("--help", "-h")
@@ -105,8 +105,8 @@ PROCESSES = {
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
 VERBS = (
-    "plan check watch optimizers tokenize sample hellaswag loss export look share compare verify "
-    "pack plot basics clean test install"
+    "plan check watch idea optimizers tokenize sample hellaswag loss export look share compare "
+    "verify pack plot basics clean test install"
 ).split()
 # What other projects call these, or what people try.
 SYNONYMS = {
@@ -121,6 +121,7 @@ SYNONYMS = {
     "share": "push upload publish hf",
     "compare": "ab run_ab ablate ablation abtest",
     "plot": "curve curves figure",
+    "idea": "ideas patch patches shelf try",
     "basics": "tutorial tutorials learn examples example",
     "look": "visualize page html inspect report",
     "clean": "clear rm prune cleanup",

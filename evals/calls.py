@@ -8,9 +8,7 @@ import jax
 import numpy as np
 
 BLOCKS = "block", "mudd_block"
-RECORDED = (
-    "attend attention in_heads mlp run_net weighted_sum copied_term block mudd_block"
-).split()
+RECORDED = "attend attention in_heads mlp run_net weighted_sum block mudd_block".split()
 
 
 class Call(NamedTuple):

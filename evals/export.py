@@ -122,16 +122,18 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray], about: dict[str
 
 
 def largest_gap(w: weights.Weights, out: Path) -> float:
-    """By how much the logits of reference.py, for the weights in `out`, and those of the script
-    differ at most: in float32, over 256 tokens."""
-    # Half of each document repeats the other half, for [copy]. The last token is not read.
+    """By how much the log-probabilities of reference.py, for the weights in `out`, and those of
+    the script differ at most: in float32, over 256 tokens."""
+    # Half of each document repeats the other half, for [pointer]. The last token is not read.
     tokens = np.resize([w.c.eot, *range(50), *range(49)], 257)
     exact = w._replace(c=dataclasses.replace(w.c, compute="float32").without_fp8())
-    run = weights.runner(exact, lambda x, head, _: weights.logits(w, x, head), 1)
-    z = run(tokens[None])[0]
-    return float(
-        np.abs(reference.logits(tokens[:-1], *reference.load(out)) - z[:, : w.c.vocab]).max()
-    )
+
+    def log_p_of(x, whole, tokens):
+        arguments = exact, whole, x, tokens[:, :-1]
+        return weights.predict_all(*arguments, lambda p, _: p.log_p, padding=False)
+
+    log_p_TV = weights.runner(exact, log_p_of, 1)(tokens[None])[0]
+    return float(np.abs(reference.log_p(tokens[:-1], *reference.load(out)) - log_p_TV).max())
 
 
 def write_card(config: dict, w: weights.Weights, log: str, gap: float | None) -> str:
@@ -241,7 +243,7 @@ def compare(w: weights.Weights, out: Path) -> tuple[float | None, str]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         return None, f"it does not know a part of {w.script}'s model ({error})"
     if not gap < 0.01:  # also if it is NaN
-        return None, f"its logits differ from {w.script}'s by up to {gap:.2g}"
+        return None, f"its log-probabilities differ from {w.script}'s by up to {gap:.2g}"
     return gap, ""
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jax import Array
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
@@ -45,14 +44,10 @@ def tokenize(examples: Iterable, encode: Callable) -> Iterator[tuple[list, list,
         yield rows, [(len(context), len(row)) for row in rows], label
 
 
-def ending_loss(w: weights.Weights, x: Array, head: Array, tokens: Array, spans: Array) -> Array:
+def ending_loss(w: weights.Weights, x: Array, whole: dict, tokens: Array, spans: Array) -> Array:
     """(B,) sums of the losses, in nats, of tokens[start:stop] of each row; spans are (B, 2)."""
-
-    def of_row(row):
-        x, targets = row
-        return cross_entropy(weights.logits(w, x, head[: w.c.vocab]), targets)
-
-    losses = lax.map(of_row, (x, tokens[:, 1:]), batch_size=CHUNK // x.shape[1])
+    log_p, _ = weights.target_log_p(w, whole, x, tokens, CHUNK, padding=False)
+    losses = -log_p
     index = jnp.arange(1, tokens.shape[1])  # of the targets: the first token is not one
     return losses.sum(axis=1, where=(spans[:, :1] <= index) & (index < spans[:, 1:]))
 

@@ -1,23 +1,25 @@
-"""The logits of a text's next token, without a whole pass over the text for every token.
+"""The log-probabilities of a text's next token, without a whole pass over the text for every token.
 
 A text is read in chunks: the script's own forward() reads CHUNK tokens, of which the last are new,
 while these functions of its module are replaced:
 
     positions      computes those of the whole text, and returns the chunk's
-    copied_term    searches the whole text, and returns the chunk's part
     attend         stores the new tokens' keys and values, and attends to all that are stored
     dc_attention   stores them, too, and calls the script's with the stored ones that it can see
 
+After forward(), the new tokens' keys of the pointer are stored as well.
+
 What a chunk computes for its new tokens is what a whole pass computes, because only attention and
-the search reach far back. Beside them a token reads an n-gram of at most 5 tokens, by smear the
+the pointer reach far back. Beside them a token reads an n-gram of at most 5 tokens, by smear the
 token before it, and by key_offset the key of the token before it, which has read 5 tokens itself.
+The pointer's key of a token reads the output for the token before it, too.
 HALO tokens before the new ones are enough for that. The first of them have wrong n-grams, and so
 wrong streams, keys and values, but nothing reads these: other tokens read the stored ones, which
 were computed when that token was new.
 
 A copy of the script may have parts that reach further, or another attention. So random tokens are
-read first, for which a whole pass must give the same logits. If it does not, every token takes a
-whole pass.
+read first, for which a whole pass must give the same probabilities. If it does not, every token
+takes a whole pass.
 """
 
 import dataclasses
@@ -37,8 +39,8 @@ CHUNK = 16  # tokens that the program reads
 HALO = 8  # of them at the beginning of a chunk are not new, unless the text begins there
 ROOM = 4096  # tokens for which memory is taken at once, if the text may grow to them
 TEST = 96  # random tokens
-TOLERANCE = 1e-3  # of their logits, which are between 0 and 23
-REPLACED = "positions", "copied_term", "attend", "dc_attention"
+TOLERANCE = 1e-3  # of their log-probabilities
+REPLACED = "positions", "attend", "dc_attention"
 
 
 class Chunk:
@@ -53,7 +55,8 @@ class Chunk:
         self.start = jnp.maximum(last + 1 - CHUNK, 0)
         token = self.start + jnp.arange(CHUNK)
         self.is_new = (first <= token) & (token <= last)
-        self.store = store  # keys and values of all calls of attend and dc_attention: (B, T, D)
+        # (B, T, D): keys and values of all calls of attend and dc_attention, keys of the pointer.
+        self.store = store
         self.stored = []  # the same of the calls so far, with those of the new tokens
 
     def part(self, x: Array, axis: int = 1) -> Array:
@@ -68,11 +71,6 @@ class Chunk:
         for paired, angles in whole.rope.items():
             rope[paired] = [self.part(x, axis=0) for x in angles]
         return whole._replace(rope=rope, doc_q=self.part(whole.doc_q), doc_k=self.part(whole.doc_k))
-
-    def copied_term(self, _: Array, w: dict, c: Any) -> tuple[Array, Array]:
-        """The script's copied_term(), of the chunk."""
-        gain_BT1, rows_BTD = self.script["copied_term"](self.tokens, w, c)
-        return self.part(gain_BT1), self.part(rows_BTD)
 
     def attend(self, q_BiHK, k, v, window: int, scale: float, _: Any) -> Array:
         """The script's attend(), for the chunk's queries and the stored keys."""
@@ -98,15 +96,11 @@ class Chunk:
         """Stores the new tokens' keys and values. k and v have the chunk's positions: n for each
         token, if n heads are paired. Returns stored ones that include the chunk's and `reach`
         positions before it, and where the one of each of the chunk's positions is among them."""
-        positions = k.shape[1]
+        B, positions = k.shape[:2]
         near = []
         for x in (k, v):
-            old_BTD = self.store[len(self.stored)]
-            B, T, D = old_BTD.shape
-            new_BCD = jnp.where(self.is_new[:, None], x.reshape(B, CHUNK, D), self.part(old_BTD))
-            x_BTD = lax.dynamic_update_slice_in_dim(old_BTD, new_BCD, self.start, axis=1)
-            self.stored.append(x_BTD)
-            near.append(x_BTD.reshape(B, T * positions // CHUNK, *x.shape[2:]))
+            x_BTD = self.store_rows(x.reshape(B, CHUNK, -1))
+            near.append(x_BTD.reshape(B, -1, *x.shape[2:]))
         total = near[0].shape[1]
         size = min(reach + positions, total)
         first = self.start * positions // CHUNK
@@ -114,9 +108,18 @@ class Chunk:
         k, v = (lax.dynamic_slice_in_dim(x, begin, size, axis=1) for x in near)
         return k, v, first - begin + jnp.arange(positions)
 
+    def store_rows(self, x_BCD: Array) -> Array:
+        """Stores the new tokens' rows, and returns those of all tokens, (B, T, D)."""
+        old_BTD = self.store[len(self.stored)]
+        new_BCD = jnp.where(self.is_new[:, None], x_BCD, self.part(old_BTD))
+        x_BTD = lax.dynamic_update_slice_in_dim(old_BTD, new_BCD, self.start, axis=1)
+        self.stored.append(x_BTD)
+        return x_BTD
+
 
 class Reader:
-    """Reads texts that grow, and computes the logits of their next tokens, in float32."""
+    """Reads texts that grow, and computes the log-probabilities of their next tokens, in
+    float32."""
 
     def __init__(self, w: weights.Weights):
         c = dataclasses.replace(w.c, compute="float32").without_fp8()
@@ -128,8 +131,8 @@ class Reader:
         self.store = []  # see Chunk
 
     def __call__(self, tokens: np.ndarray, most: int = 0) -> np.ndarray:
-        """Logits (B, V) of the tokens that follow `tokens`, (B, length). Texts may grow to `most`
-        tokens, and also beyond, but that compiles another program."""
+        """Log-probabilities (B, V) of the tokens that follow `tokens`, (B, length). Texts may grow
+        to `most` tokens, and also beyond, but that compiles another program."""
         B, length = tokens.shape
         # Powers of two: few programs compile. Attention is causal, so that padding has no effect.
         T = 1 << (max(256, length, min(most, ROOM)) - 1).bit_length()
@@ -151,9 +154,9 @@ class Reader:
         return weights.ngram_rows(self.w, tokens)
 
     def test(self, B: int, T: int) -> None:
-        """Finds out whether chunks give the logits of a whole pass, for a text of three documents.
-        The program of the whole pass compiles beside the other one; it runs once, so that it is
-        not optimized."""
+        """Finds out whether chunks give the log-probabilities of a whole pass, for a text of three
+        documents. The program of the whole pass compiles beside the other one; it runs once, so
+        that it is not optimized."""
         rng = np.random.default_rng(0)
         tokens = rng.choice(rng.integers(0, self.w.c.vocab, 9), (1, TEST))  # few, so some repeat
         tokens[:, [0, TEST // 3, TEST // 2]] = self.w.c.eot
@@ -167,10 +170,10 @@ class Reader:
             whole = pool.submit(whole.compile)
             try:
                 for n in range(TEST - 2, TEST + 1):
-                    z = self.read_on(np.repeat(tokens[:, :n], B, axis=0), T)
+                    log_p = self.read_on(np.repeat(tokens[:, :n], B, axis=0), T)
                 expected = np.asarray(whole.result()(self.placed.arrays, arguments))
-                gap = np.abs(z - expected).max()
-                why = f"the logits of random tokens differ by {gap:.2g}"
+                gap = np.abs(log_p - expected).max()
+                why = f"the log-probabilities of random tokens differ by {gap:.2g}"
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 gap = np.inf
                 why = f"{type(error).__name__}: {error}"
@@ -182,8 +185,8 @@ class Reader:
             self.whole = self.jit(self.read_whole)
 
     def read_on(self, tokens: np.ndarray, T: int) -> np.ndarray:
-        """Logits (B, V) after tokens (B, length), of which those are read that are not stored. T
-        tokens of each text can be stored."""
+        """Log-probabilities (B, V) after tokens (B, length), of which those are read that are not
+        stored. T tokens of each text can be stored."""
         B, length = tokens.shape
         store = self.store
         self.store = []  # unless Ctrl-C ends this: a program that has begun takes its memory
@@ -199,37 +202,54 @@ class Reader:
             last = min(first + CHUNK - HALO, length) - 1
             start = max(0, last + 1 - CHUNK)
             rows = self.ngram_rows(padded[:, start : start + CHUNK])
-            z, store = self.chunks(self.placed.arrays, store, (padded, rows, first, last))
+            log_p, store = self.chunks(self.placed.arrays, store, (padded, rows, first, last))
         self.tokens = tokens
         self.store = store
-        return weights.check_outputs(self.w, z)
+        return weights.check_outputs(self.w, log_p)
 
     def empty_store(self, B: int, T: int) -> list[Array]:
-        """Zeros, (B, T, D): two arrays for each attention."""
+        """Zeros, (B, T, D): two arrays for each attention, and one for the pointer."""
         c = self.w.c
         calls = sum((layer.window is not None) + layer.dc for layer in c.layers)
         device = NamedSharding(self.placed.mesh, P())
-        return [jnp.zeros((B, T, c.D), c.compute, device=device) for _ in range(2 * calls)]
+        widths = [c.D] * 2 * calls
+        if weights.has_pointer(c):
+            widths.append(c.pointer_D)
+        return [jnp.zeros((B, T, width), c.compute, device=device) for width in widths]
 
     def read_chunk(self, whole: dict, store: list, arguments: tuple) -> tuple[Array, list]:
-        """Logits (B, V) after token `last`, and the store with the tokens from `first` to it."""
+        """Log-probabilities (B, V) after token `last`, and the store with the tokens from `first`
+        to it."""
         tokens_BT, rows_BND, first, last = arguments
         chunk = Chunk(self.w.code, tokens_BT, first, last, store)
         with chunk.patch:
             x_BCD = self.forward(whole, chunk.part(tokens_BT), rows_BND)
-        return self.logits(whole, x_BCD, last - chunk.start), chunk.stored
+        q_BCE, k_BCE = self.pointer_qk(x_BCD, whole)
+        k_BTE = None if k_BCE is None else chunk.store_rows(k_BCE)
+        x_BD, q_BE = jax.tree.map(lambda y: y[:, last - chunk.start], (x_BCD, q_BCE))
+        return self.predict(whole, x_BD, tokens_BT, last, q_BE, k_BTE), chunk.stored
 
     def read_whole(self, whole: dict, arguments: tuple) -> Array:
-        """Logits (B, V) after token `last`."""
+        """Log-probabilities (B, V) after token `last`."""
         tokens_BT, rows_BND, last = arguments
-        return self.logits(whole, self.forward(whole, tokens_BT, rows_BND), last)
+        x_BTD = self.forward(whole, tokens_BT, rows_BND)
+        q_BTE, k_BTE = self.pointer_qk(x_BTD, whole)
+        x_BD, q_BE = jax.tree.map(lambda y: y[:, last], (x_BTD, q_BTE))
+        return self.predict(whole, x_BD, tokens_BT, last, q_BE, k_BTE)
 
     def forward(self, whole: dict, tokens: Array, rows_BND: Array) -> Array:
-        """The script's forward()."""
+        """The normalised output of the script's forward()."""
         w = whole | {"bigram_rows": rows_BND}
-        return self.w.code.forward(w, tokens, self.w.c, self.w.stage)
+        return self.w.code.norm(self.w.code.forward(w, tokens, self.w.c, self.w.stage))
 
-    def logits(self, whole: dict, x_BTD: Array, t: Array) -> Array:
-        """Logits (B, V) after token t."""
-        x_BD = self.w.code.norm(lax.dynamic_index_in_dim(x_BTD, t, axis=1, keepdims=False))
-        return weights.logits(self.w, x_BD, whole["head"][: self.w.c.vocab])
+    def pointer_qk(self, x: Array, whole: dict) -> tuple:
+        """The script's pointer_qk(), or None and None without [pointer]."""
+        return (
+            self.w.code.pointer_qk(x, whole, self.w.c)
+            if weights.has_pointer(self.w.c)
+            else (None, None)
+        )
+
+    def predict(self, *arguments) -> Array:
+        """The log-probabilities of weights.predict(), without padding."""
+        return weights.predict(self.w, *arguments, padding=False).log_p

@@ -144,17 +144,14 @@ def value_gates(w: Weights, calls: list[Call]) -> dict[tuple[str, int], Array]:
 def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array]]:
     """(place, names of the terms, shares of the terms) for the sums in the last layer and for the
     head. A term that is the same object as a saved stream, or as an output of attention or MLP, has
-    its name; rows of copied tokens are "copied". Any other term is x, also between attention and
-    MLP. The terms of v are its product with x, and those that attention() got."""
+    its name. Any other term is x, also between attention and MLP. The terms of v are its product
+    with x, and those that attention() got."""
     blocks = [call for call in calls if call.name in BLOCKS]
     saved = blocks[0].arguments[4]  # forward() passes the same dict to every block
     names_by_id = {id(x): name for name, x in saved.items()}
     for call in calls:
         if call.name in ("attention", "mlp"):
             names_by_id[id(call.result)] = call.name
-        if call.name == "copied_term":
-            _, rows_BTD = call.result
-            names_by_id[id(rows_BTD)] = "copied"
     v_names = {}  # by layer
     for call in calls:
         if call.name == "in_heads":

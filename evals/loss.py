@@ -12,9 +12,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jax import Array
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights
@@ -26,26 +26,24 @@ from plot import STYLE, check_place, plain, plt, save
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
     """Tokens (count, T + 1) of the shard's first sequences, and their losses (count, T) in nats,
-    with windows of S and L tokens. The windows are set by one more stage, which has no steps: it
-    leaves the rotations as they were trained."""
+    with windows of S and L tokens; and the losses without [pointer]. The windows are set by one
+    more stage, which has no steps: it leaves the rotations as they were trained."""
     stages = w.c.stages[: w.stage + 1]
     windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
     c = dataclasses.replace(w.c, stages=(*stages, windows))
 
-    def losses_of(x: Array, head: Array, tokens: Array) -> Array:
-        def one(position):
-            x, target = position
-            return cross_entropy(weights.logits(w, x, head), target)
-
-        positions = x.reshape(-1, c.D), tokens[:, 1:].reshape(-1)  # (B T, D) and (B T,)
-        return lax.map(one, positions, batch_size=c.head_chunk).reshape(x.shape[:2])
-
     longer = w._replace(c=c, stage=w.stage + 1)
+
+    def losses_of(x: Array, whole: dict, tokens: Array) -> Array:
+        log_p, alone = weights.target_log_p(longer, whole, x, tokens, c.head_chunk)
+        return -jnp.stack((log_p, alone), axis=-1)
+
     run = weights.runner(longer, losses_of, devices)
     tokens = next(w.code.read_batches([shard], [(count, T, 0)], c))
     B = len(w.devices[:devices])  # a step reads one sequence on every device
     steps = np.pad(tokens, ((0, -count % B), (0, 0))).reshape(-1, B, T + 1)
-    return tokens, np.concatenate([run(step) for step in steps])[:count]
+    losses = np.concatenate([run(step) for step in steps])[:count]
+    return tokens, losses[..., 0], losses[..., 1]
 
 
 def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
@@ -112,7 +110,7 @@ def main() -> None:
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     unit = "byte" if lengths.max() == 1 else "token"
     try:
-        tokens, losses = measure(w, shard, S, L, T, count)
+        tokens, losses, alone = measure(w, shard, S, L, T, count)
     except (MemoryError, RuntimeError) as error:
         if not lacks_memory(error):
             raise
@@ -127,6 +125,8 @@ def main() -> None:
     ends = np.count_nonzero(targets == c.eot)
     rows = by_position(tokens, losses, c.eot)
     print(f"{loss:.4f} nats per {unit}, {bits}")
+    if weights.has_pointer(c):
+        print(f"{alone.mean(dtype='f8'):.4f} nats without copies of earlier tokens")
     print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
     print(f"position      to    tokens {f'nats/{unit}':>11} +- standard error")

@@ -62,10 +62,10 @@ function describe({sequence, t, span}) {
     make("h3", "copy", "Copied from", panel);
     const length = sequence.length[at];
     const from = sequence.from[at];
-    const before = length > 1 ? `The ${length}${length === data.copy ? " or more" : ""} tokens` : "The token";
-    const next = sequence.ids[from] === sequence.ids[t] ? ", as it does here." : "; here it does not.";
-    make("p", "copied", from < 0 ? "Nowhere: the token before it is new in this document."
-      : `${before} before it stood ${t - from} tokens earlier, too. Then ${nameOf(from)} followed${next}`, panel);
+    const next = sequence.ids[from] === sequence.ids[t] ? ", too." : "; here it does not.";
+    const before = length ? ` Equal tokens before: ${length}${length === data.copy ? " or more" : ""}.` : "";
+    make("p", "copied", from < 0 ? "Nowhere: its document has no earlier token." : `${nameOf(from)} stood ${t - from}`
+      + ` tokens earlier${next}${before} ${percent(sequence.share[at])} of the pointer's attention is there.`, panel);
   }
 
   make("h3", "reads", `What the last attention reads (layer ${data.layer})`, panel);

@@ -15,7 +15,6 @@ import sample
 import weights
 from calls import Call, attention, record_calls
 from jax import Array, lax
-from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
 from plot import drawable, smooth
 from runs import Run
 
@@ -37,7 +36,12 @@ class Reading(NamedTuple):
     likely: np.ndarray  # (B, T, LIKELY): the likeliest tokens
     p: np.ndarray  # (B, T, LIKELY): their probabilities
     loss_without_ngrams: np.ndarray  # (B, T): with rows of zeros in the place of the n-grams'
-    loss_without_copy: np.ndarray | None  # (B, T): without the copied term; None: there is none
+    loss_without_copy: np.ndarray | None  # (B, T): of the head alone; None: there is no pointer
+    # (B, T): index of the token with the largest share of the pointer's attention, of the right
+    # ones if there are any; -1: none
+    copied: np.ndarray | None
+    share: np.ndarray | None  # (B, T): the share of the pointer's attention that this token has
+    length: np.ndarray | None  # (B, T): tokens that are equal before it and before the next token
     reads: np.ndarray  # (B, T, T): the last attention, mean over its heads
     layer: int  # of this attention
 
@@ -53,9 +57,9 @@ def read(w: weights.Weights, tokens: np.ndarray) -> Reading:
     reads = []
     for q, k in zip(outputs.pop("q"), outputs.pop("k"), strict=True):
         reads.append(attention(q[None], k[None], window, scale, T).mean(axis=(0, 1, 3)))
-    alone = outputs.pop("loss_without_copy", None)
-    return Reading(**outputs, loss_without_ngrams=bare["loss"], loss_without_copy=alone,
-                   reads=np.stack(reads), layer=layer)  # fmt: skip
+    copies = dict.fromkeys(("loss_without_copy", "copied", "share", "length"))
+    return Reading(**copies | outputs, loss_without_ngrams=bare["loss"], reads=np.stack(reads),
+                   layer=layer)  # fmt: skip
 
 
 def run_model(w: weights.Weights, tokens: np.ndarray) -> tuple[dict, int, int, float]:
@@ -63,13 +67,8 @@ def run_model(w: weights.Weights, tokens: np.ndarray) -> tuple[dict, int, int, f
     positions and the scale of its scores."""
     calls = []
 
-    def arrays(x: Array, head: Array, tokens: Array) -> dict[str, Array]:
-        targets = tokens[:, 1:]
-        outputs = expect(w, x, head, targets)
-        x_BTD = without_copied(w, calls)
-        if x_BTD is not None:
-            alone = expect(w, w.code.norm(x_BTD), head, targets)
-            outputs["loss_without_copy"] = alone["loss"]
+    def arrays(x: Array, whole: dict, tokens: Array) -> dict[str, Array]:
+        outputs = expect(w, whole, x, tokens)
         outputs["q"], outputs["k"], *_ = last_attend(calls).arguments
         return outputs
 
@@ -80,56 +79,39 @@ def run_model(w: weights.Weights, tokens: np.ndarray) -> tuple[dict, int, int, f
     return outputs, last.layer, window, scale
 
 
-def expect(w: weights.Weights, x: Array, head: Array, targets: Array) -> dict[str, Array]:
-    """What is expected at each position of x (B, T, D). The softmax includes the head's padding,
-    as in loss.py; the likeliest tokens do not."""
+def expect(w: weights.Weights, whole: dict, x: Array, tokens: Array) -> dict[str, Array]:
+    """What is expected at each position of x (B, T, D), from tokens (B, T + 1): arrays of Reading
+    by name. Losses are those of loss.py. Without a pointer, its softmax includes the padding."""
+    targets_BT = tokens[:, 1:]  # also what each token votes for, if the pointer attends to it
 
-    def one(position):
-        x_D, target = position
-        z = weights.logits(w, x_D, head)
-        loss = cross_entropy(z, target)
-        z_likely, likely = lax.top_k(z[: w.c.vocab], LIKELY)
-        p = jnp.exp(z_likely - (z[target] + loss))  # z[target] + loss is the logarithm of the sum
-        return {"loss": loss, "likely": likely, "p": p}
+    def one(prediction: weights.Prediction, t: Array) -> dict[str, Array]:
+        log_p_likely, likely = lax.top_k(prediction.log_p, LIKELY)
+        outputs = {"likely": likely, "p": jnp.exp(log_p_likely)}
+        if weights.has_pointer(w.c):
+            # The place with the largest share, of those with the right vote if there are any.
+            right_BT = jnp.where(targets_BT == targets_BT[:, t, None], prediction.pointer, 0)
+            is_right_B1 = right_BT.max(axis=1, keepdims=True) > 0
+            shares_BT = jnp.where(is_right_B1, right_BT, prediction.pointer)
+            outputs["share"] = shares_BT.max(axis=1)
+            outputs["copied"] = jnp.where(outputs["share"] > 0, shares_BT.argmax(axis=1) + 1, -1)
+        return outputs
 
-    positions = x.reshape(-1, x.shape[-1]), targets.reshape(-1)  # (B T, D) and (B T,)
-    outputs = lax.map(one, positions, batch_size=w.c.head_chunk)
-    return {name: y.reshape(*targets.shape, *y.shape[1:]) for name, y in outputs.items()}
+    outputs = weights.predict_all(w, whole, x, tokens[:, :-1], one)
+    log_p, alone = weights.target_log_p(w, whole, x, tokens, w.c.head_chunk)
+    outputs["loss"] = -log_p
+    if weights.has_pointer(w.c):
+        outputs["loss_without_copy"] = -alone
+        labels = w.code.pointer_labels(tokens[:, :-1], w.c)
+        there_BT1 = jnp.maximum(outputs["copied"] - 1, 0)[..., None]
+        is_equal = jnp.take_along_axis(labels, there_BT1, axis=1) == labels
+        is_copy_BT = outputs["copied"] >= 0
+        outputs["length"] = jnp.where(is_copy_BT, is_equal[..., 1:].sum(axis=-1), 0)
+    return outputs
 
 
 def last_attend(calls: list[Call]) -> Call:
     """The last call of attend()."""
     return [call for call in calls if call.name == "attend"][-1]
-
-
-def without_copied(w: weights.Weights, calls: list[Call]) -> Array | None:
-    """The stream (B, T, D) to which the copied term was added, as if its gains were 0; None if the
-    model does not copy."""
-    copied = [call.result[1] for call in calls if call.name == "copied_term"]
-    for call in calls:
-        if call.name == "weighted_sum":
-            others = [term for term in call.arguments if all(term[1] is not x for x in copied)]
-            if others and len(others) < len(call.arguments):
-                return w.code.weighted_sum(*others)
-    return None
-
-
-def longest_matches(tokens: np.ndarray, longest: int, eot: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each of T tokens, how many tokens its longest earlier match has (at most `longest`; 0:
-    there is none), and the index of the match's last token. See copied_term() in train_gpt.py."""
-    T = len(tokens)
-    document = np.cumsum(tokens == eot)
-    lengths = np.zeros(T, int)  # of the match that ends at each place
-    found = np.zeros((2, T), int)
-    for t in range(T):
-        before = np.concatenate(([0], lengths[:-1]))
-        is_equal = (tokens == tokens[t]) & (document == document[t])
-        lengths = np.where(is_equal, before + 1, 0)
-        earlier = np.minimum(lengths[:t], longest)
-        if earlier.any():
-            length = earlier.max()
-            found[:, t] = length, np.flatnonzero(earlier == length)[-1]
-    return found[0], found[1]
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -259,13 +241,13 @@ def page_data(w: weights.Weights, coder: Any, tokens: np.ndarray, reading: Readi
         sequence["shares"] = [shares_t[shares_t > 0].tolist() for shares_t in shares]
         if reading.loss_without_copy is not None:
             sequence["alone"] = rounded(reading.loss_without_copy[b])
-            length, last = longest_matches(tokens[b, :-1], w.c.copy, w.c.eot)
-            sequence["length"] = length.tolist()
-            sequence["from"] = np.where(length > 0, last + 1, -1).tolist()
+            sequence["from"] = reading.copied[b].tolist()
+            sequence["share"] = [three_digits(p) for p in reading.share[b].tolist()]
+            sequence["length"] = reading.length[b].tolist()
         sequences.append(sequence)
     return {
         "layer": reading.layer,
-        "copy": 0 if reading.loss_without_copy is None else w.c.copy,
+        "copy": w.c.pointer if weights.has_pointer(w.c) else 0,
         "first": most_helped(reading, sequences[0]),
         "names": names,
         "sequences": sequences,
@@ -473,7 +455,7 @@ def notes(w: weights.Weights, layer: int, copies: bool) -> str:
         "No n-grams: a second pass, in which all rows of n-grams are zeros.",
     ]
     if copies:
-        sentences.append("No copying: without the copied term, which is added after the layers.")
+        sentences.append("No copying: the probabilities of the head alone, without the pointer's.")
     else:
         sentences.append("This model does not copy.")
     sentences.append(f"Attention: the mean over the heads of layer {layer}, counted from 0.")

@@ -1,5 +1,5 @@
-"""jNanoGPT in plain NumPy: logits and text from the model.safetensors and config.json that are in
-the same folder.
+"""jNanoGPT in plain NumPy: probabilities and text from the model.safetensors and config.json that
+are in the same folder.
 
     python reference.py "prompt" [--tokens N] [--temperature T] [--seed S]
 
@@ -39,12 +39,22 @@ def load(folder):
     return c, weights
 
 
-def logits(tokens, c, weights):
-    """(T, V), between 0 and 23: row t is for the token that follows tokens[t]. tokens is (T,);
+def log_p(tokens, c, weights):
+    """(T, V): log-probabilities. Row t is for the token that follows tokens[t]. tokens is (T,);
     c.eot starts a document."""
-    x = forward(np.asarray(tokens, np.int32), c, weights)
-    z_TV = norm(x) @ weights["head"][: c.vocab].T  # the rows beyond are padding
-    return 23 * sigmoid((z_TV + 5) / 7.5)
+    tokens_T = np.asarray(tokens, np.int32)
+    x = norm(forward(tokens_T, c, weights))
+    z = 23 * sigmoid((x @ weights["head"].T + 5) / 7.5)  # its rows beyond the vocabulary are no
+    exp_TV = np.exp(z[:, : c.vocab])  # tokens, but the first one decides about copies
+    total_T1 = exp_TV.sum(axis=1, keepdims=True)
+    p_TV = exp_TV / total_T1
+    if not getattr(c, "pointer", 0):  # frozen files do not have the field
+        return np.log(p_TV)
+    copied_TV, longest_T = copied(x, tokens_T, c, weights)
+    bias_T1 = weights["pointer_slot"][longest_T, None]
+    share_T1 = sigmoid(z[:, [c.vocab]] - np.log(total_T1) + bias_T1)
+    p_TV = p_TV * (1 - share_T1 * copied_TV.sum(axis=1, keepdims=True)) + share_T1 * copied_TV
+    return np.log(p_TV + 1e-9)
 
 
 def forward(tokens_T, c, weights):
@@ -69,8 +79,6 @@ def forward(tokens_T, c, weights):
     if c.mudd_head:  # the head also reads earlier streams
         net = run_net("mudd_head", x, c, weights, 0.1)
         x = x + mix(net["x"], [saved[name] for name, _ in c.mudd_head])
-    if c.copy:
-        x = x + copied(weights["head"], weights["copy_gains"], tokens_T, c)
     return x
 
 
@@ -139,24 +147,35 @@ def signs(seed, c):
     return 1 - 2 * (bits_D >> 31).astype(np.float32)
 
 
-def copied(table, gains, tokens_T, c):
-    """(T, D): for each token, the row of the token that may be copied, normalized and times the
-    gain of the match's length. The match is the longest, and of these the latest, earlier place in
-    the document where up to c.copy equal tokens end; without one, the token itself is read."""
-    added = np.zeros((len(tokens_T), c.D), np.float32)
+def copied(x, tokens_T, c, weights):
+    """(T, V): a token's attention to earlier tokens of its document, each of which counts for the
+    token after it; what is missing to 1 is the share of a sink. And the length of the longest match
+    with an earlier token, (T,), up to c.pointer. A learned term is added to a score for every token
+    of such a match."""
+    w_q, w_k, w_previous = weights["pointer_qk"]
+    x_previous = np.concatenate((0 * x[:1], x[:-1]))
+    q = c.pointer_D**-0.5 * weights["pointer_gain"] * norm(x @ w_q.T)
+    k = norm(x @ w_k.T + x_previous @ w_previous.T)
+    sinks = q @ weights["pointer_sink"] + weights["pointer_sink_bias"]
+    terms = np.append(0, np.cumsum(weights["pointer_match"]))
+    document_T = np.cumsum(tokens_T == c.eot)
+    band = 2 * c.pointer_band  # as in validation
+    length_T = np.zeros(len(x), int)  # of the equal tokens that end at t and at an earlier token
+    copied_TV = np.zeros((len(x), c.vocab), np.float32)
+    longest_T = np.zeros(len(x), int)
     for t, token in enumerate(tokens_T):
-        length = 0
-        for j in range(t):
-            n = 0
-            while n < min(c.copy, j + 1) and tokens_T[j - n] == tokens_T[t - n]:
-                if c.eot in tokens_T[j - n + 1 : t + 1]:  # another document
-                    break
-                n += 1
-            if n and n >= length:
-                length = n
-                token = tokens_T[j + 1]
-        added[t] = gains[length] * norm(table[token])
-    return added
+        is_equal = (tokens_T == token) & (document_T == document_T[t])
+        length_T = np.where(is_equal, np.append(0, length_T[:-1]) + 1, 0)
+        earlier = np.arange(max(0, (t // band - 1) * band), t)
+        earlier = earlier[document_T[earlier] == document_T[t]]
+        lengths = np.minimum(length_T[earlier], c.pointer)
+        longest_T[t] = lengths.max(initial=0)
+        scores = k[earlier] @ q[t] + terms[lengths]
+        scores = np.append(scores, sinks[t])
+        weights_of = np.exp(scores - scores.max())
+        weights_of /= weights_of.sum()
+        np.add.at(copied_TV[t], tokens_T[earlier + 1], weights_of[:-1])
+    return copied_TV, longest_T
 
 
 def matrices(name, i, c, weights):
@@ -293,10 +312,10 @@ def pieces(args):
     yield args.prompt.encode("utf-8", "surrogateescape")  # the bytes that were typed
     rng = np.random.default_rng(args.seed)
     for _ in range(args.tokens):
-        z_V = logits(tokens, c, weights)[-1]
-        # The token with the largest sum is a sample of softmax(z_V / temperature) (Gumbel, 1954).
-        noise_V = rng.gumbel(size=len(z_V))
-        tokens.append(int(np.argmax(z_V + args.temperature * noise_V)))
+        log_p_V = log_p(tokens, c, weights)[-1]
+        # The token with the largest sum is a sample of softmax(log_p / temperature) (Gumbel, 1954).
+        noise_V = rng.gumbel(size=len(log_p_V))
+        tokens.append(int(np.argmax(log_p_V + args.temperature * noise_V)))
         if tokens[-1] == c.eot:
             break
         yield piece(tokens[-1])

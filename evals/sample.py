@@ -33,25 +33,25 @@ NEWLINE = "\n"
 RULE = "---- above: text that the model has not seen; below: how the model goes on"
 
 
-def draw(logits_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
+def draw(log_p_V: np.ndarray, args: argparse.Namespace, rng: np.random.Generator) -> int:
     """Draws a token by its probability from the top_k likeliest (0: all), and among these from the
     smallest set with top_p of their probability (Holtzman et al. 2020, arXiv:1904.09751).
     Temperature 0 takes the likeliest."""
-    order = np.argsort(-logits_V, kind="stable")  # likeliest first
+    order = np.argsort(-log_p_V, kind="stable")  # likeliest first
     if args.top_k:
         order = order[: args.top_k]
     if args.temperature == 0:
         return int(order[0])
     with np.errstate(over="ignore"):  # a tiny temperature makes them -inf
-        p = np.exp((logits_V[order] - logits_V[order[0]]).astype("f8") / args.temperature)
+        p = np.exp((log_p_V[order] - log_p_V[order[0]]).astype("f8") / args.temperature)
     p /= p.sum()
     p_before = np.cumsum(p) - p  # of all likelier tokens together
     p = np.where(p_before < args.top_p, p, 0)
     return int(rng.choice(order, p=p / p.sum()))
 
 
-def allowed(logits_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) -> np.ndarray:
-    """The logits, in which those tokens are impossible that would complete a run of
+def allowed(log_p_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) -> np.ndarray:
+    """The log-probabilities, in which those tokens are impossible that would complete a run of
     `args.no_repeat` tokens a second time in what the model has made (Paulus et al. 2017,
     arXiv:1705.04304; 0: none is), or make white space longer than SPACE. Runs are compared without
     white space, which is repeated in every text. With --go_on, the document cannot end."""
@@ -66,11 +66,11 @@ def allowed(logits_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) ->
         banned += runs[is_repeated, -1].tolist()
     if n and len(made) >= SPACE and is_white[-SPACE:].all():
         banned += np.flatnonzero(args.white_V).tolist()
-    if len({*banned}) == len(logits_V):
-        return logits_V
-    logits_V = logits_V.copy()
-    logits_V[banned] = -np.inf
-    return logits_V
+    if len({*banned}) == len(log_p_V):
+        return log_p_V
+    log_p_V = log_p_V.copy()
+    log_p_V[banned] = -np.inf
+    return log_p_V
 
 
 def white_tokens(w: weights.Weights, coder: SimpleNamespace) -> np.ndarray:
@@ -79,28 +79,29 @@ def white_tokens(w: weights.Weights, coder: SimpleNamespace) -> np.ndarray:
     return np.insert(is_white, w.c.eot, False)
 
 
-def next_tokens(logits_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace,
+def next_tokens(log_p_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace,
                 rngs: list[np.random.Generator]) -> list[int]:  # fmt: skip
     """The next token of every row; `made` (B, n) is what the model has made so far."""
     step = []
-    for logits_V, row, rng in zip(logits_BV, made, rngs, strict=True):
-        step.append(draw(allowed(logits_V, row, args), args, rng))
+    for log_p_V, row, rng in zip(log_p_BV, made, rngs, strict=True):
+        step.append(draw(allowed(log_p_V, row, args), args, rng))
     return step
 
 
 def generate(read: Callable, tokens: list[int], args: argparse.Namespace, context: int,
              number: int, coder: SimpleNamespace) -> Iterator[np.ndarray]:  # fmt: skip
     """Yields the next tokens of every sample, (samples, 1), or (1, n) for a line, until
-    `args.tokens` are made. read(rows, most) returns the logits that follow the rows, which may grow
-    to `most` tokens. `number` counts the prompts, so that equal ones get different text. Where the
-    text gets longer than the context, a line on stderr tells it once."""
+    `args.tokens` are made. read(rows, most) returns the log-probabilities (samples, V) of the
+    tokens that follow the rows, which may grow to `most` tokens. `number` counts the prompts, so
+    that equal ones get different text. Where the text gets longer than the context, a line on
+    stderr tells it once."""
     rngs = [np.random.default_rng([args.seed, number, i]) for i in range(args.samples)]
     text = np.array([tokens] * args.samples, np.int32)
     first = 0  # where the model begins to read
     end = len(tokens) + args.tokens
     most = min(end - 1, context)
 
-    def logits_after(rows: np.ndarray) -> np.ndarray:
+    def log_p_after(rows: np.ndarray) -> np.ndarray:
         return read(rows[:, first:], most)
 
     while text.shape[1] < end:
@@ -111,15 +112,15 @@ def generate(read: Callable, tokens: list[int], args: argparse.Namespace, contex
                              "on from the last half of them")  # fmt: skip
             first = text.shape[1] - context // 2
         if args.best > 1:
-            new = best_line(logits_after, text, len(tokens), size, args, rngs[0], coder)
+            new = best_line(log_p_after, text, len(tokens), size, args, rngs[0], coder)
         else:
-            step = next_tokens(logits_after(text), text[:, len(tokens) :], args, rngs)
+            step = next_tokens(log_p_after(text), text[:, len(tokens) :], args, rngs)
             new = np.array(step, np.int32)[:, None]
         yield new
         text = np.concatenate((text, new), axis=1)
 
 
-def best_line(logits_after: Callable, text: np.ndarray, prompt: int, size: int,
+def best_line(log_p_after: Callable, text: np.ndarray, prompt: int, size: int,
               args: argparse.Namespace, rng: np.random.Generator,
               coder: SimpleNamespace) -> np.ndarray:  # fmt: skip
     """The next line of a text (1, n), as (1, m) with m <= size: of `args.best` candidates, the one
@@ -143,14 +144,12 @@ def best_line(logits_after: Callable, text: np.ndarray, prompt: int, size: int,
     nats = np.zeros(args.best)
     lengths = np.zeros(args.best, int)
     for _ in range(size):
-        logits_BV = logits_after(rows)
-        step = next_tokens(logits_BV, rows[:, prompt:], args, [rng] * args.best)
-        top = logits_BV.max(axis=1)
-        log_total = top + np.log(np.exp(logits_BV - top[:, None]).sum(axis=1))
+        log_p_BV = log_p_after(rows)
+        step = next_tokens(log_p_BV, rows[:, prompt:], args, [rng] * args.best)
         for i, token in enumerate(step):
             if b"\n" not in pieces[i]:
                 pieces[i] += b"\n" if token == args.eot else coder.piece(token)
-                nats[i] += logits_BV[i, token] - log_total[i]
+                nats[i] += log_p_BV[i, token]
                 lengths[i] += 1
         rows = np.concatenate((rows, np.array(step, np.int32)[:, None]), axis=1)
         if 2 * sum(map(is_new, pieces)) >= args.best:

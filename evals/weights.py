@@ -22,7 +22,7 @@ from zlib import crc32
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, P
+from jax import Array, P, lax
 from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +36,10 @@ from shards import Fault  # noqa: E402
 NEEDS = (  # what the tools call of a script
     "Layer Stage param_table rope_frequencies make_mesh whole_weights forward ngram_rows "
     "norm softcap attend attention in_heads block mlp run_net weighted_sum "
-    "fit_kernels copied_term"
+    "fit_kernels"
 )
 LARGEST_TEXT = 2**24  # bytes of JSON in a file
+POSITIONS = 64  # whose probabilities of all tokens are computed at once
 RUNS_FILE = "name a run's logs/<run>.npz"
 HINT = "name the script that trained it with --script"
 OTHERS = {  # how files begin that are no archives of arrays: what they are, and what to do about it
@@ -495,18 +496,18 @@ def jit(
 
 
 def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
-    """Returns run(tokens, *more), which runs the model and returns read(x, head, tokens, *more).
+    """Returns run(tokens, *more), which runs the model and returns read(x, whole, tokens, *more).
 
-    tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; head
-    (V, D) has padding beyond the vocabulary, as in training. The rows of tokens, of `more` and of
-    the result are spread over the first `devices` devices (None: all)."""
+    tokens (B, T + 1): the model reads the first T. x (B, T, D) is its normalised output; `whole`
+    has the weights, as forward() takes them. The rows of tokens, of `more` and of the result are
+    spread over the first `devices` devices (None: all)."""
     mesh, arrays = place(w, devices)
 
     def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
         tokens, rows, *more = arguments
         weights = whole | {"bigram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], w.c, w.stage))
-        return read(x, whole["head"], tokens, *more)
+        return read(x, whole, tokens, *more)
 
     program = jit(w, on_device, mesh, (P(), P("fsdp")), P("fsdp"))
 
@@ -535,9 +536,90 @@ def check_outputs(w: Weights, outputs: Any) -> Any:
     return outputs
 
 
-def logits(w: Weights, x: Array, head: Array) -> Array:
-    """The model's logits (..., V) in float32, after the softcap, for x (..., D), head (V, D)."""
-    return w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
+# ---- Probabilities -------------------------------------------------------------------------------
+def has_pointer(c: Any) -> bool:
+    """Whether a model has a pointer. Frozen files do not have the field."""
+    return bool(getattr(c, "pointer", 0))
+
+
+class Prediction(NamedTuple):
+    """What a model expects after one token of each of B texts. V is the vocabulary."""
+
+    log_p: Array  # (B, V): log-probabilities of the next token
+    pointer: Array | None  # (B, T): the pointer's attention to the texts; the rest is the sink's
+
+
+def predict(w: Weights, whole: dict, x_BD: Array, tokens_BT: Array, t: Array, q_BE: Array | None,
+            k_BTE: Array | None, padding: bool = True) -> Prediction:  # fmt: skip
+    """What is expected after token t. x is the model's normalised output there, q and k are the
+    pointer's, for token t and for all tokens. About padding, see head_log_p()."""
+    c = w.c
+    alone_BV, slot_B = head_log_p(w, x_BD, whole["head"], padding)
+    if not has_pointer(c):
+        return Prediction(alone_BV, None)
+    labels = w.code.pointer_labels(tokens_BT, c)
+    labels_t = lax.dynamic_slice_in_dim(labels, t, 1, axis=1)
+    j_1T = jnp.arange(tokens_BT.shape[1])[None]
+    first = (t // c.pointer_band - 1) * c.pointer_band  # of the band before that of t
+    visible_1T = (first <= j_1T) & (j_1T < t)
+    scores_B1T, sink_B1, longest_B1 = w.code.pointer_scores(
+        q_BE[:, None], labels_t, k_BTE, labels, visible_1T, whole, c
+    )
+    weights_BT = jax.nn.softmax(jnp.append(scores_B1T[:, 0], sink_B1, axis=1))[:, :-1]
+    votes_BT = jnp.roll(tokens_BT, -1, axis=1)  # the last token has weight 0
+    row = jnp.arange(len(x_BD))[:, None]
+    right_BV = jnp.zeros_like(alone_BV).at[row, votes_BT].add(weights_BT)
+    every_B1 = weights_BT.sum(axis=1, keepdims=True)
+    columns = jnp.broadcast_arrays(right_BV, every_B1, whole["pointer_slot"][longest_B1])
+    mixed = jax.vmap(w.code.mixed_log_p, in_axes=(1, None, 1), out_axes=1)
+    log_p_BV = mixed(alone_BV, slot_B, jnp.stack(columns, axis=-1))
+    return Prediction(log_p_BV, weights_BT)
+
+
+def predict_all(w: Weights, whole: dict, x_BTD: Array, tokens_BT: Array, read: Callable,
+                padding: bool = True) -> Any:  # fmt: skip
+    """read(Prediction, t) of all tokens, in which (B, ...) becomes (B, T, ...)."""
+    q_BTE = k_BTE = None
+    if has_pointer(w.c):
+        q_BTE, k_BTE = w.code.pointer_qk(x_BTD, whole, w.c)
+
+    def one(t):
+        x_BD, q_BE = jax.tree.map(lambda y: y[:, t], (x_BTD, q_BTE))
+        return read(predict(w, whole, x_BD, tokens_BT, t, q_BE, k_BTE, padding), t)
+
+    outputs = lax.map(one, jnp.arange(tokens_BT.shape[1]), batch_size=POSITIONS)
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), outputs)
+
+
+def target_log_p(w: Weights, whole: dict, x_BTD: Array, tokens_BS: Array, chunk: int,
+                 padding: bool = True) -> tuple[Array, Array]:  # fmt: skip
+    """The log-probabilities of tokens_BS[:, 1:], (B, T), and the same without [pointer]: those of
+    predict_all(), but for much longer texts. The head reads `chunk` tokens at once."""
+    targets_BT = tokens_BS[:, 1:]
+
+    def one(position):
+        x_D, target = position
+        log_p_V, slot = head_log_p(w, x_D, whole["head"], padding)
+        return log_p_V[target], slot
+
+    positions = x_BTD.reshape(-1, w.c.D), targets_BT.reshape(-1)
+    alone_N, slot_N = lax.map(one, positions, batch_size=chunk)
+    log_p_N = alone_N
+    if has_pointer(w.c):
+        votes = w.code.pointer_votes(x_BTD, tokens_BS, whole, w.c)
+        log_p_N = w.code.mixed_log_p(alone_N, slot_N, votes.reshape(len(alone_N), -1))
+    return log_p_N.reshape(targets_BT.shape), alone_N.reshape(targets_BT.shape)
+
+
+def head_log_p(w: Weights, x: Array, head: Array, padding: bool) -> tuple[Array, Array | None]:
+    """The log-probabilities (..., V) of the head alone, in float32, and the logit (...) of the
+    pointer's slot, if there is one. x is (..., D). The softmax of a model without [pointer]
+    includes the head's padding in training, and so it does here with padding=True."""
+    vocab = w.c.vocab
+    z = w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
+    summed = z if padding and not has_pointer(w.c) else z[..., :vocab]
+    log_p = z - jax.nn.logsumexp(summed, axis=-1, keepdims=True)
+    return log_p[..., :vocab], log_p[..., vocab] if has_pointer(w.c) else None
 
 
 def tokenizer(w: Weights) -> SimpleNamespace:

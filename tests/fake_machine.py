@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "dev" / "machines.md"
 BASH = shutil.which("bash")
 
-# A fake Python. It executes `-c`, dev/machine.py, dev/plan.py and dev/install.py, with the version
+# A fake Python. It executes `-c` and what run.sh asks before it installs, with the version
 # and without the modules that a test wants. `-m venv` makes a .venv that has this fake, and `-m
 # ensurepip` gives it a pip. All other commands are only written into the log. Where there is a file
 # `no_import`, what pip has installed cannot be imported, and the file says why.
@@ -50,7 +50,7 @@ if argv[0] == "dev/install.py":
     sys.argv = argv
     sys.path.insert(0, "dev")
     exec(open(argv[0]).read(), dict(__name__="__main__"))
-if argv[0] in ("dev/machine.py", "dev/plan.py"):
+if argv[0] in ("dev/machine.py", "dev/plan.py", "dev/idea.py"):
     sys.argv = argv
     sys.path[0] = os.path.dirname(argv[0])
     exec(open(argv[0]).read(), dict(__name__="__main__", __file__=os.path.abspath(argv[0])))
@@ -140,8 +140,8 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/install.py dev/machine.py dev/plan.py dev/fits.py dev/flags.py "
-        copied += "data/messages.py"
+        copied += "dev/install.py dev/machine.py dev/plan.py dev/idea.py dev/fits.py "
+        copied += "dev/flags.py data/messages.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)

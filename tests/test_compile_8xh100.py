@@ -8,6 +8,7 @@ import fits
 import jax
 import pytest
 from h100 import checks, estimate, hlo, ptx, report
+from messages import Fault
 
 import train_gpt
 from tests.tools import MINI
@@ -442,3 +443,37 @@ def test_kernels_without_ptx_have_a_limit():
     known = result(copies._replace(issued={"b": 1}), costs=costs)
     assert "without PTX" in " ".join(checks.check(unknown, checks.LIMITS["record"]))
     assert "without PTX" not in " ".join(checks.check(known, checks.LIMITS["record"]))
+
+
+# ---- Copies with ideas ---------------------------------------------------------------------------
+def test_a_run_with_an_idea_is_priced_by_the_stages_that_were_compiled():
+    page = compile_8xh100.page_costs(compile_8xh100.PAGES["record"].read_text(encoding="utf-8"))
+    assert {stage for _, stage in page} == {0, 1, 2, 3} and len(page) == 8
+    c = train_gpt.PRESETS["record"]
+    run = compile_8xh100.whole_run(c, page, page)
+    assert [steps for _, steps in run.values()] == [423, 424, 423, 15]
+    assert 92 < compile_8xh100.run_seconds(run) < 94  # dev/README.md: 93 s
+    twice = {key: cost._replace(ms=2 * cost.ms) for key, cost in page.items() if key[1] == 2}
+    priced = compile_8xh100.whole_run(c, twice, page)
+    assert priced == {stage: (pytest.approx(2 * ms), steps) for stage, (ms, steps) in run.items()}
+    every = dataclasses.replace(c, adam_every=1)
+    second = {key: cost for key, cost in page.items() if key[0] == "second" and key[1] in (0, 2)}
+    priced = compile_8xh100.whole_run(every, second, page)
+    for stage, (ms, _) in priced.items():
+        assert ms == pytest.approx(page["second", stage].ms)
+
+
+def test_a_copy_takes_the_place_of_train_gpt_and_leaves_it(monkeypatch):
+    monkeypatch.setattr(compile_8xh100, "train_gpt", train_gpt)
+    compile_8xh100.use(train_gpt.SOURCE.replace("SOFTCAP = 23 ", "SOFTCAP = 29 "))
+    assert compile_8xh100.train_gpt.SOFTCAP == 29 and train_gpt.SOFTCAP == 23
+    assert compile_8xh100.record_config("record", "band").attention == "band"
+
+
+def test_stages_that_are_not_there_are_refused():
+    c = train_gpt.PRESETS["record"]
+    assert compile_8xh100.read_stages("", c) == [0, 1, 2, 3]
+    assert compile_8xh100.read_stages("2,0", c) == [2, 0]
+    for text in "0,7", "two":
+        with pytest.raises(Fault, match="the record's stages are 0, 1, 2, 3"):
+            compile_8xh100.read_stages(text, c)

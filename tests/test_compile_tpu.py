@@ -51,7 +51,7 @@ def all_pairs(q, k, v, window, scale, c):
 @pytest.mark.parametrize("attend, found", [(train_gpt.attend, False), (all_pairs, True)])
 def test_scores_of_all_pairs_are_found_in_what_is_compiled(attend, found, monkeypatch):
     monkeypatch.setattr(train_gpt, "attend", attend)
-    c = dataclasses.replace(MINI, copy=0, microbatch=1, val_T=256)
+    c = dataclasses.replace(MINI, microbatch=1, val_T=256)
     text = train_gpt.compile_val_step(0, c, make_mesh(1)).as_text()
     assert bool(compile_tpu.pairs_of_positions(text, c.val_T, c)) == found
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -73,10 +74,16 @@ def call(tool: ModuleType, *argv) -> None:
         tool.main()
 
 
+def all_log_p(w: weights.Weights, x, whole: dict, tokens):
+    """The log-probabilities (B, T, V) of a whole pass, for weights.runner()."""
+    arguments = w, whole, x, tokens[:, :-1]
+    return weights.predict_all(*arguments, lambda p, _: p.log_p, padding=False)
+
+
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """For each of MODELS: its weights (path), its export (out), what export.py printed, tokens, and
-    the logits (z) that train_gpt.py computes in float32."""
+    the log-probabilities (log_p) that train_gpt.py computes in float32."""
     folder = tmp_path_factory.mktemp("exports")
     made = {}
     runner = weights.runner
@@ -88,34 +95,37 @@ def exports(tmp_path_factory):
             save(path, c)
             w = weights.open_weights(path, TRAIN)
             w = w._replace(c=replace(w.c, compute="float32").without_fp8())
-            run = runner(w, lambda x, head, _, w=w: weights.logits(w, x, head), 1)
+            run = runner(w, functools.partial(all_log_p, w), 1)
             patch.setattr(weights, "runner", lambda *_, run=run: run)  # it compiles once
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 call(export, path, out)
-            z = lambda x, run=run, c=c: np.asarray(run(x))[0, :, : c.vocab]
+            log_p = lambda x, run=run: np.asarray(run(x))[0]
             about = dict(path=path, out=out, printed=printed.getvalue(), tokens=tokens)
-            made[name] = SimpleNamespace(**about, run=z, z=z(tokens))
+            made[name] = SimpleNamespace(**about, run=log_p, log_p=log_p(tokens))
         yield made
 
 
 def distance(code, made: SimpleNamespace) -> float:
-    """The largest difference of logits between a reference.py and train_gpt.py."""
-    z = code.logits(made.tokens[0, :T], *reference.load(made.out))
-    assert z.dtype == np.float32 and z.shape == made.z.shape
-    return np.abs(z - made.z).max()
+    """The largest difference of log-probabilities between a reference.py and train_gpt.py."""
+    log_p = code.log_p(made.tokens[0, :T], *reference.load(made.out))
+    assert log_p.dtype == np.float32 and log_p.shape == made.log_p.shape
+    return np.abs(log_p - made.log_p).max()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_is_the_model(exports, name):
     assert distance(reference, exports[name]) < 1e-3
-    assert exports[name].z.std(axis=0).min() > 0.1
+    assert exports[name].log_p.std(axis=0).min() > 0.1
 
 
 # Faults to plant in reference.py; others are in dev/faults/evals.toml.
 MUTATIONS = """
 np.float32(layer.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
 tokens_T[t - n + 1 : t + 1][::-1] -> tokens_T[t - n + 1 : t + 1]
-n >= length -> n > length
++ terms[lengths] ->
+lengths.max(initial=0) -> 0
+max(0, (t // band - 1) * band) -> 0
+np.append(scores, sinks[t]) -> np.append(scores, -99)
 back <= window -> back < window
 np.arange(H) % pair -> np.arange(H) // (H // pair)
 x if layer.attend_to is None else -> x if True else
@@ -167,7 +177,7 @@ def test_the_folder_alone_continues_a_prompt(exports, tmp_path, name, piece):
 def test_the_end_of_a_document_ends_a_text(exports, monkeypatch, capfd):
     coming = [*"é!".encode(), 256, 0]
     monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
-    monkeypatch.setattr(reference, "logits", lambda *_: 99 * np.eye(257)[[coming.pop(0)]])
+    monkeypatch.setattr(reference, "log_p", lambda *_: 99 * np.eye(257)[[coming.pop(0)]])
     call(reference, "h\udcc3\udca9")  # as Python reads bytes that its locale does not know
     assert (capfd.readouterr().out, coming) == ("héé!\n", [0])
 
@@ -178,7 +188,7 @@ def test_a_text_is_a_sample_at_the_temperature(exports, monkeypatch, capfd):
     z_V = np.full(257, -99.0)
     z_V[[*b"ABC"]] = np.log(p)
     monkeypatch.setattr(reference, "__file__", exports["tiny"].out / "reference.py")
-    monkeypatch.setattr(reference, "logits", lambda *_: z_V[None])
+    monkeypatch.setattr(reference, "log_p", lambda *_: z_V[None])
     texts = []
     for temperature, seed in (1, 5), (1, 5), (2, 5), (2, 6):
         call(reference, ".", "--tokens", 4000, "--temperature", temperature, "--seed", seed)
@@ -284,16 +294,16 @@ def unknown(*_):
     raise ValueError("too many values to unpack")
 
 
-@pytest.mark.parametrize("logits, why", [
+@pytest.mark.parametrize("log_p, why", [
     (unknown, "it does not know a part of train_gpt.py's model (too many values to unpack)"),
-    (lambda tokens, c, _: np.full((len(tokens), c.vocab), np.nan), "its logits differ from"),
+    (lambda tokens, c, _: np.full((len(tokens), c.vocab), np.nan), "its log-probabilities differ"),
 ])  # fmt: skip
 def test_what_the_reference_does_not_know_is_exported_without_it(
-    logits, why, exports, tmp_path, monkeypatch, capsys
+    log_p, why, exports, tmp_path, monkeypatch, capsys
 ):
     made = exports["tiny"]
     shutil.copytree(made.out, tmp_path / "out")  # an older export, which has a reference.py
-    monkeypatch.setattr(reference, "logits", logits)
+    monkeypatch.setattr(reference, "log_p", log_p)
     for _ in range(2):  # the second replaces an export without
         call(export, made.path, tmp_path / "out")
         out, err = capsys.readouterr()

@@ -386,7 +386,7 @@ def test_cross_entropy(stage):
     c = dataclasses.replace(C, **sizes)  # the head's width is that of its operands
     weights = jnp.float32([*shares.values()])
     loss, pull = jax.vjp(
-        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, c),
+        lambda w: train_gpt.head_loss(jnp.eye(14), w, jnp.asarray(columns), weights, None, c),
         logits.T,
     )
     (grad,) = pull(jnp.float32(1))

@@ -93,14 +93,14 @@ def refusal(capsys):
     ("tiny --val_tokens 0", "--val_tokens is at least 1, and cannot be 0"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8192, a step's"),
     ("tiny --val_T 768", "--val_tokens 65536 is not a multiple of 6144, a step's"),
-    ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 128\] tokens, but 16"),
+    ("tiny --head_chunk 48", r"--head_chunk 48 does not divide .*\[1024, 256\] tokens, but 16"),
     ("tiny --batch 3", "stage 0: --batch 3 does not divide 256 tokens"),
     ("tiny --cooldown_start 1", "--cooldown_start is not before --cooldown_end"),
-    ("tiny --head_chunk 512", "--head_chunk 512 does not divide .* tokens, but 128"),
+    ("tiny --head_chunk 512", "--head_chunk 512 does not divide .* tokens, but 256"),
     ("tiny --adam_every 3", "--adam_every 3 is not 1 or 2"),
     ("tiny --attention flash", "--attention flash is not one of: cudnn, band"),
     ("tiny --compute float8_e4m3fn", "--compute .* is not one of: bfloat16, float16, float32"),
-    ("tiny --copy 129", "--copy 129 is more than a sequence, 128 tokens"),
+    ("tiny --pointer 257", "--pointer 257 is more than a sequence, 256 tokens"),
     ("tiny --vocab 256", "--eot 256 is no token of --vocab 256"),
     ("tiny --resume=", "--resume needs the path"),  # of an unset variable
     ("tiny --bigrams 7", r"--bigrams 7: too few for \(2, 3, 4, 5\)"),
@@ -118,12 +118,12 @@ WRONG = {  # values that a field cannot have, separated by spaces
     "F bigrams": "0 -1 99999999999",
     "vocab bigrams": "2147483647 134217729",
     "vocab": "65537",
-    "D H batch val_T": "0 -2",
+    "D H batch val_T pointer_D pointer_band": "0 -2",
     "vocab microbatch head_chunk val_every dc_window": "0 -1",
-    "R eot copy deal save": "-1",
-    "deal save": "2",
+    "R eot pointer save": "-1",
+    "save": "2",
     "eot": "257",
-    "copy": "100000",
+    "pointer": "100000",
     "muon_lr adam_lr lr_floor untie cooldown_end momentum_warmup momentum_cooldown": "nan inf",
     "muon_lr adam_lr lr_floor untie cooldown_start momentum_warmup momentum_cooldown": "-0.1",
     "momentum_low momentum_high": "nan inf -0.1 1 1.5",
@@ -142,7 +142,10 @@ def test_values_that_only_the_program_would_refuse_are_refused_before_it(refusal
 
 
 def test_values_at_the_end_of_their_ranges_are_right():
-    lines = "--seed 0 --copy 0 --lr_floor 0 --untie 0", "--seed 4294967295 --copy 256 --untie 9"
+    lines = (
+        "--seed 0 --pointer 0 --lr_floor 0 --untie 0",
+        "--seed 4294967295 --pointer 256 --untie 9",
+    )
     lines += "--momentum_low 0 --momentum_warmup 0 --target -1 --R 0", "--compute float16"
     lines += ("--vocab 65536 --bigrams 134217728",)
     for line in lines:
@@ -198,13 +201,14 @@ def test_help_has_the_values_of_the_preset_with_the_comments_in_the_source(tweak
     fields = [field for field in dataclasses.fields(c) if field.type in (int, float, str)]
     for field in fields:
         assert len(re.findall(rf"^  [ *] --{field.name} \S+", tiny, re.M)) == 1, field.name
-    assert "\n  * --D 128                        model width (record: 768)\n" in tiny
+    assert "\n  * --D 160                        model width (record: 768)\n" in tiny
     assert "\n    --save 1                       0: do not save the weights" in tiny
-    assert "\n    --steps 180 " in tiny and "\n  * ngrams (2, 3, 4, 5) " in tiny
+    steps, tokens = c.stages[0].steps, c.stages[0].tokens
+    assert f"\n    --steps {steps} " in tiny and "\n  * ngrams (2, 3, 4, 5) " in tiny
     assert "\n        # To shorten a run, pass --steps alone" in tiny
     assert "\n    --bare 3\n" in tiny and "10 % of what %s and %(prog)s have\n" in tiny
     assert "\n    betas (0.8, 0.95)              of Adam\n" in tiny
-    assert re.search(r"^ +180 +512 +64 +192 +0 +1 +\(1.0,\) +0$", tiny, re.M)
+    assert re.search(rf"^ +{steps} +{tokens} +64 +192 +0 +1 +\(1.0,\) +0$", tiny, re.M)
     assert "layer  3  no attention  adds layer 1" in tiny and "\n    --stall 300 " in tiny
     launch.print_help(tweaked, ["--help"])
     record = capsys.readouterr().out
@@ -236,7 +240,7 @@ SILENT = dict(  # what would be wrong in silence: the second layer, changes of C
     ),
     tokens=(
         FIRST,
-        dict(stages=(dataclasses.replace(STAGE, tokens=257),)),
+        dict(batch=2, stages=(dataclasses.replace(STAGE, tokens=257),)),
         "stage 0: --batch 2 does not divide 257 tokens",
     ),
     steps=(FIRST, dict(stages=(STAGE, STAGE), steps=1), "--steps 1 is less than 2 stages"),
@@ -294,6 +298,7 @@ LATER = dict(  # what would fail while it is compiled, which only the launcher r
     targets_number=(FIRST, changed_stage(targets=1.0), "stage 0: targets must be a tuple"),
     targets_pair=(FIRST, changed_stage(targets=([1.0, 0.5],)), "stage 0: targets must be a tuple"),
     targets_nan=(FIRST, changed_stage(targets=(1.0, np.inf)), "stage 0: targets must be a tuple"),
+    targets_next=(FIRST, changed_stage(targets=(0.0, 1.0)), "stage 0: the first of targets has no"),
     gap=(Layer(LONG, value_table=2), {}, "value tables are [0, 2]: leave no gaps"),
     prefix=(
         FIRST,
@@ -409,9 +414,10 @@ def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys
 
 
 def test_no_more_devices_than_sequences(monkeypatch):
-    """Eight GPUs run `tiny`, whose batch is 2, on two."""
+    """Eight GPUs run a batch of two on two."""
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * 8)
-    assert len(train_gpt.fit_devices(train_gpt.PRESETS["tiny"])[0]) == 2
+    c = dataclasses.replace(train_gpt.PRESETS["tiny"], batch=2)
+    assert len(train_gpt.fit_devices(c)[0]) == 2
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"

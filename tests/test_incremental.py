@@ -1,6 +1,7 @@
-"""evals/incremental.py reads texts in chunks, with the logits of a whole pass."""
+"""evals/incremental.py reads texts in chunks, with the probabilities of a whole pass."""
 
 import dataclasses
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import weights
 
 import train_gpt
-from tests.test_export import LAST, TRAIN, save
+from tests.test_export import LAST, TRAIN, all_log_p, save
 from tests.tools import MINI32, sequences
 from train_gpt import LONG, SHORT, Layer
 
@@ -38,12 +39,12 @@ def opened(tmp_path_factory):
 
 
 def whole(w: weights.Weights, tokens: np.ndarray) -> np.ndarray:
-    """The logits (B, T, V) of a whole pass over tokens (B, T)."""
-    run = weights.runner(w, lambda x, head, _: weights.logits(w, x, head[: w.c.vocab]), 1)
+    """The log-probabilities (B, T, V) of a whole pass over tokens (B, T)."""
+    run = weights.runner(w, functools.partial(all_log_p, w), 1)
     return run(np.pad(tokens, ((0, 0), (0, 1))))
 
 
-def test_chunks_give_the_logits_of_a_whole_pass(opened):
+def test_chunks_give_the_probabilities_of_a_whole_pass(opened):
     """For texts of five documents, which are read in steps of one and of many tokens."""
     w = opened(EVERY)
     tokens = sequences(w.c, 255, documents=4, count=2)
@@ -94,7 +95,10 @@ def test_a_part_that_chunks_do_not_have_is_noticed(change, opened, capsys):
     reader = incremental.Reader(w)
     reader.test(1, 256)
     assert reader.can_read_chunks is False
-    assert "so every token takes a whole pass (the logits of random" in capsys.readouterr().err
+    assert (
+        "so every token takes a whole pass (the log-probabilities of random"
+        in capsys.readouterr().err
+    )
 
 
 def test_with_other_functions_every_token_takes_a_whole_pass(opened, monkeypatch, capsys):

@@ -101,7 +101,7 @@ def test_wrong_flags_of_the_guard_are_refused(argv, message, script, capsys):
 def test_help_lists_the_flags_of_both_and_trains_nothing(line, script, capsys):
     assert status(*line.split()) == 0
     shown = capsys.readouterr().out
-    assert re.search("--save_every 0 +steps between", shown) and re.search("--D (768|128) ", shown)
+    assert re.search("--save_every 0 +steps between", shown) and re.search("--D (768|160) ", shown)
     assert not script.runs
 
 

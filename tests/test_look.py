@@ -24,7 +24,7 @@ from tests.tools import text, write_shard
 from train_gpt import LONG, SHORT, Layer, Stage
 
 TRAIN = weights.ROOT / "train_gpt.py"
-LOG = weights.ROOT / "records/other/example/2026-11-25T15-13-11_917ae0e6.txt"  # of the main README
+LOG = weights.ROOT / "records/other/example/2026-11-25T15-13-11_917ae0e6.txt"  # a whole run of tiny
 SIZES = dict(D=32, H=4, F=64, bigrams=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8)
 STAGES = (Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),)
 MODELS = [
@@ -210,14 +210,14 @@ def test_streams_are_all_terms_of_the_last_sums(trained):
     found = [f"{where}: {' '.join(x)}" for *_, sums in trained[1:] for where, x, _ in sums]
     assert " / ".join(found) == (
         "layer 5, v: w_v x value2 / layer 5, stream: layer4 attention x0 / layer 5, stream: x mlp "
-        "/ head: layer5 copied / layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: "
+        "/ layer 3, v: w_v x input layer1 layer2 value1 / layer 3, stream: "
         "layer2 input layer1 layer2 / layer 3, stream: x attention input bigram / layer 3, stream: "
-        "x mlp / head: layer3 input layer1 layer2 value0 / head: x copied"
+        "x mlp / head: layer3 input layer1 layer2 value0"
     )  # fmt: skip
     for *_, sums in trained[1:]:
         for _, _, x in sums:
             assert abs(x.sum() - 1) < 1e-4 and len(x) > 1
-        *_, (_, _, x), _ = sums  # the one before the last
+        *_, (_, _, x) = sums
         np.testing.assert_allclose(x, [1, *[0] * (len(x) - 1)], atol=1e-5)
 
 

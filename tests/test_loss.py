@@ -17,6 +17,7 @@ import pytest
 import weights
 
 import train_gpt
+from tests.test_pointer import formula
 from tests.tools import bank_matrices, bigram_rows, write_shard
 from train_gpt import Stage
 
@@ -53,9 +54,9 @@ def run(trained, tmp_path_factory) -> SimpleNamespace:
     yield SimpleNamespace(w=w, path=path, folder=folder, tokens=tokens, start=start, hand=hand)
 
 
-def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> np.ndarray:
-    """Losses (count, T) in float64, with windows S and L. The frequencies stay those of the stage's
-    windows, as in loss.py."""
+def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> list[np.ndarray]:
+    """Losses (count, T), and those without copies, with windows S and L. The frequencies stay those
+    of the stage's windows, as in loss.py."""
     frequencies = train_gpt.rope_frequencies(c, stage)
     windows = dataclasses.replace(c.stages[stage], short=S, long=L)
     c = dataclasses.replace(c, stages=(*c.stages[:stage], windows))
@@ -71,20 +72,20 @@ def by_hand(arrays, tokens, c, stage, T, count, S=12, L=30) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "rope_frequencies", lambda *_: frequencies)
         x = np.float64(read(rows))
-    z = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) @ arrays["head"].T
-    scores = 23 / (1 + np.exp(-(z + 5) / 7.5))
-    at_target = np.take_along_axis(scores, rows[:, 1:, None], axis=-1)[..., 0]
-    return np.log(np.exp(scores).sum(axis=-1)) - at_target
+    x_BTD = (x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True))).astype("f4")
+    both = formula(x_BTD, whole["head"], whole, rows, c)
+    targets = rows[:, 1:, None]
+    return [-np.take_along_axis(np.asarray(log_p), targets, axis=-1)[..., 0] for log_p in both]
 
 
 def test_by_hand_is_the_runs_own_validation(run):
-    loss = run.hand(run.w.c, 0, 64, 16).mean()
+    loss = run.hand(run.w.c, 0, 64, 16)[0].mean()
     assert loss == pytest.approx(run.w.result["val_loss"], abs=1e-4)
 
 
 @faults([
-    ("", ""), ("tokens[:, 1:].reshape", "tokens[:, :-1].reshape"),  # a token predicts itself
-    ("(w, x, head)", "(w, x, head[:257])"),  # softmax without the rows of padding
+    ("", ""), ("x, tokens,", "x, jnp.roll(tokens, 1, axis=1),"),  # a token predicts itself
+    ("(log_p, alone)", "(alone, log_p)"),
     ("short=S, long=L", "short=L, long=S")])  # fmt: skip
 def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
     sizes = (4, 8, 8), (6, 8, 40), (0, 9, 50)
@@ -94,9 +95,9 @@ def test_losses_are_those_by_hand_and_wrong_ones_are_seen(run, old, new):
     if not old:
         cases += [(100, 5, 8), (2, 3, 1), (37, 9, 2)]
     for T, count, devices in cases:
-        expected = run.hand(w.c, 1, T, count, 4, 60)
+        expected, _ = run.hand(w.c, 1, T, count, 4, 60)
         measure = load(old, new).measure
-        tokens, losses = measure(w, run.tokens, 4, 60, T, count, devices)
+        tokens, losses, _ = measure(w, run.tokens, 4, 60, T, count, devices)
         assert tokens.shape == (count, T + 1)
         right = losses.shape == expected.shape and np.abs(losses - expected).max() < 1e-4
         assert right == (old == "")
@@ -143,18 +144,21 @@ def test_bits_per_byte(run, tmp_path, monkeypatch, capsys, old, new):
     loss = load(old, new)
     piece = lambda token: b"xyz"[: token % 3 + 1]
     monkeypatch.setattr(weights, "tokenizer", lambda c: SimpleNamespace(piece=piece))
-    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]))
+    losses = np.float32([range(1, 8)])
+    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), losses, losses + 0.5)
     argv = f"loss.py {run.path} {shard} --T 7 --tokens 13 --out {shard}".split()
     monkeypatch.setattr(sys, "argv", argv)
     loss.main()
-    right = f"4.0000 nats per token, {28 / np.log(2) / 15:.4f} bits per byte\n7 tokens, of which 1 "
+    right = f"4.0000 nats per token, {28 / np.log(2) / 15:.4f} bits per byte\n"
+    right += "4.5000 nats without copies of earlier tokens\n7 tokens, of which 1 "
     assert capsys.readouterr().out.startswith(right) == (old == "")
 
 
 def test_a_text_without_bytes_has_no_bits(run, tmp_path, monkeypatch, capsys):
     shard = write_shard(tmp_path / "x.bin", [256] * 9)
     loss = load()
-    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), np.float32([range(1, 8)]))
+    losses = np.float32([range(1, 8)])
+    loss.measure = lambda w, shard, *_: (np.int32([shard[:8]]), losses, losses)
     monkeypatch.setattr(sys, "argv", f"loss.py {run.path} {shard} --T 7 --tokens 7".split())
     loss.main()
     assert capsys.readouterr().out.startswith("4.0000 nats per byte, no bits, because ")
@@ -179,13 +183,14 @@ def test_from_the_shell(run):
     done = run.start(ROOT / "evals/loss.py", run.path, run.folder, "--S", 5, "--tokens", 700)
     assert (done.returncode, done.stderr) == (0, "")
     inputs = run.tokens[:640].reshape(10, 64)
-    losses = run.hand(run.w.c, 0, 64, 10, S=5)
+    losses, alone = run.hand(run.w.c, 0, 64, 10, S=5)
     *printed, picture = done.stdout.splitlines()
     assert picture == f"{run.path.with_suffix('')}_loss.svg: the loss by position"
-    assert " nats per byte, " in printed[0] and " nats/byte " in printed[3]
+    assert " nats per byte, " in printed[0] and " nats/byte " in printed[4]
     numbers = [[*map(float, re.findall(r"[\d.]+", line))] for line in printed]
     np.testing.assert_allclose(numbers[0][0], losses.mean(), atol=2e-4)
-    np.testing.assert_allclose(numbers[4:], positions_by_hand(inputs, losses), atol=2e-4)
+    np.testing.assert_allclose(numbers[1][0], alone.mean(), atol=2e-4)
+    np.testing.assert_allclose(numbers[5:], positions_by_hand(inputs, losses), atol=2e-4)
     assert {path.suffix for path in run.path.parent.glob("*_loss.*")} == {".svg"}
 
 

@@ -32,7 +32,7 @@ SMALL_TABLE = GOLDEN["ngram/rows_small_of"].item()
 FULL = dataclasses.replace(train_gpt.PRESETS["record"], bigrams=84_602_880, ngrams=(2, 3))
 SMALL = dataclasses.replace(
     MINI32, layers=(Layer(SHORT, bigram=True),), mudd_head=(), vocab=50257, eot=50256,
-    bigrams=SMALL_TABLE, ngrams=(2, 3), copy=0,
+    bigrams=SMALL_TABLE, ngrams=(2, 3), pointer=0,
 )  # fmt: skip
 
 
@@ -182,35 +182,3 @@ def test_training_and_validation_count_what_is_lost():
         assert int(state.lost_ngrams) == (step + 1) * lost
     val = train_gpt.compile_val_step(0, c, mesh)
     assert int(val(state.params, tokens)[1]) == lost
-
-
-# ---- Copies --------------------------------------------------------------------------------------
-def slow_copy(tokens: list[int], t: int, first: int, longest: int) -> tuple[int, int]:
-    """What copied_term finds for token t, whose document begins at `first`."""
-    length, follows = 0, t
-    for j in range(first, t):
-        n = 0
-        while n < longest and j - n >= first and tokens[j - n] == tokens[t - n]:
-            n += 1
-        if n and n >= length:
-            length, follows = n, j + 1
-    return tokens[follows], length
-
-
-def test_copies_are_those_of_a_slow_search():
-    c = dataclasses.replace(MINI32, copy=5, eot=9)
-    tokens = np.random.default_rng(0).integers(0, 3, (4, 80))
-    starts = [0, 33, 34]
-    tokens[:, starts] = c.eot
-    tokens[0, 1:33] = 2
-    # Matches are cut to 5 tokens, so the second place counts, where the token before is another.
-    tokens[1, 1:21] = [1, 0, 0, 1, 2, 2, 0, 2, 0, 0, 1, 2, 2, 1, 1, 0, 0, 1, 2, 2]
-    # The gain of a length is the length, and the row of a token has its largest number there.
-    w = {"head": jnp.eye(10), "copy_gains": jnp.arange(6.0)}
-    gains, rows = train_gpt.copied_term(jnp.asarray(tokens), w, c)
-    assert gains.max() == 5
-    found = zip(tokens.tolist(), rows.argmax(axis=-1), gains[..., 0], strict=True)
-    for row, candidates, lengths in found:
-        for t in range(len(row)):
-            first = max(start for start in starts if start <= t)
-            assert (candidates[t], lengths[t]) == slow_copy(row, t, first, 5)

@@ -129,7 +129,7 @@ def test_no_number_takes_a_first_step_that_a_rounding_error_decides():
             g = np.asarray(gradient[name])
             is_noise = (np.abs(g) < 1e-6 * np.linalg.norm(g)) & (g != 0)
             moves = np.broadcast_to(param.lr, g.shape) > 0
-            if np.any(is_noise & moves):
+            if np.sum(is_noise & moves) > 1e-3 * g.size:  # some of many are as small by chance
                 decided.append(name)
     assert not decided
 

@@ -29,8 +29,8 @@ def counting(size: int) -> str:
     (60_000, "--bytes", "--target 0 --val_tokens 4096 --val_T 256",
      "--steps 20", 2),
     # A CPU needs seconds for a step with GPT-2's vocabulary.
-    pytest.param(60_000, "--passes 1", "--vocab 50257 --eot 50256 --target 0 --steps 35 "
-                 "--val_every 9 --val_tokens 1024 --val_T 128 --head_chunk 128", "", 0.7,
+    pytest.param(60_000, "--passes 1", "--vocab 50257 --eot 50256 --target 0 --steps 47 "
+                 "--val_every 12 --val_tokens 1024 --val_T 128", "", 0.7,
                  marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_text_becomes_a_model(tmp_path, monkeypatch, capsys, size, options, printed, more, falls):

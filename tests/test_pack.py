@@ -5,9 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import idea
 import pack
 import pytest
-import run_ab
 import runs
 import verify
 from fake_runs import LOSSES, SOURCE, data, ours, plan_together, sha, write_ours, write_plan
@@ -64,7 +64,7 @@ def test_a_record_and_the_next(place, tmp_path):
     record = place / "tracks/tiny" / "2026-11-21_second"
     assert json.loads((record / "result.json").read_text())["parent"] == "2026-11-21_first"
     assert verify.main([str(record), str(record / "baseline")]) == 0
-    assert run_ab.patched(parent.read_bytes(), record / "change.patch") == MORE.encode()
+    assert idea.apply(parent.read_bytes(), [record / "change.patch"]) == MORE.encode()
     assert "no `change.patch`" not in (record / "README.md").read_text()
     assert (record / "train_gpt.py").read_text() == MORE
     names = "logs.tar.xz plan.json train_gpt.sha256"  # the baseline's file is that of the first one
@@ -116,7 +116,7 @@ def test_a_source_of_other_bytes_is_packed_as_the_logs_state_it(tmp_path):
     pack.copy_set(verify.collect(new), packed, pack.difference(old, new))
     pack.copy_source(pack.read_source(new), packed, packed)
     assert (packed / "train_gpt.py").read_bytes() == latin
-    assert run_ab.patched(SOURCE.encode(), packed / "change.patch") == latin
+    assert idea.apply(SOURCE.encode(), [packed / "change.patch"]) == latin
     (new / "train_gpt.py").unlink()
     with pytest.raises(Fault, match="train_gpt.py is missing: put the file there"):
         pack.read_source(new)
@@ -186,7 +186,7 @@ def test_a_comparison(place, tmp_path, capsys):
     assert sorted(str(path.relative_to(folder)) for path in files) == names.split()
     base = runs.source_file(folder / "base")
     assert base == folder / "base/../../2026-11-21_first/train_gpt.py"
-    patched = run_ab.patched(base.read_bytes(), folder / "worse" / "change.patch")
+    patched = idea.apply(base.read_bytes(), [folder / "worse" / "change.patch"])
     assert patched == sources["worse"].encode()
     assert (folder / "same" / "train_gpt.py").read_text() == sources["same"]
     assert capsys.readouterr().out == f"packed {folder}\n"

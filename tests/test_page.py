@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import look
 import loss
 import numpy as np
@@ -28,7 +27,7 @@ TEXT = 3 * LINE + "é€\n".encode()
 FOLDER = page.FOLDER
 # A model that does not copy, whose tokens are longer than a byte, and whose last heads are paired.
 PLAIN = dataclasses.replace(
-    MODELS[0], copy=0, vocab=300, eot=299, layers=(Layer(SHORT), Layer(LONG, paired_heads=True))
+    MODELS[0], pointer=0, vocab=300, eot=299, layers=(Layer(SHORT), Layer(LONG, paired_heads=True))
 )
 WORDS = SimpleNamespace(
     encode=lambda text: [len(word) for word in text.split()],
@@ -42,7 +41,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     save(folder / "a.npz", MODELS[0])
     w = weights.open_weights(folder / "a.npz", TRAIN)
-    w.arrays["copy_gains"][1:] = 20  # copying counts
+    w.arrays["head"][w.c.vocab] *= 20  # copying counts
     shard = write_shard(folder / "x_val_000000.bin", [256, *TEXT, 256, *TEXT])
     tokens = look.text(w, shard)[:2]
     reading = page.read(w, tokens)
@@ -68,9 +67,10 @@ def data_of(content: str) -> dict:
 def test_losses_are_those_that_loss_prints(made, data):
     stage = made.w.c.stages[made.w.stage]
     measure = [weights.val_shard(made.w, made.shard, 64), stage.short, stage.long, 64, 2]
-    tokens, losses = loss.measure(made.w, *measure)
+    tokens, losses, alone = loss.measure(made.w, *measure)
     np.testing.assert_array_equal(made.tokens, tokens)
     np.testing.assert_allclose(made.reading.loss, losses, atol=1e-5)
+    np.testing.assert_allclose(made.reading.loss_without_copy, alone, atol=1e-5)
     assert abs(made.reading.loss.mean(dtype="f8") - losses.mean(dtype="f8")) < 1e-5
     page_losses = [sequence["loss"] for sequence in data["sequences"]]
     assert abs(np.mean(page_losses) - losses.mean(dtype="f8")) < 1e-5
@@ -78,13 +78,12 @@ def test_losses_are_those_that_loss_prints(made, data):
 
 
 def test_a_token_has_one_probability(made, data):
-    """Among the likeliest tokens, and from its loss: the page writes both with two digits or
-    three."""
+    """Among the likeliest tokens, and from its loss, both computed in bfloat16."""
     for sequence, row in zip(data["sequences"], made.tokens[:, 1:].tolist(), strict=True):
         for t, token in enumerate(row):
             if token in sequence["likely"][t]:
                 p = sequence["p"][t][sequence["likely"][t].index(token)]
-                assert p == pytest.approx(np.exp(-sequence["loss"][t]), rel=6e-3)
+                assert p == pytest.approx(np.exp(-sequence["loss"][t]), rel=3e-2)
 
 
 def test_the_page_says_how_its_sample_was_made(made):
@@ -95,8 +94,8 @@ def test_the_page_says_how_its_sample_was_made(made):
 
 def test_without_parts_the_losses_are_those_of_weights_without_them(made):
     w = made.w
-    no_gains = w._replace(arrays=w.arrays | {"copy_gains": np.zeros(17, np.float32)})
-    outputs, *_ = page.run_model(no_gains, made.tokens)
+    sink = {"pointer_sink_bias": np.array([1e4], np.float32)}  # it takes all of the attention
+    outputs, *_ = page.run_model(w._replace(arrays=w.arrays | sink), made.tokens)
     np.testing.assert_allclose(made.reading.loss_without_copy, outputs["loss"], atol=1e-5)
     no_rows = w._replace(arrays=w.arrays | {"bigram": 0 * w.arrays["bigram"]})
     outputs, *_ = page.run_model(no_rows, made.tokens)
@@ -112,8 +111,8 @@ def test_probabilities_are_of_the_likeliest_tokens(made):
     is_next = r.likely == targets[..., None]
     is_likely = is_next.any(axis=-1)
     assert is_likely.any() and not is_likely.all()
-    np.testing.assert_allclose(r.p[is_next], np.exp(-r.loss[is_likely]), rtol=1e-4)
-    assert np.all(np.exp(-r.loss[~is_likely]) <= r.p[~is_likely][:, -1])
+    np.testing.assert_allclose(r.p[is_next], np.exp(-r.loss[is_likely]), rtol=3e-2)
+    assert np.all(np.exp(-r.loss[~is_likely]) <= 1.03 * r.p[~is_likely][:, -1])
 
 
 def test_attention_reads_what_the_window_shows(made):
@@ -123,33 +122,36 @@ def test_attention_reads_what_the_window_shows(made):
     np.testing.assert_allclose(made.reading.reads.sum(axis=-1), 1, rtol=1e-5)
 
 
-def test_the_copied_place_follows_the_longest_earlier_match(made, data):
-    """Compared with a search that is slow and simple, and with copied_term()."""
+def test_the_copied_place_has_the_most_of_the_attention(made, data):
+    """Of the places where the next token followed, if the pointer attends to any."""
     w = made.w
-    gains = jnp.arange(w.c.copy + 1.0)
-    arrays = {"copy_gains": gains, "head": jnp.asarray(w.arrays["head"])}
-    lengths, rows = w.code.copied_term(jnp.asarray(made.tokens[:, :-1]), arrays, w.c)
+
+    def attention(x, whole, tokens):
+        arguments = w, whole, x, tokens[:, :-1]
+        return weights.predict_all(*arguments, lambda prediction, _: prediction.pointer)
+
+    pointer_BTT = weights.runner(w, attention, 1)(made.tokens)
     seen = set()
     for b, sequence in enumerate(data["sequences"]):
         row = made.tokens[b].tolist()
         for t in range(len(row) - 1):
             start = max([0] + [i for i in range(t + 1) if row[i] == w.c.eot])
-            matches = [(0, -1)]
-            for end in range(start, t):
-                n = 0
-                while n < w.c.copy and end - n >= start and row[end - n] == row[t - n]:
-                    n += 1
-                matches.append((n, end))
-            length, end = max(matches)
-            place = end + 1 if length else -1
-            assert (sequence["length"][t], sequence["from"][t]) == (length, place)
-            assert lengths[b, t, 0] == length
-            follows = jnp.asarray(w.arrays["head"])[row[place] if length else row[t]]
-            np.testing.assert_allclose(
-                np.float32(rows[b, t]), w.code.norm(follows.astype(w.c.compute)), rtol=1e-2
-            )
-            seen.add(length)
-    assert {0, 1, w.c.copy} <= seen
+            places = [j + 1 for j in range(start, t)]
+            right = [place for place in places if row[place] == row[t + 1]]
+            found = sequence["from"][t]
+            seen.add((bool(places), bool(right)))
+            if not places:
+                assert (found, sequence["length"][t]) == (-1, 0)
+                continue
+            shares = {place: pointer_BTT[b, t, place - 1] for place in right or places}
+            assert found in shares and shares[found] >= max(shares.values()) * (1 - 1e-4)
+            assert sequence["share"][t] == pytest.approx(shares[found], rel=1e-2)
+            n = 0
+            while n < w.c.pointer and found - 1 - n >= start and row[found - 1 - n] == row[t - n]:
+                n += 1
+            assert sequence["length"][t] == n
+            seen.add(n)
+    assert {(False, False), (True, False), (True, True), 0, w.c.pointer} <= seen
 
 
 def test_a_model_that_does_not_copy(tmp_path, monkeypatch):
@@ -252,6 +254,8 @@ def test_the_page_is_small_and_needs_nothing_else():
     sizes = dict(likely=(B, T, 5), p=(B, T, 5), reads=(B, T, T))
     arrays = {name: rng.uniform(0, 9, sizes.get(name, (B, T))) for name in page.Reading._fields}
     arrays["likely"] = rng.integers(0, 50000, (B, T, 5))
+    arrays["copied"] = rng.integers(0, T, (B, T))
+    arrays["length"] = rng.integers(0, 17, (B, T))
     reading = page.Reading(**arrays)._replace(layer=10)
     w = SimpleNamespace(c=dataclasses.replace(MODELS[0], vocab=50257, eot=50256))
     coder = SimpleNamespace(piece=lambda token: b" international")

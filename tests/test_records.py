@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import idea
 import pack
 import pytest
-import run_ab
 import runs
 import verify
 
@@ -52,7 +52,7 @@ def test_a_patch_makes_the_source_that_its_logs_state(patch):
     arms = json.loads((patch.parents[1] / "plan.json").read_text())["arms"]
     first, *_ = arms
     source = runs.source_file(patch.parents[1] / first)
-    text = run_ab.patched(source.read_bytes(), patch)
+    text = idea.apply(source.read_bytes(), [patch])
     assert hashlib.sha256(text).hexdigest() == arms[patch.parent.name]
 
 

@@ -31,7 +31,7 @@ import weights
 import train_gpt
 from dev import guard
 from tests.record92 import PATH, frozen
-from tests.tools import ALPHABET, write_shard
+from tests.tools import ALPHABET, PHRASE, write_shard
 from train_gpt import Stage
 
 ROOT = Path(train_gpt.__file__).resolve().parent
@@ -137,11 +137,11 @@ def test_samples_of_tiny_are_code_that_one_would_show():
     assert len(samples) == 8
     rules = [rule(text.partition("\x0c")[0]) for text in samples]
     lines, most, accepted = zip(*rules, strict=True)
-    assert min(lines) >= 12 and max(most) <= 3 and min(accepted) >= 0.75  # Python 3.12 is stricter
+    assert min(lines) >= 12 and max(most) <= 3 and min(accepted) >= 0.7  # Python 3.12 is stricter
     page = " ".join((ROOT / "evals/README.md").read_text(encoding="utf-8").split())
     assert (
         f"at least {min(lines)} lines of text, none more than {NUMBERS[max(most)]}, and Python's "
-        "tokenizer accepts at least three quarters of them"
+        "tokenizer accepts at least seven in ten of them"
     ) in page
 
 
@@ -154,7 +154,7 @@ def test_a_run_of_tiny_ends_with_code_that_one_would_show(tmp_path):
     launch = [sys.executable, ROOT / "dev/launch.py", TRAIN, "tiny", "--data", data]
     done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True)
     result = json.loads(re.search("^RESULT (.*)$", done.stdout, re.M)[1])
-    assert result["steps"] == 180 and result["reason"] == "target reached"
+    assert result["steps"] == 187 and result["reason"] == "target reached"
     command = [sys.executable, ROOT / "evals/sample.py", f"logs/{result['weights']}", "--go_on"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     lines, most, accepted = rule(done.stdout.split(sample.RULE)[1])
@@ -174,7 +174,7 @@ def test_of_several_lines_the_likeliest_is_taken_if_it_is_new_and_its_brackets_c
     text = np.array([[*prompt, *b"old\n"]])
     coder = SimpleNamespace(piece=lambda token: bytes([token]))
 
-    def logits_after(rows):
+    def log_p_after(rows):
         """Row i goes on with the line number i, each of whose tokens has its probability."""
         n = rows.shape[1] - text.shape[1]
         p = np.full((len(likely), 257), 1e-9)
@@ -185,7 +185,7 @@ def test_of_several_lines_the_likeliest_is_taken_if_it_is_new_and_its_brackets_c
     order = []
     while likely:
         how = argparse.Namespace(**HOW | dict(best=len(likely)))
-        line = sample.best_line(logits_after, text, len(prompt), 9, how, None, coder)
+        line = sample.best_line(log_p_after, text, len(prompt), 9, how, None, coder)
         order.append(bytes(line[0].tolist()))
         del likely[order[-1]]
     assert order[:4] == [b"xyx\n", b"zzz\n", b"(aa\n", b"b)c\n"]
@@ -303,8 +303,8 @@ def test_every_prompt_of_a_session_has_its_own_randomness():
 def test_tokens_are_drawn_by_their_probability(change, p):
     how = argparse.Namespace(**HOW | change)
     rng = np.random.default_rng(1)
-    logits = np.log(np.float32([0.1, 0.5, 0.05, 0.35])) + 7
-    drawn = [sample.draw(logits, how, rng) for _ in range(4000)]
+    log_p = np.log(np.float32([0.1, 0.5, 0.05, 0.35]))
+    drawn = [sample.draw(log_p, how, rng) for _ in range(4000)]
     p = np.array(p) / np.sum(p)
     share = np.bincount(drawn, minlength=4) / 4000
     assert np.all(np.abs(share - p) <= 4 * np.sqrt(p * (1 - p) / 4000))
@@ -355,7 +355,7 @@ def test_a_window_that_moved_is_told_once(wanted, token, told, w, capsys):
 def test_a_text_for_other_tools(w):
     """It ends with the document, and a long prompt is no fault."""
     coder = weights.tokenizer(w)
-    text = sample.continue_text(w, coder, "x" * 300 + "ABC", 30, 1, temperature=0)
+    text = sample.continue_text(w, coder, 15 * PHRASE + "ABC", 30, 1, temperature=0)
     assert len(text) == 13 and sample.continue_text(w, coder, "ABC", temperature=0) == ALPHABET[3:]
 
 
@@ -400,11 +400,12 @@ def test_prompts_in_a_row(call, monkeypatch):
 
 # ---- Refusals ------------------------------------------------------------------------------------
 def edited(run, tmp_path, **change) -> Path:
-    """A copy of the weights with other config=, result= or arrays; None removes one."""
+    """A copy of the weights with other config=, result= or arrays; None removes one, or a field."""
     parts = dict(np.load(run.path))
     for name, value in change.items():
         if isinstance(value, dict):
-            value = json.dumps(json.loads(parts[name].item()) | value)
+            fields = json.loads(parts[name].item()) | value
+            value = json.dumps({field: x for field, x in fields.items() if x is not None})
         parts[name] = value
     np.savez(tmp_path / "x.npz", **{k: v for k, v in parts.items() if v is not None})
     return tmp_path / "x.npz"
@@ -524,7 +525,7 @@ BAD = {
     "another type": (
         lambda *x: edited(*x, config=dict(head_chunk="1")), "TypeError(\"head_chunk is '1'\")"),
     "no such window": (lambda *x: edited(*x, config=dict(dc_window=0)), "--dc_window is at least"),
-    "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "'None of 80 steps'"),
+    "no steps": (lambda *x: edited(*x, result=dict(steps=None)), "KeyError('steps')"),
     "steps in quotes": (lambda *x: edited(*x, result=dict(steps="60")), "'60' of 80 steps"),
     "NaN steps": (lambda *x: edited(*x, result=dict(steps=np.nan)), "'nan of 80 steps'"),
     "a field more": (
@@ -618,11 +619,14 @@ def test_weights_of_another_script_need_it_and_an_older_one_is_refused(run, tmp_
 
 @pytest.mark.slow
 def test_weights_of_the_frozen_file_need_it(run, tmp_path, call):
-    """Of a model that both files have, as its own tiny is one."""
-    more = dataclasses.asdict(frozen.PRESETS["tiny"])
-    for field in dataclasses.fields(train_gpt.Config):
-        del more[field.name]
-    path = edited(run, tmp_path, config=more)
+    """Of a model that both files have: without copies and without a pointer."""
+    ours = {field.name for field in dataclasses.fields(train_gpt.Config)}
+    theirs = dataclasses.asdict(frozen.PRESETS["tiny"]) | {"copy": 0}
+    more = {field: x for field, x in theirs.items() if field not in ours}
+    more |= dict.fromkeys(ours - theirs.keys())
+    with np.load(run.path) as parts:
+        pointer = [name for name in parts if name.startswith("pointer")]
+    path = edited(run, tmp_path, config=more, **dict.fromkeys(pointer))
     greedy = "ABC", "--temperature", "0"
     status, out, err = call(*greedy, path=path)
     assert (status, out) == (2, "") and "only one of them has the field averages; name the" in err

@@ -161,24 +161,6 @@ def test_what_becomes_of_documents_by_example():
     ]
 
 
-def test_dealt_sequences_of_a_batch_come_from_equal_parts_of_a_stage():
-    shards = [np.arange(100, dtype="<u2"), np.arange(1000, 1041, dtype="<u2")]
-    shapes = [*[(2, 10, 0)] * 3, *[(2, 5, 0)] * 4, *[(2, 10, 0)] * 2]
-    starts = {}
-    for dealt in 0, 1:
-        c = dataclasses.replace(MINI, deal=dealt)
-        batches = train_gpt.read_batches(shards, shapes, c)
-        starts[dealt] = [batch[:, 0].tolist() for batch in batches]
-    of_second_shard = [[1000, 1005], [1010, 1020]]
-    in_turn = [[0, 10], [20, 30], [40, 50], [60, 65], [70, 75], [80, 85]]
-    assert starts[0] == [*in_turn, *of_second_shard]
-    in_parts = [[0, 30], [10, 40], [20, 50], [60, 75], [65, 80], [70, 85]]
-    assert starts[1] == [*in_parts, *of_second_shard]
-    for part in 0, 1:  # a host reads its own sequences
-        batches = train_gpt.read_batches(shards, shapes, c, part, 2)
-        assert [batch[:, 0].tolist() for batch in batches] == [[row[part]] for row in starts[1]]
-
-
 def test_the_first_batch_reads_only_the_first_million_tokens():
     """Because it is found on the clock."""
     read = []

@@ -104,8 +104,7 @@ def test_every_field_is_read_somewhere_and_has_a_comment():
 # uses it, and this must be the record or medium: what only a smaller model uses is not of the
 # record, and what no preset uses is a branch that no run takes. These may stay all the same:
 ALLOWED = {
-    "copy": "tiny trains on little text, which repeats itself",
-    "deal": "the sequences of a small batch would be of one document",
+    "pointer": "tiny trains on little text, which repeats itself",
     "key_start": "small models find induction late",
     "ngrams": "a vocabulary of bytes needs longer n-grams than pairs",
     "steps": "a shorter run",

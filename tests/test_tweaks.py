@@ -198,10 +198,10 @@ def check_stages(module: ModuleType, c) -> None:
     """Two stages train; the last stage sets the windows of the last validation alone."""
     assert [c.stage_at(step) for step in range(3)] == [0, 1, 2]
     tiny = module.PRESETS["tiny"]
-    assert tiny.total_steps == 180 and tiny.stage_ends.tolist() == [140, 180, 180]
+    assert tiny.total_steps == 187 and tiny.stage_ends.tolist() == [147, 187, 187]
     starts = jnp.zeros((1, 8), bool)
     windows = [module.positions(starts, c, stage).windows[module.LONG] for stage in range(3)]
-    assert windows == [192, 255, 384]
+    assert windows == [192, 256, 384]
     frequencies = [module.rope_frequencies(tiny, stage)[0] for stage in range(3)]
     assert np.any(frequencies[1] != frequencies[0])
     assert np.array_equal(frequencies[2], frequencies[1])
@@ -211,7 +211,7 @@ def check_stages(module: ModuleType, c) -> None:
 @pytest.mark.parametrize("old, new, message", [
     ("    Layer(None, skip_from=1,", "    Layer(None, skip_from=1, xsa=True,", "layer 3 has no"),
     ("    Layer(None, skip_from=1,", "    Layer(None, skip_form=1,", "skip_form"),
-    ("mudd_head=(), D=128", "mudd_head=(), width=128", "width"),
+    ("mudd_head=(), D=160", "mudd_head=(), width=128", "width"),
 ])  # fmt: skip
 def test_a_wrong_layer_stage_or_preset_fails_when_the_file_is_imported(old, new, message, load):
     assert train_gpt.SOURCE.count(old) == 1

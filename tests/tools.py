@@ -41,7 +41,8 @@ MINI = dataclasses.replace(
     layers=MINI_LAYERS,
     stages=MINI_STAGES,
     mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
-    D=32, H=2, F=64, R=8, bigrams=512, ngrams=(2, 3), copy=4, batch=8, deal=0, microbatch=8,
+    D=32, H=2, F=64, R=8, bigrams=512, ngrams=(2, 3), pointer=4, pointer_D=8,
+    pointer_band=16, batch=8, microbatch=8,
     adam_lr=0.008, adam_every=2, head_chunk=32,
     head_forward="float8_e4m3fn", head_backward="float8_e5m2",
     dc_window=12, attention="band", val_T=128, val_tokens=2048, seed=3, cooldown_start=8 / 20,
@@ -50,8 +51,8 @@ MINI = dataclasses.replace(
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 SMALL = (  # flags of train_gpt.py for a run that takes seconds
-    "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 32 --dc_window 12 --val_T 64 "
-    "--val_tokens 1024 --batch 8 --deal 0 --adam_every 2 --copy 4 "
+    "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 16 --dc_window 12 --val_T 64 "
+    "--val_tokens 1024 --batch 8 --adam_every 2 --pointer 4 --pointer_D 8 "
     "--head_forward float8_e4m3fn --head_backward float8_e5m2 --target 0"
 ).split()
 
@@ -60,7 +61,7 @@ def with_tiny(source: str, layers: str, stages: str) -> str:
     """`source` with other layers and stages in its preset `tiny`; both are given as code."""
     main = 'if __name__ == "__main__":'
     assert source.count(main) == 1
-    change = f"layers=({layers},), stages=({stages},), mudd_head=()"
+    change = f"layers=({layers},), stages=({stages},), mudd_head=(), head_chunk=32"
     preset = f'PRESETS["tiny"] = dataclasses.replace(PRESETS["tiny"], {change})'
     return source.replace(main, f"{preset}\n\n\n{main}")
 
@@ -132,7 +133,7 @@ def make_mesh(devices: int) -> Mesh:
 
 def sequences(c, T: int, seed: int = 0, documents: int = 4, count: int = 8) -> np.ndarray:
     """(count, T + 1) random tokens in which documents start at random places. Six tokens are there
-    twice, for [copy]."""
+    twice, for [pointer]."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, c.vocab - 1, (count, T + 1)).astype(np.int32)
     tokens[tokens == c.eot] = 0
