@@ -4,6 +4,7 @@
 #   ./run.sh [PRESET] [--field value ...]       trains record, medium, small or tiny
 #   ./run.sh record92 [--field value ...]       trains records/upstream92/train_gpt.py
 #   ./run.sh my_idea.py tiny [--field ...]      trains a copy of train_gpt.py
+#   ./run.sh idea NAME... [PRESET] [--field]    trains a copy with ideas of records/ideas/
 #   ./run.sh tiny --help                        lists that preset's values, which are the flags
 #   ./run.sh plan [PRESET] [--price 20]         what it takes here: disk, minutes, flags, dollars
 #   ./run.sh check ...                          measures how fast the machine is; --full: whether it
@@ -244,6 +245,13 @@ esac
 any_python
 case ${1:-} in
   plan | watch | clean) verb=$1 && shift && exec "$python" "dev/$verb.py" "$@" ;;
+  idea)
+    shift
+    case ${1:-} in "" | -*) exec "$python" dev/idea.py "$@" ;; esac
+    words=$("$python" dev/idea.py "$@") || exit
+    eval "set -- $words" # idea_NAME.py, and what follows the names
+    echo "$1 is train_gpt.py with these ideas"
+    ;;
 esac
 case "$*" in
   --version | basics | "basics -h" | "basics --help") exec "$python" dev/machine.py "$1" ;;

@@ -4,8 +4,9 @@
 
 Logs and the newest weights of each preset stay, and so does everything of a run that is still
 going. So do the checkpoints of runs that were interrupted, which --all removes as well. In logs/ it
-lists only what has the name of a run. It also lists .cache/jax, .pytest_cache and .ruff_cache. It
-touches nothing else, and nothing outside of this folder, to which a link may lead.
+lists only what has the name of a run. It also lists copies that ./run.sh idea has made and nobody
+has edited, .cache/jax, .pytest_cache and .ruff_cache. It touches nothing else, and nothing outside
+of this folder, to which a link may lead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
+import idea  # noqa: E402
 from messages import Fault, Parser, one_line  # noqa: E402
 
 RUN = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}-[0-9]{2}-[0-9]{2}_[0-9a-f]{8}")  # a date
@@ -211,6 +213,9 @@ def everything(root: Path) -> list[Item]:
     logs = root / "logs"
     if logs.is_dir() and is_within(logs, root):
         items += left_by_runs(logs)
+    for path in sorted(root.glob("idea_*.py")):
+        if path.is_file() and not path.is_symlink() and idea.is_as_made(path):
+            items.append(Item(path, "copy that ./run.sh idea makes anew", size_of(path)))
     for name, what in CACHES.items():
         path = root / name
         if path.is_dir() and not path.is_symlink() and is_within(path, root):

@@ -5,14 +5,18 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --memory              only the memory of every row of FITS
     python dev/compile_8xh100.py --small               all programs of the preset small, on one GPU
     python dev/compile_8xh100.py --lowered [--write]   says, in seconds, whether the page is old
+    python dev/compile_8xh100.py --idea NAME ...       milliseconds, GB and seconds of the run with
+                                                       ideas of records/ideas/; --file PATH: of a
+                                                       copy. --stages 0,2 compiles only these, at
+                                                       about 18 s a program on an idle core
 
-All but --small take --preset medium, of which one device compiles only the two programs that need
-the most memory. The first three need jax[cuda12] or jax[cuda13], but no GPU and no
-driver. With --write, the first writes the preset's page in records/gpu/, such as h100_compile.md.
-The last one runs with any JAX: it lowers some programs without compiling them, and looks for a
-digest of their text in the page. If it is there, no program has changed. The text differs between
-versions of JAX, so --write adds the digest of this version, provided that train_gpt.py has not
-changed since the page was written.
+All but --small, --idea and --file take --preset medium, of which one device compiles only the two
+programs that need the most memory. All but --lowered need jax[cuda12] or jax[cuda13], but no GPU
+and no driver. With --write, the first writes the preset's page in records/gpu/, such as
+h100_compile.md. --lowered runs with any JAX: it lowers some programs without compiling them, and
+looks for a digest of their text in the page. If it is there, no program has changed. The text
+differs between versions of JAX, so --write adds the digest of this version, provided that
+train_gpt.py has not changed since the page was written.
 
 The compiler shows kernels, collectives and their order, memory and instructions. It shows neither
 speed nor results: products are not tuned, and cuDNN builds its plans only on a real GPU. The parts
@@ -42,6 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 
 import fits  # noqa: E402
+import idea  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import report  # noqa: E402
@@ -51,6 +56,7 @@ from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
+from messages import Fault, one_line  # noqa: E402 - idea adds its folder to the path
 
 import train_gpt  # noqa: E402
 
@@ -333,6 +339,142 @@ def prepare(preset: str) -> train_gpt.Config:
     return record_config(preset, "cudnn")
 
 
+# ---- Copies with ideas ---------------------------------------------------------------------------
+class Program8(NamedTuple):
+    """What a training program costs on each of 8 H100s."""
+
+    ms: float  # of a step, estimated
+    GB: float  # of the state and the temporaries
+
+
+Costs = dict[tuple[str, int], Program8]  # by the kind and the stage of the program
+
+
+def use(source: str) -> None:
+    """Replaces this file's train_gpt by a copy with another source."""
+    global train_gpt
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train_gpt.py")  # h100.hlo finds its functions by this name
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("train_gpt_with_ideas", path)
+        train_gpt = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = train_gpt  # dataclasses look it up
+        spec.loader.exec_module(train_gpt)
+
+
+def page_costs(page: str) -> Costs:
+    """The costs in a page that this tool has written."""
+    ms = {}
+    GB = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 11 and cells[1] in (FIRST, SECOND):
+            ms[cells[1], int(cells[0])] = float(cells[8])
+        elif len(cells) == 12 and cells[0] in (FIRST, SECOND) and cells[1] == "8":
+            for stage in cells[2].split(","):
+                GB[cells[0], int(stage)] = float(cells[4]) + float(cells[5])
+    return {key: Program8(ms[key], GB[key]) for key in ms}
+
+
+def compiled_costs(stages: list[int], name: str) -> Costs:
+    """The costs of the training programs of these stages, compiled from train_gpt."""
+    c = prepare("record")
+    costs = {}
+    for kind, stage in steps_of_programs(c):
+        if stage in stages:
+            compiled = compile_for_h100(compile_step, kind, stage, c, devices=8)
+            memory = compiled.memory.temp_size_in_bytes + compiled.memory.argument_size_in_bytes
+            ms = sum(step_ms(compiled.program, transfers(compiled.program)).values())
+            costs[kind, stage] = Program8(ms, memory / 1e9)
+            print(f"{name}, {kind} step of stage {stage}: {ms:.1f} ms, {memory / 1e9:.1f} GB; "
+                  f"compiled in {compiled.seconds:.0f} s", flush=True)  # fmt: skip
+    shutil.rmtree(DUMP, ignore_errors=True)
+    return costs
+
+
+def whole_run(c: train_gpt.Config, costs: Costs, page: Costs) -> dict[int, tuple[float, int]]:
+    """Milliseconds of a mean step and the number of steps of every stage of a run. A stage that
+    was not compiled takes the page's, times the ratio of the nearest one that was."""
+    compiled = sorted({stage for _, stage in costs})
+    steps = steps_of_programs(c)
+    stages = {}
+    for stage in sorted({stage for _, stage in steps}):
+        near = min(compiled, key=lambda other: abs(other - stage))
+        total = 0.0
+        for kind in (FIRST, SECOND):
+            if stage in compiled:
+                ms = costs[kind, stage].ms if (kind, stage) in costs else 0.0
+            else:
+                known = kind if (kind, near) in costs else SECOND
+                ms = page[kind, stage].ms * costs[known, near].ms / page[known, near].ms
+            total += steps[kind, stage] * ms
+        number = steps[FIRST, stage] + steps[SECOND, stage]
+        stages[stage] = total / number, number
+    return stages
+
+
+def run_seconds(stages: dict[int, tuple[float, int]]) -> float:
+    """Seconds of the steps of a run."""
+    return sum(ms * steps for ms, steps in stages.values()) / 1e3
+
+
+def base_costs(stages: list[int], page: str) -> Costs:
+    """The costs of train_gpt.py as it is: those of the page, if this version of JAX has written it
+    for this file; or else the file is compiled, because versions of JAX differ as much as ideas."""
+    if f"- jax {jax.__version__}," in page and source_line() in page.splitlines():
+        return page_costs(page)
+    return compiled_costs(stages, "as it is")
+
+
+def measure_copy(name: str, source: str, stages: list[int], base: Costs, page: Costs) -> str:
+    """Compiles a copy of train_gpt.py, and returns a table of its stages and of the run, beside
+    those of the file as it is."""
+    as_it_is = train_gpt.SOURCE
+    base_run = whole_run(train_gpt.PRESETS["record"], base, page)
+    use(source)
+    c = train_gpt.PRESETS["record"]
+    if {stage for _, stage in steps_of_programs(c)} != base_run.keys():
+        raise Fault(f"{name} has other stages than the record, so their times cannot be compared")
+    costs = compiled_costs(stages, name)
+    run = whole_run(c, costs, page)
+    use(as_it_is)
+    rows = [("stage", "steps", "ms", "as it is", "GB", "as it is", "compiled")]
+    for stage, (ms, steps) in run.items():
+        numbers = ms, base_run[stage][0], most_GB(costs, stage), most_GB(base, stage)
+        cells = [f"{x:.1f}" if x else "" for x in numbers]
+        rows.append((stage, steps, *cells, "yes" if stage in stages else "no, in proportion"))
+    seconds = f"{run_seconds(run):.1f} s", f"{run_seconds(base_run):.1f} s"
+    rows.append(("run", c.total_steps, *seconds, "", "", "estimates"))
+    versions = f"jax {jax.__version__}, cuDNN {cudnn_version()}, 8 H100s: compiled, not run"
+    return f"{name}: {versions}\n\n{report.table(*rows)}"
+
+
+def most_GB(costs: Costs, stage: int) -> float:
+    """What the programs of a stage need of each GPU; 0 if none was compiled."""
+    return max((cost.GB for (_, other), cost in costs.items() if other == stage), default=0.0)
+
+
+def measure_copies(ideas: list[list[str]], file: Path | None, stages: list[int]) -> None:
+    """Prints a table for every set of ideas, and one for a file."""
+    page = PAGES["record"].read_text(encoding="utf-8")
+    sources = {" ".join(names): idea.copy_of(names).decode() for names in ideas}
+    if file:
+        sources[file.name] = file.read_text(encoding="utf-8")
+    base = base_costs(stages, page)
+    for name, source in sources.items():
+        print(f"\n{measure_copy(name, source, stages, base, page_costs(page))}\n", flush=True)
+
+
+def read_stages(text: str, c: train_gpt.Config) -> list[int]:
+    """The stages in --stages; all that have steps, if it is empty."""
+    known = sorted({stage for _, stage in steps_of_programs(c)})
+    words = text.split(",") if text else map(str, known)
+    stages = [int(word) if word.isdecimal() else -1 for word in words]
+    if not {*stages} <= {*known}:
+        raise Fault(f"--stages {text}: the record's stages are {', '.join(map(str, known))}")
+    return stages
+
+
 def largest_programs(results: list[Result]) -> list[tuple[str, int]]:
     """Kind and stage of the second step and of the validation that need the most memory; of equals,
     the last."""
@@ -385,6 +527,10 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--small", action="store_true", help="only measure the preset small")
     cli.add_argument("--untimed", action="store_true", help="do not limit the seconds of compiling")
     cli.add_argument("--lowered", action="store_true", help="only compare the programs' text")
+    ideas = dict(nargs="+", action="append", default=[], metavar="NAME")
+    cli.add_argument("--idea", **ideas, help="of records/ideas/, together; again: another table")
+    cli.add_argument("--file", type=Path, help="a copy of train_gpt.py")
+    cli.add_argument("--stages", default="", help="of --idea and --file, as 0,2; default: all")
     arguments = cli.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_compilation_cache", False)
@@ -393,6 +539,13 @@ def main(argv: list[str]) -> int:
     if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
+    if arguments.idea or arguments.file:
+        others = arguments.write, arguments.memory, arguments.small
+        if arguments.preset != "record" or any(others):
+            raise Fault("--idea and --file compile the preset record, and take only --stages")
+        stages = read_stages(arguments.stages, train_gpt.PRESETS["record"])
+        measure_copies(arguments.idea, arguments.file, stages)
+        return 0
     file = PAGES[arguments.preset]
     if arguments.memory:
         page, wrong = measure_fits(prepare(arguments.preset), fits.ROWS[arguments.preset])
@@ -412,4 +565,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with one_line("compile_8xh100.py"):
+        status = main(sys.argv[1:])
+    sys.exit(status)

@@ -43,7 +43,7 @@ NEEDS = {  # dev/README.md, Disk: a test compares them with the presets
     "record92": Needs(1.6, 34.0, 43.0, FINEWEB.format(1.6), 27),
     "medium": Needs(5.0, 3.3, 11.5, FINEWEB.format("5.0"), 28),
     "small": Needs(0.4, 0.2, 0.8, FINEWEB.format(0.4), 6, f"5.3 GB of one device ({PLANNED})"),
-    "tiny": Needs(0.006, 0.018, 0.05, SOURCE, 12, "1.4 GB of RAM"),
+    "tiny": Needs(0.006, 0.022, 0.06, SOURCE, 12, "1.4 GB of RAM"),
 }
 
 # Estimates: minutes of training on one device, which n devices divide by n, where they are linked.
@@ -69,6 +69,7 @@ TINY = (1, 2)  # minutes on a CPU, all but the installation: measured on two cor
 # Estimates of minutes besides: pip or uv, and a GB of tokens at 100 or 20 MB/s.
 INSTALLING = {"cpu": (0.2, 1), "gpu": (1, 4), "tpu": (0.5, 2)}
 FETCHING = (0.2, 0.9)
+IDEAS = "./run.sh idea lists patches for this preset; records/ideas/README.md has an order"
 
 
 # ---- The lines -----------------------------------------------------------------------------------
@@ -97,6 +98,7 @@ def describe(found: Machine, decision: Decision, preset: str = "", price: float 
         "disk": f"{disk}; with --save_every, up to three checkpoints of {needs.checkpoint} GB; an "
         "interrupted run leaves one",
         "minutes": "" if refused else describe_minutes(preset, found, decision),
+        "ideas": IDEAS if preset == "record" and not refused else "",
     }
     if price and refused:
         lines["dollars"] = "not known where it does not run; dev/machines.md has eight H100s'"

@@ -42,6 +42,7 @@ import verify
 from optimizers import contest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
+import idea  # noqa: E402
 import machine  # noqa: E402
 import messages  # noqa: E402 - runs.py adds its folder to the path
 
@@ -172,7 +173,10 @@ def read_source(path: Path, first: bytes) -> bytes:
         is_word = not file.suffix and file == Path(file.name)
         more = f"; if it is a preset, it comes last, as in  -- {file}" if is_word else ""
         refuse(f"no such file: {file}{more}")
-    source = patched(first, path) if path.suffix == ".patch" else file.read_bytes()
+    if path.suffix == ".patch":
+        source = idea.apply(first, [path], "the first variant")
+    else:
+        source = file.read_bytes()
     source = runs.without_cr(source)  # as a log will state it
     if machine.is_contestant(source.decode("utf-8", "replace")):
         source = contest.assemble(contest.read(file)).encode()
@@ -180,21 +184,6 @@ def read_source(path: Path, first: bytes) -> bytes:
         refuse(f"{file} must end with a newline and have no line of 100 =, so that its end can be "
                "found in a log")  # fmt: skip
     return source
-
-
-def patched(first: bytes, patch: Path) -> bytes:
-    """Returns the first variant's source with a patch applied, by git."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "train_gpt.py")
-        file.write_bytes(first)
-        # If the folder lay in a repository, git would look for the file at the repository's top.
-        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
-        git = subprocess.run(["git", "apply", str(patch.resolve())], cwd=folder, env=env,
-                             capture_output=True, errors="replace")  # fmt: skip
-        text = file.read_bytes()
-    if git.returncode or text == first:
-        refuse(f"{patch} does not apply to the first variant: {git.stderr.strip()}")
-    return text
 
 
 def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import clean
 import guard
+import idea
 import pytest
 from fake_machine import ROOT
 from messages import Fault
@@ -48,6 +49,19 @@ def precious(root):
     """The files that must stay: logs, and those with "keep"."""
     names = {name for name in left(root) if (root / name).read_text() == "keep"}
     return names | {f"logs/{run}.txt" for run in (OLD, STOPPED, NEW)}
+
+
+def test_copies_that_nobody_has_edited_go(root, monkeypatch, capsys):
+    trainer = root / "trainer.py"
+    trainer.write_text("x = 1\n")
+    monkeypatch.setattr(idea, "TRAINER", trainer)
+    idea.write_copy([], root)
+    assert clean.main(["--yes"], root) == 0 and not (root / "idea_.py").exists()
+    assert "idea_.py  (copy that ./run.sh idea makes anew)" in capsys.readouterr().out
+    idea.write_copy([], root)
+    (root / "idea_.py").write_text("x = 2\n" + (root / "idea_.py").read_text())
+    clean.main(["--yes"], root)
+    assert (root / "idea_.py").exists() and trainer.exists()
 
 
 def test_all_but_logs_newest_weights_and_what_can_be_resumed_goes(root, capsys):
@@ -132,7 +146,7 @@ def test_the_line_at_the_end_of_a_run(root):
 
 
 def test_a_real_log_has_a_preset_and_a_result_and_its_source_has_none():
-    log, *_ = (ROOT / "records/other/example").glob("*.txt")
+    log = ROOT / "records/other/example/2026-11-27T22-17-13_9b2929a3.txt"
     assert clean.has_result(log) and clean.preset_of(log) == "tiny"
     assert clean.has_result(Path("none")) is False and clean.preset_of(Path("none")) == ""
 
