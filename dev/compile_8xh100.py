@@ -8,7 +8,8 @@ estimates the milliseconds of a step.
     python dev/compile_8xh100.py --idea NAME ...       milliseconds, GB and seconds of the run with
                                                        ideas of records/ideas/; --file PATH: of a
                                                        copy. --stages 0,2 compiles only these, at
-                                                       about 18 s a program on an idle core
+                                                       about 18 s a program on an idle core;
+                                                       --set NAME=VALUE sets fields of Config
 
 All but --small, --idea and --file take --preset medium, of which one device compiles only the two
 programs that need the most memory. All but --lowered need jax[cuda12] or jax[cuda13], but no GPU
@@ -35,7 +36,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ import fits  # noqa: E402
 import idea  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from h100 import report  # noqa: E402
+from h100 import mosaic, report  # noqa: E402
 from h100.checks import FIRST, LIMITS, SECOND, VAL, Result, check, expected_program  # noqa: E402
 from h100.estimate import cost_by_cause, step_ms, transfers  # noqa: E402
 from h100.hlo import Program, parse  # noqa: E402
@@ -69,6 +70,9 @@ MISSING = "JAX has no CUDA plugin: install jax[cuda12] or jax[cuda13], which nee
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are wrong
 DUMP = Path(tempfile.gettempdir(), f"compile_8xh100_{os.getpid()}")
+MOSAIC_DUMP = DUMP / "mosaic"
+# The Mosaic kernels that this process has compiled, by the hashes of their code.
+KERNELS: dict[str, mosaic.MosaicKernel] = {}
 
 
 # What FITS in dev/fits.py adds to the memory that the compiler plans, for the workspaces of cuDNN
@@ -208,11 +212,14 @@ def compile_for_h100(compiler: Callable, *arguments: Any, devices: int) -> Compi
     """Compiles a program and parses it. The compiler is a function like compile_step; its last
     argument, the mesh, is added here."""
     shutil.rmtree(DUMP, ignore_errors=True)
+    MOSAIC_DUMP.mkdir(parents=True, exist_ok=True)
     mesh = make_mesh(devices)
     start = time.perf_counter()
     result = compiler(*arguments, mesh)
     seconds = time.perf_counter() - start
     program = parse(result.as_text(), devices, read_dump(DUMP))
+    mosaic.read_dump(MOSAIC_DUMP, program, KERNELS)
+    program.issued.update(mosaic.issued(program, KERNELS))
     return Compiled(result.memory_analysis(), program, seconds)
 
 
@@ -334,6 +341,9 @@ def prepare(preset: str) -> train_gpt.Config:
     # Tuning is off: it would compile variants that no GPU can time.
     dump = f"--xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {dump}"
+    # Mosaic then also calls nvdisasm, and complains in vain that there is none.
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(MOSAIC_DUMP)
+    MOSAIC_DUMP.mkdir(parents=True, exist_ok=True)  # or it would print all that
     answer_for_hopper()
     train_gpt.prefix_table = any_prefixes
     return record_config(preset, "cudnn")
@@ -345,6 +355,7 @@ class Program8(NamedTuple):
 
     ms: float  # of a step, estimated
     GB: float  # of the state and the temporaries
+    program: Program | None = None  # if it has been compiled
 
 
 Costs = dict[tuple[str, int], Program8]  # by the kind and the stage of the program
@@ -376,16 +387,17 @@ def page_costs(page: str) -> Costs:
     return {key: Program8(ms[key], GB[key]) for key in ms}
 
 
-def compiled_costs(stages: list[int], name: str) -> Costs:
-    """The costs of the training programs of these stages, compiled from train_gpt."""
-    c = prepare("record")
+def compiled_costs(stages: list[int], name: str, settings: Sequence[str] = ()) -> Costs:
+    """The costs of the training programs of these stages, compiled from train_gpt. The settings
+    are those of set_fields()."""
+    c = set_fields(prepare("record"), settings)
     costs = {}
     for kind, stage in steps_of_programs(c):
         if stage in stages:
             compiled = compile_for_h100(compile_step, kind, stage, c, devices=8)
             memory = compiled.memory.temp_size_in_bytes + compiled.memory.argument_size_in_bytes
             ms = sum(step_ms(compiled.program, transfers(compiled.program)).values())
-            costs[kind, stage] = Program8(ms, memory / 1e9)
+            costs[kind, stage] = Program8(ms, memory / 1e9, compiled.program)
             print(f"{name}, {kind} step of stage {stage}: {ms:.1f} ms, {memory / 1e9:.1f} GB; "
                   f"compiled in {compiled.seconds:.0f} s", flush=True)  # fmt: skip
     shutil.rmtree(DUMP, ignore_errors=True)
@@ -426,16 +438,44 @@ def base_costs(stages: list[int], page: str) -> Costs:
     return compiled_costs(stages, "as it is")
 
 
-def measure_copy(name: str, source: str, stages: list[int], base: Costs, page: Costs) -> str:
+class Copy(NamedTuple):
+    """A copy of train_gpt.py."""
+
+    name: str
+    source: str
+    settings: Sequence[str]  # of its Config: see set_fields()
+
+
+def set_fields(c: train_gpt.Config, settings: Sequence[str]) -> train_gpt.Config:
+    """Sets fields that are numbers or strings. A setting is like D=1024. Raises Fault."""
+    kinds = {field.name: field.type for field in dataclasses.fields(c)}
+    fields = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        kind = kinds.get(name)
+        if kind not in (int, float, str):
+            raise Fault(f"--set {setting}: Config has no number or string of this name")
+        try:
+            fields[name] = kind(text)
+        except ValueError:
+            raise Fault(f"--set {setting}: {name} is of type {kind.__name__}") from None
+    try:
+        return dataclasses.replace(c, **fields)
+    except ValueError as error:
+        raise Fault(f"--set {' '.join(settings)}: {error}") from error
+
+
+def measure_copy(copy: Copy, stages: list[int], base: Costs, page: Costs) -> str:
     """Compiles a copy of train_gpt.py, and returns a table of its stages and of the run, beside
-    those of the file as it is."""
+    those of the file as it is. A table of Mosaic kernels follows, if the copy has some."""
     as_it_is = train_gpt.SOURCE
     base_run = whole_run(train_gpt.PRESETS["record"], base, page)
-    use(source)
-    c = train_gpt.PRESETS["record"]
+    use(copy.source)
+    c = set_fields(train_gpt.PRESETS["record"], copy.settings)
+    name = " ".join((copy.name, *copy.settings))
     if {stage for _, stage in steps_of_programs(c)} != base_run.keys():
         raise Fault(f"{name} has other stages than the record, so their times cannot be compared")
-    costs = compiled_costs(stages, name)
+    costs = compiled_costs(stages, name, copy.settings)
     run = whole_run(c, costs, page)
     use(as_it_is)
     rows = [("stage", "steps", "ms", "as it is", "GB", "as it is", "compiled")]
@@ -446,7 +486,10 @@ def measure_copy(name: str, source: str, stages: list[int], base: Costs, page: C
     seconds = f"{run_seconds(run):.1f} s", f"{run_seconds(base_run):.1f} s"
     rows.append(("run", c.total_steps, *seconds, "", "", "estimates"))
     versions = f"jax {jax.__version__}, cuDNN {cudnn_version()}, 8 H100s: compiled, not run"
-    return f"{name}: {versions}\n\n{report.table(*rows)}"
+    programs = {stage: cost.program for (_, stage), cost in costs.items()}
+    return "\n\n".join(
+        (f"{name}: {versions}", report.table(*rows), *report.mosaic_section(programs, KERNELS))
+    )
 
 
 def most_GB(costs: Costs, stage: int) -> float:
@@ -454,15 +497,23 @@ def most_GB(costs: Costs, stage: int) -> float:
     return max((cost.GB for (_, other), cost in costs.items() if other == stage), default=0.0)
 
 
-def measure_copies(ideas: list[list[str]], file: Path | None, stages: list[int]) -> None:
-    """Prints a table for every set of ideas, and one for a file."""
+def measure_copies(copies: list[Copy], stages: list[int]) -> None:
+    """Prints the tables of some copies."""
     page = PAGES["record"].read_text(encoding="utf-8")
-    sources = {" ".join(names): idea.copy_of(names).decode() for names in ideas}
-    if file:
-        sources[file.name] = file.read_text(encoding="utf-8")
     base = base_costs(stages, page)
-    for name, source in sources.items():
-        print(f"\n{measure_copy(name, source, stages, base, page_costs(page))}\n", flush=True)
+    for copy in copies:
+        print(f"\n{measure_copy(copy, stages, base, page_costs(page))}\n", flush=True)
+
+
+def read_copies(arguments: argparse.Namespace) -> list[Copy]:
+    """The copies that --idea and --file name."""
+    copies = []
+    for names in arguments.idea:
+        copies.append(Copy(" ".join(names), idea.copy_of(names).decode(), arguments.set))
+    if arguments.file:
+        source = arguments.file.read_text(encoding="utf-8")
+        copies.append(Copy(arguments.file.name, source, arguments.set))
+    return copies
 
 
 def read_stages(text: str, c: train_gpt.Config) -> list[int]:
@@ -531,6 +582,8 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--idea", **ideas, help="of records/ideas/, together; again: another table")
     cli.add_argument("--file", type=Path, help="a copy of train_gpt.py")
     cli.add_argument("--stages", default="", help="of --idea and --file, as 0,2; default: all")
+    settings = dict(nargs="+", default=[], metavar="NAME=VALUE")
+    cli.add_argument("--set", **settings, help="fields of the Config of --idea and --file")
     arguments = cli.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_compilation_cache", False)
@@ -542,9 +595,9 @@ def main(argv: list[str]) -> int:
     if arguments.idea or arguments.file:
         others = arguments.write, arguments.memory, arguments.small
         if arguments.preset != "record" or any(others):
-            raise Fault("--idea and --file compile the preset record, and take only --stages")
+            raise Fault("--idea and --file are for the preset record, with --stages and --set")
         stages = read_stages(arguments.stages, train_gpt.PRESETS["record"])
-        measure_copies(arguments.idea, arguments.file, stages)
+        measure_copies(read_copies(arguments), stages)
         return 0
     file = PAGES[arguments.preset]
     if arguments.memory:

@@ -1,17 +1,21 @@
 """compile_8xh100.py: the pages are of this train_gpt.py, and it counts as we count by hand."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import compile_8xh100
 import fits
 import jax
 import pytest
-from h100 import checks, estimate, hlo, ptx, report
+from h100 import checks, estimate, hlo, mosaic, ptx, report
 from messages import Fault
 
 import train_gpt
-from tests.tools import MINI
+from tests.tools import MINI, ROOT
 
 
 def program(entry: str, *bodies: str, head: str = "", aliases: str = "") -> hlo.Program:
@@ -318,6 +322,18 @@ def test_the_head_is_three_gemms_in_fp8_and_in_validation_none(wanted, lines, ti
     assert len([*checks.check_head(p, wanted)]) == fault
 
 
+def test_products_in_fp8_that_are_not_the_heads_are_of_no_account_in_training():
+    """FRAMES has the function norm as number 4."""
+    other = HEAD[1].replace("%z", "%h") + ', metadata={op_name="f" stack_frame_id=4}'
+    lines = ";".join((*HEAD, other))
+    p = program(LOOP.format(2), f"b: {lines}", head=FRAMES)
+    assert not [*checks.check_head(p, WANTED)]
+    of_head = program(LOOP.format(2), f"b: {lines}", head=FRAMES.replace("norm", "head_loss_fwd"))
+    assert [*checks.check_head(of_head, WANTED)]
+    alone = program(LOOP.format(2), f"b: {HEAD[0]};{other}", head=FRAMES)
+    assert [*checks.check_head(alone, VAL)]
+
+
 def test_products_take_their_time():
     large = ";".join(HEAD[:2]).replace("32", "32000").replace("384", "38400")
     mixed = large.replace("%z", "%y").replace("%w)", "%g)")  # of f8e5m2
@@ -445,6 +461,226 @@ def test_kernels_without_ptx_have_a_limit():
     assert "without PTX" not in " ".join(checks.check(known, checks.LIMITS["record"]))
 
 
+# ---- Mosaic kernels ------------------------------------------------------------------------------
+CALL = """%{name} = ({result}, f32[8]) custom-call({operands}), custom_call_target="mosaic_gpu_v2",
+    metadata={{op_name="jit(f)/transpose(jvp())/{body}/mpmd_map" stack_frame_id=4}},
+    backend_config={{kernel_hash = "{code}", module = "{module}"}}""".format
+PRODUCT = dict(name="y", result="bf16[8192,512]", operands="%a, %b, %a", body="mosaic_product",
+               code="\\C5\\22)a", module="\\00wgmma_wait")  # fmt: skip
+ROWS_A_B = "%a = bf16[8192,4096] parameter(0); %b = bf16[512,4096] parameter(1);"
+OTHER = dict(PRODUCT, body="mosaic_dqkv", code="b", module="tanh")
+
+
+def test_a_mosaic_kernel_that_multiplies_is_a_product_and_then_its_epilogue():
+    p = program(ROWS_A_B + CALL(**PRODUCT), head=FRAMES)
+    (kernel,) = hlo.kernels(p)
+    assert kernel.kind == "gemm" and estimate.cause(p, kernel) == ("backward", "mosaic_product")
+    assert total(p) == checks.traffic_without_ptx(p) == 0
+    product = 2 * 8192 * 4096 * 512 / estimate.BFLOAT16 + estimate.LAUNCH
+    assert estimate.seconds(p, kernel) == pytest.approx(product)
+    p = p._replace(issued={"y": 1e9})
+    assert estimate.seconds(p, kernel) == pytest.approx(product + 1e9 / estimate.ISSUE)
+    small = program(ROWS_A_B.replace("512,", "8,") + CALL(**PRODUCT))
+    (kernel,) = hlo.kernels(small)  # which reads %a twice
+    moved = 2 * (2 * 8192 * 4096 + 8 * 4096 + 8192 * 512) + 4 * 8
+    bytes_take = moved / estimate.MEMORY + estimate.LAUNCH
+    assert estimate.seconds(small, kernel) == pytest.approx(bytes_take)
+
+
+def test_another_mosaic_kernel_takes_the_time_of_its_bytes_or_of_its_instructions():
+    p = program(ROWS_A_B + CALL(**OTHER), head=FRAMES)
+    moved = 2 * (8192 * 4096 + 512 * 4096 + 8192 * 512) + 4 * 8
+    assert total(p) == moved and checks.traffic_without_ptx(p) == moved / 1e9
+    p = p._replace(issued={"y": 1e10})
+    assert checks.traffic_without_ptx(p) == 0
+    costs = estimate.cost_by_cause(p)
+    seconds = 1e10 / estimate.ISSUE + estimate.LAUNCH
+    expected = estimate.Cost(moved, 1, 1e10, pytest.approx(seconds))
+    assert costs == {("backward", "mosaic_dqkv"): expected}
+
+
+@pytest.mark.parametrize("kind, operands, result", [
+    ("mov.u32", [7], 7), ("add.s32", [2**32 - 1, 3], 2), ("sub.s32", [2, 3], 2**32 - 1),
+    ("mul.lo.s32", [2**31, 2], 0), ("mul.hi.u32", [2**31, 4], 2), ("mad.lo.s32", [3, 4, 5], 17),
+    ("mul.wide.s32", [2**32 - 1, 3], 2**64 - 3), ("mul.wide.u16", [2**15, 4], 2**17),
+    ("shr.s32", [2**32 - 8, 1], 2**32 - 4), ("shr.u32", [2**32 - 8, 1], 2**31 - 4),
+    ("shl.b32", [3, 31], 2**31), ("not.b32", [0], 2**32 - 1), ("xor.b32", [6, 3], 5),
+    ("cvt.u16.u32", [2**16 + 1], 1), ("cvt.s64.s32", [2**32 - 2], 2**64 - 2),
+    ("max.s32", [2**32 - 1, 1], 1), ("max.u32", [2**32 - 1, 1], 2**32 - 1),
+    ("setp.lt.s32", [2**32 - 1, 1], 1), ("setp.lt.u32", [2**64 - 1, 1], 0),
+    ("setp.eq.and.b32", [1, 1, 0], 0), ("selp.b32", [5, 6, 1], 5), ("selp.b32", [5, 6, 0], 6),
+    ("shfl.sync.idx.b32", [5, 0, 31, 2**64 - 1], 5), ("and.pred", [1, 0], 0),
+])  # fmt: skip
+def test_arithmetic_is_that_of_ptx(kind, operands, result):
+    assert mosaic.is_interpreted(kind) and mosaic.compute(kind, operands) == result
+
+
+def test_what_is_not_of_integers_is_not_interpreted():
+    kinds = "add.f32", "cvt.rn.f32.s32", "max.NaN.f32", "ld.shared.b32", "cvt.rn.bf16x2.f32"
+    assert not any(map(mosaic.is_interpreted, kinds)) and not mosaic.is_interpreted("ret")
+
+
+# Two warpgroups: the first one multiplies tiles, each in two steps, and the second one only waits.
+# An even block has 3 tiles, an odd one 4.
+WGMMA = "{ .reg .pred p; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}, %rd1; }"
+PTX = f"""
+.visible .entry mosaic_product_mosaic_gpu_kernel(
+.param .align 64 .b8 p[384]
+)
+.maxntid 256, 1, 1
+{{
+.reg .b32 %r<9>;
+mov.u32 %r1, %tid.x;
+shr.u32 %r2, %r1, 7;
+shfl.sync.idx.b32 %r3, %r2, 0, 31, -1;
+setp.ne.b32 %p1, %r3, 0;
+@%p1 bra $L__BB0_4;
+mov.u32 %r4, %ctaid.x;
+and.b32 %r5, %r4, 1;
+mov.b32 %r6, -2;
+$L__BB0_1:
+mov.b32 %r7, 0;
+mov.f32 %f1, 0f00000000;
+$L__BB0_2:
+// begin inline asm
+{WGMMA}
+wgmma.wait_group.sync.aligned 1;
+// end inline asm
+add.s32 %r7, %r7, 1;
+setp.eq.b32 %p2, %r7, 2;
+@!%p2 bra $L__BB0_2;
+wgmma.wait_group.sync.aligned 0;
+mul.f32 %f2, %f1, %f1;
+elect.sync %r8|%p4, -1;
+@%p4 st.shared.b32 [%rd1], %f2;
+add.s32 %r6, %r6, 1;
+setp.le.s32 %p3, %r6, %r5;
+@%p3 bra $L__BB0_1;
+ret;
+$L__BB0_4:
+bar.sync 1, 128;
+ret;
+}}
+"""
+BEFORE, BEFORE_TILE, EPILOGUE = 8, 2, 6  # instructions
+
+
+def test_the_epilogue_is_what_threads_issue_while_nothing_is_multiplied():
+    code = mosaic.read_code(PTX)
+    thread = mosaic.follow(code, {"%tid.x": 0, "%ctaid.x": 0})
+    tiles, flops = 3, 2 * 64 * 128 * 16
+    # Of a product's instructions, the first counts, because nothing is multiplied before it.
+    instructions = BEFORE + tiles * (BEFORE_TILE + 1 + EPILOGUE) + 1
+    assert thread == mosaic.Counts(instructions, tiles * 2 * flops, 0)
+    odd = mosaic.follow(code, {"%tid.x": 0, "%ctaid.x": 1})
+    assert odd.flops == 4 * 2 * flops
+    waiting = mosaic.follow(code, {"%tid.x": 128, "%ctaid.x": 0})
+    assert waiting == mosaic.Counts(5 + 2, 0, 0)
+    both = mosaic.count_all(code, [2, 1, 1], 256)
+    assert both == mosaic.Counts(128 * (thread.instructions + odd.instructions), 14 * flops, 0)
+    many = mosaic.count_all(code, [2, 50, 3], 256)
+    assert many.flops == pytest.approx(150 * both.flops, rel=0.02)
+    without = mosaic.read_code(PTX.replace(WGMMA, "mov.b32 %r7, %r7;"))
+    assert mosaic.count_all(without, [1, 1, 1], 256).instructions > 128 * (instructions + 7)
+
+
+def test_a_jump_that_depends_on_memory_is_not_taken_but_counted():
+    unknown = PTX.replace("mov.u32 %r4, %ctaid.x", "ld.shared.b32 %r4, [%rd1]")
+    counts = mosaic.follow(mosaic.read_code(unknown), {"%tid.x": 0})
+    assert counts == mosaic.Counts(BEFORE + BEFORE_TILE + 1 + EPILOGUE + 1, 2 * 262144, 1)
+    endless = PTX.replace("ret;", "bra.uni $L__BB0_4;")
+    with pytest.raises(ValueError, match="has not come to its end"):
+        mosaic.follow(mosaic.read_code(endless), {"%tid.x": 0, "%ctaid.x": 0})
+
+
+PASSES = """#loc = loc("mpmd_map")
+%map_3 = arith.constant 2 : index loc(#loc1)
+%map_4 = arith.constant 256 : index loc(#loc1)
+%c1 = arith.constant 1 : index loc(#loc1)
+%map_5 = arith.constant 213040 : i32 loc(#loc1)
+%9 = gpu.launch async [%8] blocks(%a, %b, %c) in (%d = %map_3, %e = %c1, %f = %c1) \
+threads(%g, %h, %i) in (%j = %map_4, %k = %c1, %l = %c1) dynamic_shared_memory_size %map_5 {
+"""  # a backslash joins two lines
+PTXAS = """ptxas info    : Compiling entry function 'mosaic_product_mosaic_gpu_kernel' for 'sm_90a'
+ptxas         .     96 bytes stack frame, 88 bytes spill stores, 80 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 17 bytes smem
+"""
+
+
+def dump(folder, name: str) -> None:
+    """Writes what Mosaic dumps of a kernel."""
+    ptx_text = PTX.replace("mosaic_product", name.rpartition("_")[0])
+    for ending, text in ((".ptx", ptx_text), (".ptxas", PTXAS), (".mlir-passes.log", PASSES)):
+        (folder / f"{name}{ending}").write_text(text)
+
+
+A_B = "%a = bf16[448,64] parameter(0); %b = bf16[64,64] parameter(1);"  # as much work as PTX does
+CALLS = dict(PRODUCT), dict(PRODUCT, name="z", code="c"), dict(PRODUCT, name="w")
+
+
+def test_dumped_kernels_are_found_by_the_hash_of_their_code(tmp_path):
+    p = program(A_B + ";".join(CALL(**call) for call in CALLS))
+    dump(tmp_path, "mosaic_product_9")
+    known = {}
+    with pytest.raises(ValueError, match="wrote 1 kernels, but 2 are new"):
+        mosaic.read_dump(tmp_path, p, known)
+    dump(tmp_path, "mosaic_product_10")
+    mosaic.read_dump(tmp_path, p, known)
+    kernel = known[PRODUCT["code"]]
+    assert kernel[:-1] == ("mosaic_product", 168, 88, 213040, 2, 256)
+    assert known == {PRODUCT["code"]: kernel, "c": kernel}
+    assert mosaic.issued(p, known) == dict.fromkeys("yzw", kernel.counts.instructions)
+
+
+@pytest.mark.parametrize("change", [dict(body="mosaic_qkv"), dict(operands="%b, %b")])
+def test_a_dump_of_another_kernel_is_refused(change, tmp_path):
+    p = program(A_B + CALL(**PRODUCT | change))
+    dump(tmp_path, "mosaic_product_9")
+    with pytest.raises(ValueError, match="mosaic_product_9.ptx, of .* operations, is not mosaic_"):
+        mosaic.read_dump(tmp_path, p, {})
+
+
+def test_the_table_has_a_row_for_every_code():
+    counts = mosaic.Counts(instructions=3 * 448 * 64, flops=1, unknown=0)
+    kernel = mosaic.MosaicKernel("mosaic_product", 168, 88, 213040, 2, 256, counts)
+    p = program(A_B + ";".join(CALL(**call) for call in CALLS), head=FRAMES)
+    known = {PRODUCT["code"]: kernel, "c": kernel._replace(counts=counts._replace(unknown=1))}
+    p.issued.update(mosaic.issued(p, known))
+    text, table = report.mosaic_section({3: p}, known)
+    assert "Of mosaic_product, some jumps are not followed" in text
+    lines = [line.strip("| ").split("|") for line in table.splitlines()]
+    head, _, twice, once = [[cell.strip() for cell in line] for line in lines]
+    row = dict(zip(head, twice, strict=True))
+    assert row.pop("ms a run") == f"{1e3 * estimate.seconds(p, next(mosaic.calls(p))):.3f}"
+    assert row == {
+        "kernel": "mosaic_product", "pass": "backward", "stage": "3", "runs": "2",
+        "operands": "bf16[448,64] bf16[64,64]", "blocks": "2", "threads": "256",
+        "registers": "168", "spilled B": "88", "KB": "208", "PTX an element": "3.0",
+    }  # fmt: skip
+    assert once[3] == "1"
+    assert report.mosaic_section({0: program("%a = f32[1] parameter(0)")}, known) == []
+
+
+@pytest.mark.skipif(
+    compile_8xh100.cudnn_version() is None or jax.__version_info__ < (0, 11),
+    reason="needs JAX's CUDA plugin, and a Mosaic of 2026",
+)
+def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
+    """The numbers of operations are exact; those of registers and instructions depend on ptxas."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tests/mosaic_small.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout)
+    assert first == third
+    for kernel, M in ((first, 128), (second, 192)):
+        assert kernel["name"] == "mosaic_product" and kernel["flops"] == 2 * M * 256 * 64
+        assert (kernel["blocks"], kernel["threads"]) == (M // 64 * 4, 128)
+        assert 16 < kernel["registers"] < 168 and kernel["spilled"] == kernel["unknown"] == 0
+        assert 2 * 64 * 64 * 2 < kernel["shared"] < 2 * 64 * 64 * 2 + 1024
+        assert 1 < kernel["instructions"] / (M * 256) < 10
+
+
 # ---- Copies with ideas ---------------------------------------------------------------------------
 def test_a_run_with_an_idea_is_priced_by_the_stages_that_were_compiled():
     page = compile_8xh100.page_costs(compile_8xh100.PAGES["record"].read_text(encoding="utf-8"))
@@ -477,3 +713,18 @@ def test_stages_that_are_not_there_are_refused():
     for text in "0,7", "two":
         with pytest.raises(Fault, match="the record's stages are 0, 1, 2, 3"):
             compile_8xh100.read_stages(text, c)
+
+
+def test_fields_of_a_copy_can_be_set():
+    c = train_gpt.PRESETS["record"]
+    changed = compile_8xh100.set_fields(c, ["D=1024", "adam_lr=0.5", "compute=float32", "H=8"])
+    assert changed == dataclasses.replace(c, D=1024, adam_lr=0.5, compute="float32", H=8)
+    assert compile_8xh100.set_fields(c, []) == c
+    for wrong in "nothing=1", "layers=1", "total_steps=3":
+        with pytest.raises(Fault, match=f"--set {wrong}: Config has no number or string of this"):
+            compile_8xh100.set_fields(c, [wrong])
+    for wrong in "D=wide", "D":
+        with pytest.raises(Fault, match=f"--set {wrong}: D is of type int"):
+            compile_8xh100.set_fields(c, [wrong])
+    with pytest.raises(Fault, match="--set H=7: --H 7 must be even"):
+        compile_8xh100.set_fields(c, ["H=7"])

@@ -8,6 +8,9 @@ Cause is the function of train_gpt.py that XLA names for a kernel. It names only
     kernel fuses several. The head computes its gradients in its forward pass.
 Time: a kernel takes as long as its bytes or its instructions (ptx.py) need, whichever is longer; a
     product or attention takes as long as its operations or its bytes, cuBLAS's workspace included.
+    A Mosaic kernel that multiplies takes as long as cuBLAS for its first two operands, a b^T, and
+    then as long as the instructions of its epilogue (mosaic.py), because nothing is multiplied
+    meanwhile.
     The rates were fixed before the first look at this program, on the file of record 21: another
     calculation had given 108 ms for a step of it, and PyTorch's took 102 ms.
 Sent bytes are those of one of n devices, in a ring: (n - 1) / n of an array that is gathered or
@@ -190,15 +193,15 @@ class Cost(NamedTuple):
 
 
 def cause(program: Program, kernel: Kernel) -> tuple[str, str]:
-    """A kernel's pass (forward, backward or update) and its innermost function of train_gpt.py. If
-    XLA names none for the kernel, the last instruction that has one decides."""
+    """A kernel's pass (forward, backward or update) and its innermost function of train_gpt.py,
+    which is the body of a Mosaic kernel. If XLA names none for the kernel, the last instruction
+    that has one decides."""
     parts = [part for part, _ in inner(program, kernel.instruction, kernel.computation)]
     for part in (kernel.instruction, *reversed(parts)):
-        frame = re.search(r"stack_frame_id=(\d+)", part.attributes)
-        functions = program.frames.get(frame[1], []) if frame else []
+        functions = program.functions(part)
         if COMPILING.union(["<module>"]).issuperset(functions):
             continue
-        innermost = functions[0]
+        innermost = part.mosaic() or functions[0]
         op_name = re.search(r'op_name="([^"]*)"', part.attributes)
         transforms = op_name[1] if op_name else ""
         if "transpose(" in transforms:
@@ -241,7 +244,7 @@ def seconds(program: Program, kernel: Kernel) -> float:
         if part.product() == "attention":
             per_run += attention_seconds(part, computation)
         elif part.product() == "gemm":
-            per_run += gemm_seconds(part, computation)
+            per_run += gemm_seconds(program, part, computation)
     return kernel.runs * per_run
 
 
@@ -257,17 +260,27 @@ def attention_seconds(call: Instruction, computation: Computation) -> float:
     return flops * (1 + MORE_KEYS / keys) / ATTENTION
 
 
-def gemm_seconds(product: Instruction, computation: Computation) -> float:
+def gemm_seconds(program: Program, product: Instruction, computation: Computation) -> float:
     """Estimated seconds of a matrix product."""
     operands = [computation[name] for name in product.operands]
-    left = operands[0].dims()
+    work = gemm_flops(product, computation) / gemm_rate(operands)
+    if product.mosaic():
+        work += program.issued.get(product.name, 0) / ISSUE
+    bytes_moved = product.bytes() + sum(operand.bytes() for operand in operands)
+    return max(work, bytes_moved / MEMORY)
+
+
+def gemm_flops(product: Instruction, computation: Computation) -> int:
+    """Operations of a matrix product."""
+    left = computation[product.operands[0]].dims()
+    if product.mosaic():  # a b^T of its first two operands; its results may be anything
+        right = computation[product.operands[1]]
+        return 2 * math.prod(left[:-1]) * right.elements()
     # lhs_contracting_dims={1} of a dot, "lhs_contracting_dimensions":["1"] of cuBLAS
     pattern = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)'
     axes = re.findall(r"\d+", re.search(pattern, product.attributes)[1])
     contracted = math.prod(left[int(axis)] for axis in axes)
-    flops = 2 * math.prod(product.dims()) * contracted
-    bytes_moved = product.bytes() + sum(operand.bytes() for operand in operands)
-    return max(flops / gemm_rate(operands), bytes_moved / MEMORY)
+    return 2 * math.prod(product.dims()) * contracted
 
 
 def gemm_rate(operands: list[Instruction]) -> float:
@@ -361,10 +374,7 @@ def collective_name(program: Program, kernel: Kernel) -> str:
 
 def collective_arrays(kernel: Kernel) -> str:
     """The operands of a collective, as text."""
-    arrays = []
-    for name in kernel.instruction.operands:
-        dtype, dims = kernel.computation[name].shapes[0]
-        arrays.append(f"{dtype}[{','.join(map(str, dims))}]")
+    arrays = [kernel.computation[name].array() for name in kernel.instruction.operands]
     return once_each(arrays, " x ")
 
 

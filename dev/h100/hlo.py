@@ -46,6 +46,10 @@ class Instruction(NamedTuple):
         """Elements of all its arrays."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
+    def array(self) -> str:
+        """Format and dimensions of its first array, as text."""
+        return f"{self.dtype()}[{','.join(map(str, self.dims()))}]"
+
     def bytes(self) -> int:
         """Bytes of all its arrays."""
         return sum(math.prod(dims) * BYTES.get(dtype, 0) for dtype, dims in self.shapes)
@@ -65,11 +69,25 @@ class Instruction(NamedTuple):
             return None
         return self.kind.removesuffix("-start")
 
+    def mosaic(self) -> str | None:
+        """The name of a Mosaic kernel, which is that of the function that is its body, or None. In
+        op_name, the name of the primitive follows it."""
+        if self.kind != "custom-call" or '"mosaic_gpu' not in self.attributes:
+            return None
+        return re.search(r'op_name="([^"]*)"', self.attributes)[1].split("/")[-2]
+
+    def kernel_hash(self) -> str:
+        """What tells Mosaic kernels apart: a hash of the code."""
+        return re.search(r'kernel_hash = "([^"]*)"', self.attributes)[1]
+
     def product(self) -> str | None:
-        """ "gemm" for a matrix product by cuBLAS or Triton, "attention" for cuDNN's."""
+        """ "gemm" for a matrix product by cuBLAS, Triton or Mosaic, "attention" for cuDNN's.
+        A Mosaic kernel is a product if the code in its attributes runs the tensor cores."""
         if self.kind == "dot":
             return "gemm"
         if self.kind == "custom-call" and '"__cublas' in self.attributes:
+            return "gemm"
+        if self.mosaic() and "wgmma" in self.attributes:
             return "gemm"
         if '"__cudnn$fmha' in self.attributes:
             return "attention"
@@ -87,7 +105,12 @@ class Program(NamedTuple):
     overwritten: dict[int, str]  # number of a result -> the parameter whose memory it takes
     frames: dict[str, list[str]]  # stack frame -> functions of train_gpt.py, innermost first
     devices: int = 8
-    issued: dict[str, float] = {}  # kernel -> instructions its threads issue, from ptx.py
+    issued: dict[str, float] = {}  # kernel -> instructions its threads issue: ptx.py, mosaic.py
+
+    def functions(self, instruction: Instruction) -> list[str]:
+        """The functions of train_gpt.py that made an instruction, innermost first."""
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.frames.get(frame[1], []) if frame else []
 
 
 class Kernel(NamedTuple):

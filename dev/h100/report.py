@@ -1,12 +1,14 @@
 """The tables of records/gpu/h100_compile.md and h100_compile_medium.md."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from h100 import estimate
 from h100.checks import SECOND, Result, fp8_products
 from h100.estimate import PARTS, Cost, cause, exposed_ms, issued, moved, seconds, traffic
-from h100.hlo import kernels
+from h100.hlo import Kernel, Program, kernels
+from h100.mosaic import MosaicKernel, calls
 
 # Lowest and highest milliseconds of a step in upstream's logs of a preset's shapes, by stage.
 UPSTREAM_MS = {"record": {0: (31, 32), 1: (57, 58), 2: (82.6, 84), 3: (83, 84)}}
@@ -141,6 +143,59 @@ def kernel_table(result: Result) -> str:
         )
         rows.append(row)
     return table(*rows)
+
+
+MOSAIC = """Mosaic kernels, with their first two operands. PTX is that of a product's epilogue,
+for an element of the product; or else for an element of the largest array. KB are those of shared
+memory in a block.""".replace("\n", " ")
+
+
+def mosaic_section(programs: dict[int, Program], known: dict[str, MosaicKernel]) -> list[str]:
+    """A table of the Mosaic kernels in some programs, by their stages, and what its columns
+    are; nothing, if there are none."""
+    head = ("kernel", "pass", "stage", "runs", "operands", "blocks", "threads", "registers")
+    rows = [(*head, "spilled B", "KB", "PTX an element", "ms a run")]
+    unknown = set()
+    for stage, program in programs.items():
+        of_code = defaultdict(list)
+        for call in calls(program):
+            of_code[call.instruction.kernel_hash()].append(call)
+        for code, equal_calls in of_code.items():
+            rows.append(mosaic_row(program, stage, equal_calls, known[code]))
+            if known[code].counts.unknown:
+                unknown.add(known[code].name)
+    if len(rows) == 1:
+        return []
+    more = [f"Of {name}, some jumps are not followed, so PTX may be more." for name in unknown]
+    return [" ".join((MOSAIC, *more)), table(*rows)]
+
+
+def mosaic_row(
+    program: Program, stage: int, equal_calls: list[Kernel], kernel: MosaicKernel
+) -> tuple:
+    """The row of calls that run the same code."""
+    call = equal_calls[0]
+    operands = [call.computation[name] for name in call.instruction.operands]
+    if call.instruction.product():
+        elements = operands[0].dims()[0] * operands[1].dims()[0]
+    else:
+        shapes = [shape for array in (call.instruction, *operands) for shape in array.shapes]
+        elements = max(math.prod(dims) for _, dims in shapes)
+    runs = sum(call.runs for call in equal_calls)
+    return (
+        kernel.name,
+        cause(program, call)[0],
+        stage,
+        runs,
+        " ".join(operand.array() for operand in operands[:2]),
+        kernel.blocks,
+        kernel.threads,
+        kernel.registers,
+        kernel.spilled,
+        f"{kernel.shared / 1024:.0f}",
+        f"{kernel.counts.instructions / elements:.1f}",
+        f"{1e3 * seconds(program, call) / call.runs:.3f}",
+    )
 
 
 def transfer_table(result: Result) -> str:
