@@ -30,6 +30,8 @@ from messages import Fault, nearest, one_line  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 SHELF = ROOT / "records" / "ideas"
 TRAINER = ROOT / "train_gpt.py"
+# In the comment of a patch, the patch in the folder base/ that it was made on top of.
+BASE = re.compile(r"on top of (base/\w+\.patch)")
 # The last line of a copy. As long as the checksum holds, nobody has edited the copy.
 MARK = re.compile(rb"# Made by ./run.sh idea .*; crc32 of the lines above: (\d+)\n\Z")
 NO_GIT = "git, which applies patches, is not installed: try  apt-get install git"
@@ -93,8 +95,21 @@ def apply(source: bytes, patches: list[Path], what: str = "train_gpt.py") -> byt
     return merged
 
 
+def base_of(patch: Path) -> Path | None:
+    """The patch that another one was made on top of, if there is one."""
+    found = BASE.search(" ".join(description(patch)))
+    return patch.parent / found[1] if found else None
+
+
+def with_base(source: bytes, patch: Path, what: str) -> bytes:
+    """A source with the patch that another one was made on top of."""
+    base = base_of(patch)
+    return patched(source, base, what) if base else source
+
+
 def patched(source: bytes, patch: Path, what: str) -> bytes:
-    """A source with one patch."""
+    """A source with one patch, and with the one that it was made on top of."""
+    source = with_base(source, patch, what)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "train_gpt.py")
         file.write_bytes(source)
@@ -146,17 +161,19 @@ def refresh(old: bytes) -> None:
     changed since, or that changes nothing any more, stays as it is, with a line that says so."""
     new = TRAINER.read_bytes()
     renewed = {}
-    for name, patch in shelf().items():
-        changed = patched(old, patch, "that commit's train_gpt.py")
+    what = "that commit's train_gpt.py"
+    for patch in [*SHELF.glob("base/*.patch"), *shelf().values()]:
+        changed = patched(old, patch, what)
         merged = merge(new, old, changed)
-        if merged is None:
-            print(f"{name} conflicts {place_of_conflict(new, old, changed)}")
+        base = merge(new, old, with_base(old, patch, what))
+        if merged is None or base is None:
+            print(f"{patch.stem} conflicts {place_of_conflict(new, old, changed)}")
             continue
-        if merged == new:
-            print(f"{name} changes nothing any more: remove it")
+        if merged == base:
+            print(f"{patch.stem} changes nothing any more: remove it")
             continue
         comment = "".join(f"# {line}\n" for line in description(patch))
-        renewed[patch] = comment + difference(new, merged)
+        renewed[patch] = comment + difference(base, merged)
     for patch, text in renewed.items():
         patch.write_text(text, encoding="utf-8")
 

@@ -1,0 +1,116 @@
+"""What the attempts with kernels for Hopper compute where there is no Hopper. test_kernels.py is
+about the kernels themselves."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import train_gpt
+from tests.tools import make_mesh, noise, place_on, sequences
+
+
+def losses_and_weights(module, c) -> list:
+    """The losses of three steps, and the weights after them."""
+    mesh = make_mesh(1)
+    state = module.make_state(c, mesh)
+    program = module.compile_train_step(0, True, c, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    losses = []
+    for step, row in enumerate(module.schedule(c)):
+        tokens = sequences(c, c.sequence_length(0), seed=step)
+        state, loss = program(state, place_on(mesh, tokens), jax.device_put(row, everywhere))
+        losses.append(loss)
+    return jax.tree.leaves(jax.tree.map(np.asarray, (losses, state.params)))
+
+
+def check_other_devices(module, c) -> None:
+    """Only Hopper takes the kernels, with sizes that they can have; elsewhere, no bit changes."""
+    record = module.PRESETS["record"]
+    odd_stage = dataclasses.replace(record.stages[0], tokens=8 * 1000)
+    odd = dataclasses.replace(record, stages=(odd_stage, *record.stages[1:]))
+    for capability, config, kernels in (
+        ("9.0", record, "mosaic"),
+        ("8.0", record, "xla"),
+        ("10.0", record, "xla"),
+        ("9.0", dataclasses.replace(record, compute="float32"), "xla"),
+        ("9.0", dataclasses.replace(record, D=192, H=2), "xla"),
+        ("9.0", odd, "xla"),
+    ):
+        device = SimpleNamespace(
+            compute_capability=capability, platform="gpu", device_kind="NVIDIA H100 80GB HBM3"
+        )
+        with mock.patch.object(jax, "__version_info__", (0, 12, 0)):
+            assert module.fit_kernels(device, config).kernels == kernels
+        with mock.patch.object(jax, "__version_info__", (0, 10, 2)):
+            assert module.fit_kernels(device, config).kernels == "xla"
+    assert module.fit_kernels(jax.devices()[0], c).kernels == "xla"
+    names = {field.name for field in dataclasses.fields(train_gpt.Config)}
+    values = {name: value for name, value in vars(c).items() if name in names}
+    layers = tuple(train_gpt.Layer(**vars(layer)) for layer in c.layers)
+    stages = tuple(train_gpt.Stage(**vars(stage)) for stage in c.stages)
+    as_it_is = train_gpt.Config(**values | {"layers": layers, "stages": stages})
+    others = losses_and_weights(train_gpt, as_it_is)
+    for got, want in zip(losses_and_weights(module, c), others, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def check_fused_mlp(module, c) -> None:
+    """Other devices compute what they did. Where they are asked to take FP8, results and gradients
+    of the MLP hardly change; validation takes none."""
+    check_other_devices(module, c)
+    assert dataclasses.replace(c, mlp_fp8=2).for_validation().mlp_fp8 == 0
+    c = dataclasses.replace(c, kernels="xla", compute="bfloat16", g_scale=512.0)
+    x = noise("x", (1, 64, c.D)).astype("bfloat16")
+    matrices = [c.D**-0.5 * noise(name, (c.F, c.D)) for name in ("fc", "proj")]
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def gradients(x, matrices, c):
+        def run(x, matrices):
+            return module.mlp(x, 0, {"mlp": {0: matrices}}, c)
+
+        y, vjp = jax.vjp(run, x, matrices)
+        return y, vjp(1e-3 * y)
+
+    results = []
+    for mlp_fp8 in 0, 1, 2:
+        arrays = gradients(x, matrices, dataclasses.replace(c, mlp_fp8=mlp_fp8))
+        results.append([np.asarray(array, "f4") for array in jax.tree.leaves(arrays)])
+    for others in results[1:]:
+        for got, want in zip(others, results[0], strict=True):
+            error = np.linalg.norm(got - want) / np.linalg.norm(want)
+            assert 0.003 < error < 0.15, error
+
+
+def check_fused_head(module, c) -> None:
+    """Other devices compute what they did, with a pointer as well."""
+    check_other_devices(module, c)
+    c = dataclasses.replace(c, pointer=4, kernels="xla")
+    x = noise("x", (64, c.D))
+    w = noise("w", (384, c.D))
+    targets = np.random.default_rng(0).integers(-1, c.vocab, (64, 2))
+    votes = np.random.default_rng(1).uniform(0, 0.5, (64, 3)).cumsum(axis=1).astype("f4")
+    results = []
+    for head_loss in module.head_loss, train_gpt.head_loss:
+        gradients = jax.jit(jax.value_and_grad(head_loss, (0, 1, 4)), static_argnums=5)
+        results.append(gradients(x, w, targets, np.float32([1, 0.5]), votes, c))
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def check_fused_qkv(module, c) -> None:
+    """Other devices compute what they did, and refuse FP8, for which they have no kernels."""
+    check_other_devices(module, c)
+    wide = dataclasses.replace(module.PRESETS["record"], qkv_fp8=2)
+    assert wide.for_validation().qkv_fp8 == 0
+    for changes in {"kernels": "xla"}, {"D": 384, "kernels": "mosaic"}:
+        try:
+            dataclasses.replace(wide, **changes)
+        except ValueError as error:
+            assert str(error) == "--qkv_fp8 needs Hopper, and heads of 128 channels"
+        else:
+            raise AssertionError(f"{changes} is accepted")

@@ -1,0 +1,257 @@
+"""What the kernels of fused_head must compute, and faults that must be noticed. They are compared
+with formulas in float64, and head_loss() with kernels and without."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from tests.interpreted import interpreter, load
+
+HEAD = dict(D=128, H=2, vocab=1200, head_chunk=64, batch=8, kernels="mosaic")
+HEAD |= dict(head_forward="float8_e4m3fn", head_backward="float8_e5m2", compute="bfloat16")
+N = 128  # tokens: two blocks, or two chunks of one
+V = 1280  # columns: ten tiles go through four slots of shared memory
+RECORD = 23, 5, 7.5  # the softcap
+
+
+def config(module, **changes):
+    """The record's head, with fewer channels and tokens."""
+    return dataclasses.replace(module.PRESETS["record"], **HEAD | changes)
+
+
+def normal(seed: int, shape: tuple, scale: float = 1.0) -> np.ndarray:
+    """Random numbers in bfloat16."""
+    x = scale * np.random.default_rng(seed).normal(size=shape)
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def some_targets(J: int, seed: int = 1) -> np.ndarray:
+    """(N, J): some are -1, which is none, and some tokens have a target twice."""
+    targets = np.random.default_rng(seed).integers(0, HEAD["vocab"], (N, J)).astype(np.int32)
+    targets[::5, -1] = -1
+    targets[3::7, -1] = targets[3::7, 0]
+    return targets
+
+
+def close(got, want, tolerance: float) -> None:
+    """Fails unless the largest error, relative to the largest value, is within the tolerance."""
+    got, want = np.asarray(got, "f8"), np.asarray(want, "f8")
+    assert got.shape == want.shape and np.isfinite(got).all()
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert error <= tolerance, f"{error:.1e}, at most {tolerance:.1e}"
+
+
+# ---- The kernels ---------------------------------------------------------------------------------
+def capped(z, softcap=RECORD) -> np.ndarray:
+    """The logits in float64, after the softcap."""
+    cap, shift, width = softcap
+    return cap / (1 + np.exp(-(np.asarray(z, "f8") + shift) / width))
+
+
+def sums(s, pointer: int) -> np.ndarray:
+    """exp(s) and its sum over the tokens of the vocabulary; with a pointer, others are 0."""
+    exp = np.exp(s)
+    if pointer:
+        exp[:, HEAD["vocab"] :] = 0
+    return exp, exp.sum(axis=1)
+
+
+def check_sums(module, pointer: int, columns: int = V, softcap=RECORD) -> None:
+    """sum_of_exp() is the formula."""
+    z = normal(0, (N, columns), 9.0)
+    with interpreter():
+        got = np.asarray(module.sum_of_exp(jnp.asarray(z), config(module, pointer=pointer)))
+    assert got.dtype == np.float32
+    close(got, sums(capped(z, softcap), pointer)[1], 2e-6)
+
+
+def check_gradient(module, pointer: int, J: int, columns: int = V) -> None:
+    """gradient_in_fp8() is the formula, rounded, and clipped where it is too large for FP8. A few
+    numbers round to a neighbor. With a pointer, there is one more target."""
+    z = normal(2, (N, columns), 9.0)
+    targets = some_targets(J)
+    weights = 40 * np.random.default_rng(3).normal(size=(N, J)).astype("f4")  # of both signs
+    if pointer:
+        targets[:, 0] = HEAD["vocab"]  # the slot
+    weights[7, 0] = 3e5
+    s = capped(z)
+    exp, total = sums(s, pointer)
+    softmax_weight = np.float32(weights.sum(axis=1) / total)[:, None]
+    with interpreter():
+        c = config(module, pointer=pointer)
+        arrays = [jnp.asarray(x) for x in (z, softmax_weight, targets, weights)]
+        got, transposed = (np.asarray(x) for x in module.gradient_in_fp8(*arrays, c))
+    dloss_ds = softmax_weight * exp
+    for j in range(J):
+        dloss_ds -= weights[:, j, None] * (np.arange(columns) == targets[:, j, None])
+    limit = float(ml_dtypes.finfo(got.dtype).max)
+    want = np.clip(dloss_ds * s * (23 - s), -limit, limit).astype("f4")
+    assert np.abs(want).max() == limit and got.dtype == ml_dtypes.float8_e5m2
+    close(got, want, 2**-3)
+    assert (got == want.astype(got.dtype)).mean() > 0.999
+    np.testing.assert_array_equal(got.T, transposed)
+
+
+def check_other_sizes(module) -> None:
+    """Logits of sizes that do not fit are refused."""
+    for tokens, columns in (96, 1280), (128, 1200):
+        z = jnp.zeros((tokens, columns), jnp.bfloat16)
+        message = f"no kernel for logits of {tokens} tokens x {columns}: choose --kernels xla"
+        try:
+            with interpreter():
+                module.sum_of_exp(z, config(module))
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"{tokens} x {columns} is not refused")
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+def formula(x, w, targets, weights_J, votes, pointer: int):
+    """The loss in float32, with the mixture of arXiv:1609.07843 if there is a pointer."""
+    s = 23 * jax.nn.sigmoid((jnp.dot(x, w.T, precision="highest") + 5) / 7.5)
+    tokens = HEAD["vocab"] if pointer else V
+    log_total = jax.nn.logsumexp(s[:, :tokens], axis=1, keepdims=True)
+    log_p = jnp.take_along_axis(s, jnp.maximum(targets, 0), axis=1) - log_total
+    if pointer:
+        right, every, bias = votes.T
+        share = jax.nn.sigmoid(s[:, HEAD["vocab"]] - log_total[:, 0] + bias)
+        mixed = jnp.exp(log_p[:, 0]) * (1 - share * every) + share * right
+        log_p = log_p.at[:, 0].set(jnp.log(mixed))
+    return -(jnp.where(targets < 0, 0, weights_J) * log_p).sum()
+
+
+def check_loss(module, pointer: int, **changes) -> None:
+    """Loss, dx, dw and the gradient of votes are those of the formula, to the precision of FP8, and
+    those without kernels to that of float32 sums in another order."""
+    c = config(module, pointer=pointer, **changes)
+    x = jnp.asarray(normal(4, (N, c.D)))
+    w = normal(5, (V, c.D), 0.3).astype("f4")
+    targets = jnp.asarray(some_targets(3))
+    weights_J = jnp.float32([1.0, 0.5, 0.25])
+    votes = np.random.default_rng(6).uniform(0, 0.5, (N, 3)).cumsum(axis=1).astype("f4")
+
+    def gradients(kernels: str):
+        which = dataclasses.replace(c, kernels=kernels)
+        value = jax.value_and_grad(module.head_loss, (0, 1, 4) if pointer else (0, 1))
+        run = jax.jit(value, static_argnums=5)
+        return jax.tree.leaves(run(x, w, targets, weights_J, votes, which))
+
+    with interpreter():
+        ours = gradients("mosaic")
+        jax.block_until_ready(ours)
+    xla = gradients("xla")
+    value = jax.value_and_grad(formula, (0, 1, 4) if pointer else (0, 1))
+    exact = jax.tree.leaves(value(x.astype("f4"), w, targets, weights_J, votes, pointer))
+    tolerances = (2e-3, 0.13, 0.13, 0.02)  # of the formats
+    for got, plain, want, tolerance in zip(ours, xla, exact, tolerances[: len(ours)], strict=True):
+        close(got, want, tolerance)
+        close(got, plain, 1e-3)
+
+
+def check_sum(T) -> None:
+    """With and without a pointer, at two sizes, and with another softcap."""
+    for pointer, columns in (4, V), (0, V), (0, 1152):
+        check_sums(T, pointer, columns)
+    if T is load("fused_head"):
+        check_sums(load("fused_head symmetric_softcap"), 0, softcap=(30, 0, 7.5))
+
+
+def check_gradients(T) -> None:
+    """With and without a pointer, at two sizes, with one target and several."""
+    for pointer, J, columns in (4, 3, V), (0, 3, V), (0, 1, 1152):
+        check_gradient(T, pointer, J, columns)
+
+
+def check_losses(T) -> None:
+    """The loss with a pointer, without, and without FP8."""
+    check_loss(T, 4)
+    check_loss(T, 0)
+    check_loss(T, 0, head_forward="bfloat16", head_backward="bfloat16")
+
+
+CHECKS = [check_sum, check_gradients, check_losses, check_other_sizes]
+
+# ---- Faults --------------------------------------------------------------------------------------
+# What is wrong; the text that it replaces, and by what; the check that must fail.
+FAULTS = [
+    (
+        "a tile is overwritten while it is added up",
+        "plgpu.commit_smem()  # z has",
+        "# z has",
+        check_sum,
+    ),
+    (
+        "a part of the vocabulary is left out",
+        "grid=(V // LOGIT_COLUMNS,)",
+        "grid=(V // LOGIT_COLUMNS - 1,)",
+        check_sum,
+    ),
+    (
+        "the mask takes every tile for the first one",
+        "exp_of_tokens(softcap(z), c, index",
+        "exp_of_tokens(softcap(z), c, 0 * index",
+        check_sum,
+    ),
+    (
+        "the padding is added up",
+        "column < c.vocab, exp_NV",
+        "column < 2 * c.vocab, exp_NV",
+        check_sum,
+    ),
+    ("another softcap", "SOFTCAP_SHIFT = 5", "SOFTCAP_SHIFT = 4", check_sum),
+    (
+        "a result is overwritten while it is copied",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left out_s",
+        "",
+        check_gradients,
+    ),
+    (
+        "a result is copied before it is complete",
+        "plgpu.commit_smem()  # out_s",
+        "# out_s",
+        check_gradients,
+    ),
+    (
+        "a block ends before its copies",
+        "plgpu.wait_smem_to_gmem(0)  # a block",
+        "# a block",
+        check_gradients,
+    ),
+    (
+        "targets are one too far",
+        "column == target, weight",
+        "column == target + 1, weight",
+        check_gradients,
+    ),
+    (
+        "all targets have the weight of the first one",
+        "weights_g.at[j]",
+        "weights_g.at[0]",
+        check_gradients,
+    ),
+    (
+        "every block has the weights of the first one",
+        "in_dim(read(ref.at[rows])",
+        "in_dim(read(ref.at[pl.ds(0, LOGIT_ROWS)])",
+        check_gradients,
+    ),
+    ("the slope of another softcap", "s * (SOFTCAP - s)", "s * (SOFTCAP + 2 - s)", check_gradients),
+    ("numbers beyond FP8 are not clipped", "g = jnp.clip(g, -limit, limit)", "", check_gradients),
+    (
+        "tiles of the transpose change places",
+        "outT_g.at[columns, rows]",
+        "outT_g.at[columns, pl.ds(64 - rows.start, 64)]",
+        check_gradients,
+    ),
+    (
+        "dw comes from the transpose in reverse",
+        "scaled_matmul(g8_VN, x8",
+        "scaled_matmul(g8_VN[::-1], x8",
+        check_losses,
+    ),
+]
+INVISIBLE = []

@@ -1,0 +1,179 @@
+"""What the kernels of fused_mlp must compute, and faults that must be noticed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tests.interpreted import (
+    SUMS_OF_BF16,
+    SUMS_OF_FP8,
+    as_float32,
+    compare,
+    interpreter,
+    normal,
+)
+
+STEP = {"bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # half of one
+
+
+# ---- The product ---------------------------------------------------------------------------------
+def check_product(T, formats, outputs, M, N, K, with_saved=False, with_scale=False) -> None:
+    """product() against the same in float32, of the same operands."""
+    a = normal(0, (M, K)).astype(formats[0])
+    b = normal(1, (N, K), K**-0.5, "float32").astype(formats[1])
+    scale = jnp.linspace(0.5, 1.5, M) if with_scale else None
+    saved = None
+    if with_saved:
+        saved_dtype = "bfloat16" if outputs[0].dtype == "bfloat16" else "float8_e4m3fn"
+        saved = jnp.square(normal(2, (M, N), 1.0, "float32")).astype(saved_dtype)
+
+    def function(values, scale, saved):
+        value = jnp.maximum(values, 0.0) ** 2 - 0.25 * values
+        value = value if saved is None else value + values * jnp.sqrt(saved)
+        value = value if scale is None else value * scale
+        return [value] * (len(outputs) + 1)
+
+    with interpreter():
+        results = T.product(a, b, outputs, function, scale, saved, sums=True)
+        *got, sums = jax.block_until_ready(results)
+    exact = jnp.dot(*as_float32(a, b.T), precision="highest")
+    scale_M1 = None if scale is None else scale[:, None]
+    want = function(exact, scale_M1, None if saved is None else saved.astype("float32"))[0]
+    for output, y in zip(outputs, got, strict=True):
+        y = y.T if output.transposed else y
+        step = STEP[output.dtype]
+        compare(f"{output}", y, want, (1.1 * step, step))
+        # Another order of the sum may round a number another way, but only a few.
+        assert (y == want.astype(output.dtype)).mean() > 0.98, f"{output}: not rounded as float32"
+    compare("sums", sums.T, want.reshape(M, -1, T.TILE_N).sum(axis=-1), (1e-5, 1e-5))
+
+
+def check_bf16_products(T) -> None:
+    """With all that the MLP's backward pass needs; and with more steps of K than slots."""
+    outputs = [T.Output("bfloat16")]
+    check_product(T, ["bfloat16"] * 2, outputs, 256, 512, 384, with_saved=True, with_scale=True)
+    check_product(T, ["bfloat16"] * 2, outputs, 384, 512, 320)  # 5 steps do not divide by 3 slots
+
+
+def check_fp8_products(T) -> None:
+    """Both layouts of a result, the formats of the gradient, and fewer tiles than blocks."""
+    e4, e5 = T.E4, T.E5
+    both = [T.Output(e4), T.Output(e4, transposed=True)]
+    check_product(T, [e4] * 2, both, 256, 512, 512)
+    both = [T.Output(e5), T.Output(e5, transposed=True)]
+    check_product(T, [e5, e4], both, 256, 256, 640, with_saved=True)
+    check_product(T, [e4] * 2, [T.Output("bfloat16"), T.Output(e4)], 384, 256, 256)
+
+
+# ---- The layer -----------------------------------------------------------------------------------
+def plain_mlp(x, fc, proj):
+    """The layer in float32."""
+    h = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 2.0**-23)
+    return jnp.square(jax.nn.relu(h @ fc.T)) @ proj
+
+
+def check_mlp(T, mlp_fp8: int, N: int = 256, D: int = 384, F: int = 1024) -> None:
+    """mlp() and its gradients against float32, and against the same in XLA."""
+    x = normal(3, (1, N, D), 1.5)
+    fc = normal(5, (F, D), D**-0.5, "float32")
+    proj = normal(6, (F, D), F**-0.5, "float32")
+    with jax.default_matmul_precision("highest"):
+        y, vjp = jax.vjp(plain_mlp, *as_float32(x, fc, proj))
+        # With a part that is parallel to y, the radial part of the norm's gradient is large.
+        dy = (1e-3 * (y + normal(4, y.shape))).astype("bfloat16")
+        exact = y, *vjp(*as_float32(dy))
+    results = {}
+    for kernels in "mosaic", "xla":
+        c = dataclasses.replace(T.PRESETS["record"], D=D, F=F, H=D // 128 * 2, kernels=kernels,
+                                mlp_fp8=mlp_fp8)  # fmt: skip
+
+        def run(x, fc, proj, c=c):
+            return T.mlp(x, 0, {"mlp": {0: (fc, proj)}}, c)
+
+        with interpreter():
+            y, vjp = jax.vjp(run, x, fc, proj)
+            results[kernels] = jax.block_until_ready((y, *vjp(dy)))
+    to_exact = SUMS_OF_FP8 if mlp_fp8 else SUMS_OF_BF16
+    # XLA rounds twice, to bfloat16 and to FP8: every thirtieth number is another FP8 number.
+    to_xla = (0.1, 0.035) if mlp_fp8 else SUMS_OF_BF16
+    names = "y", "dx", "dfc", "dproj"
+    for name, kernel, xla, true in zip(names, *results.values(), exact, strict=True):
+        compare(f"{name} of kernels", kernel, true, to_exact)
+        compare(f"{name} of XLA", xla, true, to_exact)
+        compare(f"{name} of both", kernel, xla, to_xla)
+
+
+def check_mlp_bf16(T) -> None:
+    """The layer in bfloat16, at two shapes."""
+    check_mlp(T, 0)
+    check_mlp(T, 0, N=384, D=256, F=512)
+
+
+def check_mlp_fp8_forward(T) -> None:
+    """With FP8 in the forward pass."""
+    check_mlp(T, 1)
+
+
+def check_mlp_fp8(T) -> None:
+    """With FP8 in both passes."""
+    check_mlp(T, 2)
+
+
+CHECKS = [check_bf16_products, check_fp8_products, check_mlp_bf16, check_mlp_fp8_forward,
+          check_mlp_fp8]  # fmt: skip
+
+# ---- Faults --------------------------------------------------------------------------------------
+# What is wrong; the text that it replaces, and by what; the check that must fail.
+FAULTS = [
+    ("a slot is loaded before it is free",
+     "plgpu.barrier_wait(free.at[slot])", "pass", check_bf16_products),
+    ("a slot is multiplied before it is loaded",
+     "plgpu.barrier_wait(loaded.at[slot])\n", "\n", check_bf16_products),
+    ("only one of two copies is awaited",
+     "loaded=plgpu.Barrier(num_arrivals=2,", "loaded=plgpu.Barrier(num_arrivals=1,",
+     check_bf16_products),
+    ("only one warpgroup frees a slot",
+     "free=plgpu.Barrier(num_arrivals=CONSUMERS,", "free=plgpu.Barrier(num_arrivals=1,",
+     check_bf16_products),
+    ("a tile's steps are counted from 0",
+     "function(loop.local_index * steps,", "function(0,", check_bf16_products),
+    ("both warpgroups read the same half of b",
+     "own_rows = pl.ds(warpgroup * TILE_N, TILE_N)", "own_rows = pl.ds(0, TILE_N)",
+     check_bf16_products),
+    ("a store does not wait until the previous outputs have left",
+     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous outputs", "pass  #",
+     check_fp8_products),
+    ("saved is loaded before the last tile has left",
+     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left\n", "\n",
+     check_bf16_products),
+    ("saved is read before it arrives",
+     "plgpu.barrier_wait(arrived.at[tile.warpgroup])", "pass", check_bf16_products),
+    ("a block ends before its copies",
+     "plgpu.wait_smem_to_gmem(0)  # a block", "# a block", check_fp8_products),
+    ("no fence before a store",
+     "plgpu.commit_smem()\n            for out, out_s", "for out, out_s", check_fp8_products),
+    ("both strips are the first",
+     "strip = pl.ds(top, STRIP)\n            rows", "strip = pl.ds(0, STRIP)\n            rows",
+     check_fp8_products),
+    ("the transposed result is not transposed",
+     "part_s = out_s.at[tile.warpgroup, :, strip].transpose((1, 0))",
+     "part_s = out_s.at[tile.warpgroup, strip]", check_fp8_products),
+    ("the scale is that of the first strip",
+     "read(scale_g.at[rows])[:, None]", "read(scale_g.at[pl.ds(tile.first_row, STRIP)])[:, None]",
+     check_bf16_products),
+    ("the sums are those of the first tile",
+     "sums_g[tile.index, rows]", "sums_g[0, rows]", check_bf16_products),
+    ("no factor 2 in the derivative",
+     "scale_M=2 * inverse, saved_MN=h", "scale_M=inverse, saved_MN=h",
+     check_mlp_bf16),
+    ("the radial part is half of what it is",
+     "radial = 2 * sums.sum", "radial = sums.sum", check_mlp_fp8),
+    ("the factor of the saved h is forgotten",
+     "dz_scale = 2 / (c.w_scale * c.x_scale**0.5)", "dz_scale = 2 / c.w_scale", check_mlp_fp8),
+]  # fmt: skip
+# The interpreter multiplies at once and ends a kernel only after its copies, so it cannot notice
+# these: a wait for a product, and the last wait for a copy.
+INVISIBLE = [
+    ("products are not awaited", "plgpu.wgmma_wait(1)  # only", "# only", check_bf16_products),
+]

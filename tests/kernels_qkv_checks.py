@@ -1,0 +1,198 @@
+"""What the kernels of fused_qkv must compute, and faults that must be noticed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.interpreted import SUMS_OF_FP8, as_float32, compare, errors, interpreter, load, normal
+
+H = 2
+D = 128 * H
+# Half as large again as measured with jax 0.12.0.1.
+LIMITS = {"q": (2.3e-3, 1.8e-3), "k": (2.6e-3, 1.8e-3), "v": (4.7e-3, 2.6e-3)}
+LIMITS |= {"dx": (8.1e-3, 4.8e-3), "dw": (4.5e-3, 3.6e-3)}
+CONFIG = dict(D=D, H=H, attention="band", kernels="mosaic", batch=1)
+CONFIG |= dict(x_scale=4.0, w_scale=256.0, g_scale=16.0)  # dy is about 1 here
+
+
+# ---- The kernels ---------------------------------------------------------------------------------
+class Case:
+    """Operands of fused_qkv() for B sequences of T tokens, and what it must compute of them."""
+
+    def __init__(self, B: int, T: int, angles: int):
+        position = angles * np.arange(T)[:, None] + np.arange(angles)
+        angle = position[:, :, None] * (1 / 1024) ** np.linspace(0, 1, 32)
+        self.rope = jnp.cos(angle).astype("float32"), jnp.sin(angle).astype("float32")
+        codes = np.random.default_rng(0).integers(-9, 9, (2, B, T, 1, 4))
+        self.docs = tuple(jnp.asarray(codes, "bfloat16"))
+        self.x = normal(0, (B * T, D), 1.5)
+        self.w = normal(1, (3 * D, D), D**-0.5)
+        with jax.default_matmul_precision("highest"):
+            plain = functools.partial(self.plain, (B, T, H, 128))
+            y, vjp = jax.vjp(plain, *as_float32(self.x, self.w))
+            # y is a part of dy, or the radial part would be near 0.
+            noise = [normal(seed, (B * T, D), 1.0, "float32") for seed in (2, 3, 4)]
+            self.dy = [(a + b).astype("bfloat16") for a, b in zip(noise, y, strict=True)]
+            self.want = [*y, *vjp(as_float32(*self.dy))]
+
+    def plain(self, shape: tuple, x_ND, w_ED) -> list:
+        """q, k and v by the functions that other devices run."""
+        module = load("fused_qkv")
+        qkv = module.norm_linear(x_ND.reshape(*shape[:2], D), w_ED, radial_from="x")
+        q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
+        docs = as_float32(*self.docs)
+        q = module.norm_rotate(q, *self.rope, docs[0], False)
+        k = module.norm_rotate(k, *self.rope, docs[1], False)
+        return [array.reshape(x_ND.shape) for array in (q, k, v)]
+
+    def forward(self, module, qkv_fp8: int) -> tuple:
+        """q, k, v by the kernel, and what the gradient needs."""
+        c = dataclasses.replace(module.PRESETS["record"], **CONFIG, qkv_fp8=qkv_fp8)
+        with interpreter():
+            arrays = module.fused_qkv_fwd(self.x, self.w, *self.rope, self.docs, c)
+            return jax.block_until_ready(arrays)
+
+    def backward(self, module, residuals: tuple, qkv_fp8: int) -> tuple:
+        """dx and dw by the kernel."""
+        c = dataclasses.replace(module.PRESETS["record"], **CONFIG, qkv_fp8=qkv_fp8)
+        with interpreter():
+            dx, dw, *_ = jax.block_until_ready(module.fused_qkv_bwd(c, residuals, self.dy))
+            return dx, dw
+
+
+@functools.cache
+def case_of(B: int, T: int, angles: int, qkv_fp8: int) -> tuple[Case, tuple]:
+    """A case, and what its gradient needs."""
+    case = Case(B, T, angles)
+    return case, case.forward(load("fused_qkv"), qkv_fp8)[1]
+
+
+# A pair of tiles takes four steps, and there are three slots, so each slot is used more than once.
+# The second case has two pairs for each block, two sequences, and the two angles of a paired layer.
+FIRST = (1, 128, 1)
+SECOND = (2, 128, 2)
+
+
+def check_forward(T, shape=SECOND, qkv_fp8=0) -> None:
+    """q, k and v, and what the gradient needs."""
+    case, residuals = case_of(*shape, qkv_fp8)
+    found, others = case.forward(T, qkv_fp8)
+    for name, got, want in zip("qkv", found, case.want[:3], strict=True):
+        compare(name, got, want, SUMS_OF_FP8 if qkv_fp8 else LIMITS[name])
+    for got, want in zip(others[5:7], residuals[5:7], strict=True):
+        assert max(errors(got, want)) < 1e-2, "what the gradient needs is wrong"
+
+
+def check_backward(T, shape=SECOND, qkv_fp8=0) -> None:
+    """The gradients."""
+    case, residuals = case_of(*shape, qkv_fp8)
+    dx, dw = case.backward(T, residuals, qkv_fp8)
+    compare("dx", dx, case.want[3], SUMS_OF_FP8 if qkv_fp8 else LIMITS["dx"])
+    compare("dw", dw, case.want[4], SUMS_OF_FP8 if qkv_fp8 else LIMITS["dw"])
+
+
+def check_one_angle(T) -> None:
+    """One sequence, in a layer whose heads are not paired."""
+    check_forward(T, FIRST)
+    check_backward(T, FIRST)
+
+
+def check_fp8(T) -> None:
+    """With FP8 in the forward pass, and in both."""
+    for qkv_fp8 in 1, 2:
+        check_forward(T, FIRST, qkv_fp8)
+        check_backward(T, FIRST, qkv_fp8)
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+def attention(module, i: int, kernels: str, compute: str) -> list:
+    """y, dx, dqk and dvo of layer i of the record, which is less wide."""
+    c = dataclasses.replace(
+        module.PRESETS["record"], D=D, H=H, attention="band", kernels=kernels, compute=compute
+    )
+    B, T = 1, 128
+    x = normal(i, (B, T, D), 1.5).astype(compute)
+    qk = normal(i + 20, (2, D, D), D**-0.5, "float32")
+    vo = normal(i + 40, (2, D, D), D**-0.5, "float32")
+    table = normal(i + 60, (B, T, H, 128)).astype(compute)
+    dy = normal(i + 80, x.shape, 1e-3).astype(compute)
+    starts = jnp.zeros((B, T), bool).at[:, jnp.array([0, 50, 95])].set(True)
+    pos = module.positions(starts, c, 0)
+    factors = {"dc_in": 1.1, "dc_out": 0.2, "xsa": 0.3, "head": 0.7}
+    names = module.layer_gates(c.layers[i], H)
+    gate = {name: jnp.full((B, T, H), factors[name]) for name in names if name in factors}
+    v_terms = [] if c.layers[i].value_table is None else [(0.5, table)]
+
+    def run(x, qk, vo):
+        w = {"qk": {i: tuple(qk)}, "vo": {i: tuple(vo)}, "vo_lambdas": jnp.full((11, 2), 0.9)}
+        return module.attention(x, v_terms, i, w, dict(gate), pos, c, 0.8)
+
+    with interpreter(), jax.default_matmul_precision("highest"):
+        y, vjp = jax.vjp(run, x, qk, vo)
+        return jax.block_until_ready([y, *vjp(dy)])
+
+
+def check_attention(T) -> None:
+    """With kernels, attention is as exact as without. Layer 2 is paired and has a value table, 3
+    has key_offset, xsa and head_gate, 10 has dc as well."""
+    for i in 2, 3, 10:
+        exact = attention(T, i, "xla", "float32")
+        others = attention(T, i, "xla", "bfloat16")
+        kernels = attention(T, i, "mosaic", "bfloat16")
+        for name, ours, plain, want in zip(
+            "y dx dqk dvo".split(), kernels, others, exact, strict=True
+        ):
+            largest, rms = errors(plain, want)
+            compare(f"layer {i}, {name}", ours, want, (1.3 * largest, 1.1 * rms))
+
+
+CHECKS = [check_forward, check_backward, check_one_angle, check_fp8, check_attention]
+
+# ---- Faults --------------------------------------------------------------------------------------
+END = "plgpu.wait_smem_to_gmem(0)  # a block may not end before its copies do\n\n"
+# What is wrong; the text that it replaces, and by what; the check that must fail.
+FAULTS = [
+    ("rotated the other way", "a * cos + b * sin, b * cos - a * sin",
+     "a * cos - b * sin, b * cos + a * sin", check_forward),
+    ("all heads have the first angle", "rope_g.at[lax.rem(head, angles), position]",
+     "rope_g.at[0, position]", check_forward),
+    ("the second sequence goes on", "lax.rem(tile.first_row, T)", "tile.first_row",
+     check_forward),
+    ("the code covers five channels", "4 * is_qk, h[", "5 * is_qk, h[", check_forward),
+    ("k has the code of q", "doc_g.at[lax.min(lax.div(head, H), 1), rows]", "doc_g.at[0, rows]",
+     check_forward),
+    ("v is normalized", "is_qk * lax.rsqrt(mean + 2.0**-23) + (1 - is_qk)", "lax.rsqrt(mean)",
+     check_forward),
+    ("the gradient lacks the norm of x", "scale = read(scale_g.at[rows]) * read", "scale = read",
+     check_backward),
+    ("the factor of w in FP8 is forgotten", "1 / (c.x_scale * c.w_scale))", "1 / c.x_scale)",
+     check_fp8),
+    ("the transpose of dz lacks a factor", "dz_T.astype(E5)", "(2 * dz_T).astype(E5)", check_fp8),
+    ("a tile does not wait until the last has left",
+     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous", "#", check_forward),
+    ("no fence before a tile leaves", "plgpu.commit_smem()  # both strips", "#", check_forward),
+    ("the last channels are those of y", "read(tail_g.at[head, rows]).astype(jnp.float32)",
+     "y[:, -TAIL:]", check_backward),
+    ("the code has a gradient", "4 * is_qk, dy[", "0 * is_qk, dy[", check_backward),
+    ("no radial part", "mean = is_qk * sums / TILE_N", "mean = 0 * sums", check_backward),
+    ("v has a radial part", "mean = is_qk * sums / TILE_N", "mean = sums / TILE_N", check_backward),
+    ("rotated once more", "sign=-1", "sign=1", check_backward),
+    ("all heads have the first angle, backward",
+     "rope_g.at[lax.rem(head, angles), pl.ds(lax.rem(first", "rope_g.at[0, pl.ds(lax.rem(first",
+     check_backward),
+    ("k has the scale of q", "* read(inverse_g.at[head, rows])",
+     "* read(inverse_g.at[lax.rem(head, H), rows])", check_backward),
+    ("x has the radial part of q and k", "sums_GN[2 * H :]", "sums_GN", check_backward),
+    ("y is not awaited", '"loaded": plgpu.Barrier(num_arrivals=2)',
+     '"loaded": plgpu.Barrier(num_arrivals=1)', check_backward),
+    ("nothing is awaited", "plgpu.barrier_wait(loaded)  # its", "# its", check_backward),
+    ("a block ends before its last tiles have left",
+     END + "    operands = [*factors", "\n    operands = [*factors", check_forward),
+    ("a block ends before dz has left",
+     END + "    def tile", "\n    def tile", check_backward),
+    ("no fence before dz leaves", "plgpu.commit_smem()  # dz", "#", check_backward),
+]  # fmt: skip
+INVISIBLE = []

@@ -1,0 +1,122 @@
+"""The kernels for Hopper of records/ideas/, in Mosaic's interpreter, which finds races: what they
+compute, and that it is noticed if a wait, a fence or a number is wrong."""
+
+import dataclasses
+import functools
+import importlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.interpreted import CAN_INTERPRET, interpreter, load
+from tests.tools import make_mesh, place_on, sequences
+from train_gpt import LONG, SHORT, Layer, Stage
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_INTERPRET, reason="this version of JAX has no interpreter"),
+    pytest.mark.filterwarnings("ignore"),
+]
+# What the interpreter raises if threads do not wait for each other, or read beyond an array.
+NOTICED = (
+    "RACE DETECTED",
+    "is waiting at barrier",
+    "no threads observed phase",
+    "Not all copy_smem_to_gmem",
+    "Out-of-bounds",
+)
+
+
+def modules() -> dict:
+    """The files kernels_*_checks.py by the attempt that they are for."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("kernels_*_checks.py")):
+        short = path.stem.removeprefix("kernels_").removesuffix("_checks")
+        found[f"fused_{short}"] = importlib.import_module(f"tests.{path.stem}")
+    return found
+
+
+MODULES = modules() if CAN_INTERPRET else {}
+CHECKS = [(name, check) for name, module in MODULES.items() for check in module.CHECKS]
+FAULTS = [(name, *fault) for name, module in MODULES.items() for fault in module.FAULTS]
+INVISIBLE = [(name, *fault) for name, module in MODULES.items() for fault in module.INVISIBLE]
+
+
+@pytest.mark.slow  # a file without kernels has no use for it
+@pytest.mark.parametrize("name, check", CHECKS)
+def test_kernels_compute_what_they_must(name, check):
+    check(load(name))
+
+
+def outcome(name: str, old: str, new: str, check) -> str:
+    """What a check finds if a text of an attempt is replaced; "" if it finds nothing."""
+    try:
+        check(load(name, old, new))
+    except AssertionError as error:
+        return f"a number: {error}"
+    except Exception as error:
+        if not any(text in str(error) for text in NOTICED):
+            raise
+        return "a race"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, fault, old, new, check", FAULTS)
+def test_a_fault_is_noticed(name, fault, old, new, check):
+    assert outcome(name, old, new, check), f"{name}: {fault}"
+
+
+# ---- A model -------------------------------------------------------------------------------------
+STEPS = 8
+LAYERS = (
+    Layer(SHORT, paired_heads=True, value_table=0),
+    Layer(LONG, key_offset=True, head_gate=True, bigram=True, attend_to=0, new_gates=True),
+)
+STAGES = (Stage(STEPS, 256, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),)
+SMALL = dict(D=256, H=2, F=512, R=8, vocab=257, eot=256, bigrams=512, batch=1, microbatch=1)
+SMALL |= dict(head_chunk=256, dc_window=12, val_T=256, val_tokens=2048, prefixes="", seed=5)
+SMALL |= dict(ngram_capacity=1.0, attention="band", adam_every=1)
+SMALL |= dict(mudd_head=(("input", 0.0), ("layer0", -0.5)))
+ALL = "fused_mlp fused_head fused_qkv"
+
+
+@functools.cache
+def losses(kernels: str, fp8: int) -> list[float]:
+    """The losses of a small model's steps, with all attempts."""
+    module = load(ALL)
+    layers = tuple(module.Layer(**vars(layer)) for layer in LAYERS)
+    stages = tuple(module.Stage(**vars(stage)) for stage in STAGES)
+    model = dict(layers=layers, stages=stages, kernels=kernels, mlp_fp8=fp8)
+    if kernels == "mosaic":
+        model["qkv_fp8"] = fp8
+    c = dataclasses.replace(module.PRESETS["record"], **SMALL | model)
+    mesh = make_mesh(1)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    found = []
+    with interpreter():
+        program = module.compile_train_step(0, True, c, mesh)
+        state = module.make_state(c, mesh)
+        for step, row in enumerate(module.schedule(c)):
+            tokens = sequences(c, c.sequence_length(0), seed=step, count=c.batch)
+            state, loss = program(state, place_on(mesh, tokens), jax.device_put(row, everywhere))
+            found.append(float(loss))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8, tolerance", [(0, 2e-3), (2, 1e-2)])
+def test_a_model_learns_alike_with_kernels_and_without(fp8, tolerance):
+    want = losses("xla", 0)
+    got = losses("mosaic", fp8)
+    assert want[-1] < 0.7 * want[0], want
+    np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, fault, old, new, check", INVISIBLE)
+def test_the_interpreter_does_not_notice(name, fault, old, new, check):
+    """If this fails, the interpreter has improved: the fault belongs in FAULTS."""
+    assert not outcome(name, old, new, check), f"{name}: {fault}"
