@@ -4,6 +4,8 @@
     ./run.sh check --full [PRESET] [--field value ...] compares numbers too, and trains some steps
     ./run.sh check --only PART,PART [...]              these parts
     ./run.sh check --small                             all parts at a size for a CPU
+    ./run.sh check --kernels [PRESET] [...]            whether our kernels for Hopper are right,
+                                                       and faster than XLA; --small interprets them
 
 Run it before you download gigabytes, with the flags of the run that you plan. PRESET is record,
 which is the default, or medium. Each line is PASS, FAIL, or INFO, which tests nothing. Then come
@@ -37,7 +39,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -49,8 +51,9 @@ from jax.sharding import Mesh, NamedSharding
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
 from data.messages import Parser, one_line
-from dev import fits, launch, machine, predict, watch
+from dev import check_kernels, fits, launch, machine, predict, watch
 from dev.cache import set_compilation_cache
+from dev.check_kernels import percent
 from train_gpt import LONG, Config, Layer, ScheduleRow, Stage
 
 PARTS = {  # in the order in which they run
@@ -100,24 +103,32 @@ def main(argv: list[str]) -> int:
     exit status."""
     options = parse_arguments(argv)
     if options.child:
-        run_parts(options.parts, options.small, options.flags)
+        run_parts(options.parts, options.small, options.flags, options.kernels, options.use)
     refuse_without_devices(options)
     launch.set_xla_flags()
     began = time.monotonic()
     report = Report({"argv": argv}, [], 0)
     print(announcement(options), flush=True)
     command = [*CHILD, *options.flags]
-    if options.small:
-        command.append("--small")
+    command += [f"--{name}" for name in ("small", "kernels") if getattr(options, name)]
+    at_once = 1 if options.kernels else None
     parts = options.parts
     while parts:
-        parts = watch_child(command, parts, report)
+        use = ",".join(check_kernels.to_use(report.facts))
+        parts = watch_child([*command, "--use", use], parts, report, at_once)
         if parts is None:
             return NOTHING
+        if options.kernels and "machine" in report.failed:
+            print_not_tried("machine must pass first", parts)
+            parts = []
     seconds = round(time.monotonic() - began)
     report.facts |= {"failed": report.failed, "seconds": seconds}
     text = json.dumps(report.facts)
-    print("CHECK", json.dumps(json.loads(text, parse_constant=str)))  # NaN is not JSON
+    text = json.dumps(json.loads(text, parse_constant=str))  # NaN is not JSON
+    print("CHECK", text)
+    if options.kernels:
+        check_kernels.FILE.parent.mkdir(exist_ok=True)
+        check_kernels.FILE.write_text(f"{text}\n")
     print(verdict(report, options, seconds), flush=True)
     return 1 if report.failed else 0
 
@@ -126,16 +137,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Returns the names of the parts, whether they are small, and the preset, if there is one, and
     the flags of the run. Exits with status 2 if one of them is unknown."""
     names = "\n".join(f"    {name:10} {what}" for name, what in PARTS.items())
+    kernels = ["machine", *check_kernels.part_names()]
     cli = Parser(
         prog="check_gpu.py",
-        usage="./run.sh check [--full | --small] [--only PART,PART] [PRESET] [--field value ...]",
+        usage="./run.sh check [--full] [--small] [--kernels] [--only PART,PART] [PRESET] "
+        "[--field value ...]",
         description=__doc__,
-        epilog=f"Parts, of which {' and '.join(QUICK)} run by default:\n{names}",
+        epilog=f"Parts, of which {' and '.join(QUICK)} run by default:\n{names}\n"
+        f"With --kernels: {', '.join(kernels)}",
     )
     cli.add_argument("--full", action="store_true", help=f"run all parts, in {FULL_TAKES}")
     cli.add_argument("--small", action="store_true", help="run all parts at a size for a CPU")
     cli.add_argument("--only", help="run only these parts")
+    cli.add_argument("--kernels", action="store_true", help="check our kernels for Hopper")
     cli.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    cli.add_argument("--use", default="", help=argparse.SUPPRESS)
     options, options.flags = cli.parse_known_args(argv)
     reason = "" if options.child else machine.misspelt(["check", *argv])
     if reason:
@@ -144,13 +160,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         options.small = True
     if options.small and options.flags:
         refuse(f"--small sets all sizes itself: leave out {' '.join(options.flags)}")
-    asked = [*PARTS] if options.full or options.small else [*QUICK]
+    known = kernels if options.kernels else [*PARTS]
+    asked = known if options.full or options.small or options.kernels else [*QUICK]
     if options.only is not None:
         asked = options.only.split(",")
-    unknown = [name for name in asked if name not in PARTS]
+    unknown = [name for name in asked if name not in known]
     if unknown:
-        refuse(f"--only: there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
-    options.parts = [name for name in PARTS if name in asked]
+        refuse(f"--only: there is no part {unknown[0]!r}; the parts are {', '.join(known)}")
+    options.parts = [name for name in known if name in asked]
     record_with(options.flags)
     return options
 
@@ -158,6 +175,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def refuse_without_devices(options: argparse.Namespace) -> None:
     """Exits with status 2 where there is nothing to check, before anything starts. JAX_PLATFORMS
     may name devices that dev/machine.py does not find; where it names the CPU, sizes are small."""
+    if options.kernels:
+        devices = [] if options.small else machine.find_machine().devices
+        why = check_kernels.why_not([device.capability for device in devices], options.small)
+        if why:
+            refuse(f"there is nothing to check here: {why}")
     if options.small or os.environ.get("JAX_PLATFORMS") not in (None, "", "cpu"):
         return
     decision = machine.decide(machine.find_machine())
@@ -176,6 +198,8 @@ def announcement(options: argparse.Namespace) -> str:
         return f"This takes {FULL_TAKES} (an estimate), mostly compiling"
     if options.parts == [*QUICK]:
         return "This takes about two minutes (an estimate)"
+    if options.kernels:
+        return "This takes about ten minutes (an estimate), mostly compiling"
     return f"Of all parts, this runs {', '.join(options.parts)}"
 
 
@@ -205,7 +229,9 @@ class Report:
     passed: int  # how many lines have passed
 
     def add(self, passes: bool | None, name: str, text: str, fact: Any) -> None:
-        """Prints a line and remembers it."""
+        """Prints a line and remembers it. A second process repeats some that the first has sent."""
+        if name in self.facts and self.facts[name] == fact:
+            return
         self.facts[name] = fact
         if passes is False:
             self.failed.append(name)
@@ -229,10 +255,13 @@ def verdict(report: Report, options: argparse.Namespace, seconds: int) -> str:
     return text
 
 
-def watch_child(command: list[str], parts: list[str], report: Report) -> list[str] | None:
-    """Runs parts in a child process and adds its lines to the report. Returns the parts that are
-    left if one of them has hung or died, and None if there is nothing to check."""
-    command = [*command, "--only", ",".join(parts)]
+def watch_child(
+    command: list[str], parts: list[str], report: Report, at_once: int | None = None
+) -> list[str] | None:
+    """Runs the first parts, or all, in a child process and adds its lines to the report. Returns
+    the parts that are left, also if one has hung or died, and None if there is nothing to check."""
+    asked = parts[:at_once]
+    command = [*command, "--only", ",".join(asked)]
     # Unbuffered, so that select() knows whether there is more to read.
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
     running = "the process of the check"
@@ -262,7 +291,7 @@ def watch_child(command: list[str], parts: list[str], report: Report) -> list[st
     if status == NOTHING and running == "JAX" and not report.failed:
         return None
     if not end:
-        return []
+        return parts[len(asked) :]
     text = f"{running} {end}"
     report.add(False, running, text, {"end": end, "output": list(output)})
     return parts[parts.index(running) + 1 :] if running in parts else []
@@ -310,9 +339,12 @@ def kill(child: subprocess.Popen) -> None:
 
 
 # ---- The child -----------------------------------------------------------------------------------
-def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
+def run_parts(
+    names: list[str], small: bool, flags: list[str], kernels: bool = False, use: str = ""
+) -> NoReturn:
     """Runs parts in this process, writes what they find for watch_child(), and ends without waiting
-    for threads: where a device hangs, they never end."""
+    for threads: where a device hangs, they never end. `use` has the attempts that are to be used,
+    separated by commas."""
     faulthandler.enable(all_threads=False)  # shows where a signal has struck
     if small:
         jax.config.update("jax_platforms", "cpu")
@@ -328,7 +360,7 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     if jax.devices()[0].platform == "cpu" and not small:
         print("check_gpu.py: JAX sees neither a GPU nor a TPU: type  ./run.sh check --small")
         launch.leave(NOTHING)
-    c = SMALL
+    c = check_kernels.SMALL if kernels else SMALL
     added = {}
     preset = ""
     if not small:
@@ -340,7 +372,11 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
     send("JAX", None, "JAX", software_text(facts), facts)
     if preset and any(facts["bytes_for_JAX"]):
         send("JAX", *room_line(preset, c, added, facts["bytes_for_JAX"]))
-    parts = make_parts(c, train_gpt.make_mesh(devices), small)
+    if kernels and small:
+        devices = devices[:1]  # with more, the interpreter fails inside shard_map
+        check_kernels.interpret()
+    mesh = train_gpt.make_mesh(devices)
+    parts = make_kernel_parts(c, mesh, small, use) if kernels else make_parts(c, mesh, small)
     left = [name for name in names if name != "machine"]
     while left:
         name = left.pop(0)
@@ -348,7 +384,8 @@ def run_parts(names: list[str], small: bool, flags: list[str]) -> NoReturn:
         if launch.NO_MEMORY.search(failed):
             print_not_tried("they need as much memory", left)
             break
-    run_part("clocks", check_clocks)
+    if not kernels or check_kernels.STEPS in names:
+        run_part("clocks", check_clocks)
     launch.leave(0)
 
 
@@ -395,6 +432,26 @@ def make_parts(c: Config, mesh: Mesh, small: bool) -> dict[str, Callable[[], Ite
         "record": functools.partial(check_record, c, mesh, 0 if small else 30),
         "devices": functools.partial(check_devices, c, mesh),
     }
+
+
+def make_kernel_parts(
+    c: Config, mesh: Mesh, small: bool, use: str
+) -> dict[str, Callable[[], Iterator[Line]]]:
+    """The parts of --kernels by name, except machine, ready to run."""
+    stage = longest_stage(c)
+    parts = {
+        name: functools.partial(check_kernels.check_attempt, name, c, stage, small)
+        for name in check_kernels.ATTEMPTS
+    }
+
+    def train(script, c, steps):
+        programs = compile_cycle(c, stage, mesh, script)
+        losses, times = train_steps(programs, c, stage, mesh, steps, script=script)
+        return losses, float(np.mean(times[-14:]))  # an even number, because two kinds alternate
+
+    names = [name for name in use.split(",") if name]
+    steps = functools.partial(check_kernels.check_steps, c, names, small, train)
+    return parts | {check_kernels.STEPS: steps}
 
 
 # ---- Machine and software ------------------------------------------------------------------------
@@ -663,11 +720,6 @@ def compare(
     return passes, name, text, errors
 
 
-def percent(fraction: float) -> str:
-    """As "0.0028 %", with two digits."""
-    return f"{100 * fraction:.2g} %"
-
-
 def relative_error(found: Array, right: Array) -> float:
     """|found - right| / |right|, NaN if anything is."""
     found = np.float32(found)
@@ -818,20 +870,22 @@ def cycle(c: Config) -> list[bool]:
     return [c.is_adam_step(step) for step in range(c.adam_every)]
 
 
-def compile_cycle(c: Config, stage: int, mesh: Mesh) -> list[Callable]:
-    """The programs of a stage's cycle."""
+def compile_cycle(
+    c: Config, stage: int, mesh: Mesh, script: ModuleType = train_gpt
+) -> list[Callable]:
+    """The programs of a stage's cycle. The script is train_gpt.py, or a copy of it."""
 
     def compile_step(adam_step):
-        return train_gpt.compile_train_step(stage, adam_step, c, mesh)
+        return script.compile_train_step(stage, adam_step, c, mesh)
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(compile_step, cycle(c)))
 
 
-def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
+def host_batches(c: Config, stage: int, script: ModuleType) -> list[tuple[np.ndarray, ScheduleRow]]:
     """Four batches of a stage, in the memory of the host. A few tokens are frequent, and documents
     have 400 tokens. Rates are those of the run's first step."""
-    rows = train_gpt.schedule(c)
+    rows = script.schedule(c)
     first_step = int([0, *c.stage_ends][stage])
     row = rows[0]._replace(loss_weights=rows[first_step].loss_weights)
     rng = np.random.default_rng(1)
@@ -843,16 +897,18 @@ def host_batches(c: Config, stage: int) -> list[tuple[np.ndarray, ScheduleRow]]:
     return batches
 
 
-def training(programs: list[Callable], c: Config, stage: int, mesh: Mesh) -> Iterator[Array]:
+def training(
+    programs: list[Callable], c: Config, stage: int, mesh: Mesh, script: ModuleType = train_gpt
+) -> Iterator[Array]:
     """Trains from fresh weights, with the programs of a stage's cycle in turn, without end. Each
     step gets other tokens, which go to the devices as in training. Yields the loss of every step,
     which the devices may still be computing."""
-    batches = host_batches(c, stage)
+    batches = host_batches(c, stage, script)
     whole = NamedSharding(mesh, P())
     row = jax.tree.map(lambda _: whole, batches[0][1])
     shardings = NamedSharding(mesh, P(mesh.axis_names)), row
     on_devices = train_gpt.prefetch(itertools.cycle(batches), shardings)
-    state = train_gpt.make_state(c, mesh)
+    state = script.make_state(c, mesh)
     for program, (tokens, row) in zip(itertools.cycle(programs), on_devices, strict=False):
         state, loss = program(state, tokens, row)
         yield loss
@@ -865,13 +921,14 @@ def train_steps(
     mesh: Mesh,
     steps: int = STEPS,
     least: float = 0,
+    script: ModuleType = train_gpt,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trains for `steps` steps, and for at least `least` seconds. Returns the loss of every step,
     and the milliseconds from one to the next. The host waits for a loss only when two later steps
     have started, so that the devices always have work."""
     losses = []
     times = []
-    for loss in training(programs, c, stage, mesh):
+    for loss in training(programs, c, stage, mesh, script):
         losses.append(loss)
         if len(losses) > 2:
             jax.block_until_ready(losses[-3])

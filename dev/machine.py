@@ -403,7 +403,7 @@ def misspelt(argv: list[str]) -> str:
         _, fields = names_in(FROZEN[rest[0]])
     flags = [*fields, "help"]
     if rest and rest[0] == "check":
-        flags += ["small", "full", "only"]
+        flags += ["small", "full", "only", "kernels"]
         if len(rest) > 1 and rest[1] in FROZEN:
             return f"check takes no {rest[1]!r}: {FROZEN[rest[1]]} is frozen, and has no check"
         if len(rest) > 1 and not rest[1].startswith("-") and rest[1] not in LARGE:

@@ -259,6 +259,7 @@ def test_other_numbers_of_devices_are_judged_as_the_next_smaller(number, stands_
     ("check record92", "check takes no 'record92': records/upstream92/train_gpt.py is frozen"),
     ("check --batch=64 --seeds 1", "there is no flag --seeds: did you mean --seed?"),
     ("check --only tiny --steps 9", ""), ("check --small", ""), ("check --help", ""),
+    ("check --kernels record", ""), ("check --kernel", "did you mean --kernels?"),
     ("record92 --matrix_optimizer=anvil --help", ""), ("train_gpt.py record92", ""),
     ("record92 --segments 1", "there is no flag --segments: did you mean --segment?"),
     ("tiny --segment 1", "there is no flag --segment"),  # which only the frozen file has
