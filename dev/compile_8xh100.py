@@ -582,7 +582,7 @@ def main(argv: list[str]) -> int:
     cli.add_argument("--idea", **ideas, help="of records/ideas/, together; again: another table")
     cli.add_argument("--file", type=Path, help="a copy of train_gpt.py")
     cli.add_argument("--stages", default="", help="of --idea and --file, as 0,2; default: all")
-    settings = dict(nargs="+", default=[], metavar="NAME=VALUE")
+    settings = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
     cli.add_argument("--set", **settings, help="fields of the Config of --idea and --file")
     arguments = cli.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
@@ -592,6 +592,8 @@ def main(argv: list[str]) -> int:
     if cudnn_version() is None:
         print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
         return 2
+    if arguments.set and not (arguments.idea or arguments.file):
+        raise Fault("--set is for --idea and --file")
     if arguments.idea or arguments.file:
         others = arguments.write, arguments.memory, arguments.small
         if arguments.preset != "record" or any(others):

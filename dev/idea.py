@@ -73,9 +73,9 @@ def listing() -> str:
 
 # ---- Patches -------------------------------------------------------------------------------------
 def apply(source: bytes, patches: list[Path], what: str = "train_gpt.py") -> bytes:
-    """A source with patches, of which each must apply to the source alone: they are merged line by
-    line, in any order. Raises Fault, also for two that change the same lines. what names the
-    source in messages."""
+    """A source with patches, of which each must apply to the source alone, or on top of its base:
+    they are merged line by line, in any order. Raises Fault, also for two that change the same
+    lines. what names the source in messages."""
     merged = source
     changed = {}
     for patch in patches:
@@ -98,7 +98,10 @@ def apply(source: bytes, patches: list[Path], what: str = "train_gpt.py") -> byt
 def base_of(patch: Path) -> Path | None:
     """The patch that another one was made on top of, if there is one."""
     found = BASE.search(" ".join(description(patch)))
-    return patch.parent / found[1] if found else None
+    if not found:
+        return None
+    beside = patch.parent / found[1]
+    return beside if beside.exists() else SHELF / found[1]
 
 
 def with_base(source: bytes, patch: Path, what: str) -> bytes:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,14 +46,12 @@ def interpreter() -> Iterator[None]:
 
     # With the default of 5 clocks for all copies, a copy that nobody awaits may seem to be ordered.
     options = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-    output = io.StringIO()  # jax 0.11 prints a race, and goes on
     try:
-        with contextlib.redirect_stdout(output), plgpu.force_gpu_interpret_mode(options):
+        with plgpu.force_gpu_interpret_mode(options):
             yield
     except BaseException:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
-    assert "RACE DETECTED" not in output.getvalue()
 
 
 def normal(seed: int, shape: tuple, scale: float = 1.0, dtype: str = "bfloat16") -> jax.Array:

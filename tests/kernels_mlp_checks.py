@@ -172,8 +172,7 @@ FAULTS = [
     ("the factor of the saved h is forgotten",
      "dz_scale = 2 / (c.w_scale * c.x_scale**0.5)", "dz_scale = 2 / c.w_scale", check_mlp_fp8),
 ]  # fmt: skip
-# The interpreter multiplies at once and ends a kernel only after its copies, so it cannot notice
-# these: a wait for a product, and the last wait for a copy.
+# The interpreter multiplies at once, so it cannot notice that a product is not awaited.
 INVISIBLE = [
     ("products are not awaited", "plgpu.wgmma_wait(1)  # only", "# only", check_bf16_products),
 ]
