@@ -681,6 +681,25 @@ def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
         assert 1 < kernel["instructions"] / (M * 256) < 10
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    compile_8xh100.cudnn_version() is None or jax.__version_info__ < (0, 11),
+    reason="needs JAX's CUDA plugin, and a Mosaic of 2026",
+)
+def test_no_kernel_of_the_shelf_spills_a_register(tmp_path):
+    """And a block has room on an SM."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tests/mosaic_shelf.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    names = {kernel["name"] for kernel in kernels}
+    assert names >= {"mosaic_product", "mosaic_sum_of_exp", "mosaic_gradient", "mosaic_qkv"}
+    for kernel in kernels:
+        assert kernel["spilled"] == 0 and kernel["shared"] <= 227 * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+
+
 # ---- Copies with ideas ---------------------------------------------------------------------------
 def test_a_run_with_an_idea_is_priced_by_the_stages_that_were_compiled():
     page = compile_8xh100.page_costs(compile_8xh100.PAGES["record"].read_text(encoding="utf-8"))
