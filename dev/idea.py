@@ -55,7 +55,7 @@ def patch_of(name: str, others: list[str]) -> Path:
 def description(patch: Path) -> list[str]:
     """The lines of the comment with which a patch begins."""
     lines = []
-    for line in patch.read_text(encoding="utf-8").splitlines():
+    for line in patch.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.lstrip("# "))
