@@ -661,10 +661,13 @@ def test_the_table_has_a_row_for_every_code():
     assert report.mosaic_section({0: program("%a = f32[1] parameter(0)")}, known) == []
 
 
-@pytest.mark.skipif(
+compiles_mosaic = pytest.mark.skipif(
     compile_8xh100.cudnn_version() is None or jax.__version_info__ < (0, 11),
     reason="needs JAX's CUDA plugin, and a Mosaic of 2026",
 )
+
+
+@compiles_mosaic
 def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
     """The numbers of operations are exact; those of registers and instructions depend on ptxas."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}
@@ -682,10 +685,7 @@ def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    compile_8xh100.cudnn_version() is None or jax.__version_info__ < (0, 11),
-    reason="needs JAX's CUDA plugin, and a Mosaic of 2026",
-)
+@compiles_mosaic
 def test_no_kernel_of_the_shelf_spills_a_register(tmp_path):
     """And a block has room on an SM."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}

