@@ -529,9 +529,11 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
-    q = norm_rotate(q, cos, sin, pos.doc_q, key_offset=False)
-    # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
-    k = norm_rotate(k, cos, sin, pos.doc_k, key_offset=layer.key_offset)
+    q = norm_rotate(q, cos, sin, pos.doc_q)
+    k = norm_rotate(k, cos, sin, pos.doc_k)
+    if layer.key_offset:
+        # [key-offset] Half of a key is the previous token's: one layer can do induction. Record 49.
+        k = offset_keys(k)
     v = weighted_sum((1.0, v), *v_terms)
     window = pos.windows[layer.window]
     if layer.paired_heads:
@@ -930,49 +932,49 @@ def project_bwd(residuals: tuple, dy_BTD) -> tuple:
 project.defvjp(project_fwd, project_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def norm_rotate(x_BTHK, cos, sin, doc, key_offset: bool) -> Array:
-    """rotate_and_shift(norm(x)), (B, T, H, K), whose last four channels are overwritten by the
-    document code, (B, T, 1, 4)."""
-    return norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset)[0]
+@jax.custom_vjp
+def norm_rotate(x_BTHK, cos, sin, doc) -> Array:
+    """rotate(norm(x)), (B, T, H, K), whose last four channels are overwritten by the document code,
+    (B, T, 1, 4)."""
+    return norm_rotate_fwd(x_BTHK, cos, sin, doc)[0]
 
 
-def norm_rotate_fwd(x_BTHK, cos, sin, doc, key_offset: bool) -> tuple[Array, tuple]:
-    """The result, and what the backward pass needs."""
+def norm_rotate_fwd(x_BTHK, cos, sin, doc) -> tuple[Array, tuple]:
+    """The result, and what the backward pass needs: not x, as attention needs y in any case."""
     K = x_BTHK.shape[-1]
     inverse = inverse_rms(x_BTHK)
-    y = rotate_and_shift(x_BTHK * inverse, cos, sin, key_offset)
+    rotated = rotate(x_BTHK * inverse, cos, sin).astype(x_BTHK.dtype)
     # Of the copies of the code, only the last one is used.
-    y = jnp.where(jnp.arange(K) < K - 4, y, jnp.tile(doc, K // 4)).astype(x_BTHK.dtype)
-    return lax.optimization_barrier(y), (x_BTHK, inverse, cos, sin)
+    y = jnp.where(jnp.arange(K) < K - 4, rotated, jnp.tile(doc, K // 4))
+    y, overwritten = lax.optimization_barrier((y, rotated[..., -4:]))
+    return y, (y, overwritten, inverse, cos, sin)
 
 
-def norm_rotate_bwd(key_offset: bool, residuals: tuple, dy_BTHK) -> tuple:
-    """The transpose of the rotation, then the gradient of the norm."""
-    x, inverse, cos, sin = residuals
-    h = x * inverse
-
-    def rotate(h):
-        return rotate_and_shift(h, cos, sin, key_offset)
-
-    (dh,) = jax.linear_transpose(rotate, h)(dy_BTHK.astype(jnp.float32))
-    radial = (dh * h).sum(axis=-1, keepdims=True) / h.shape[-1]
-    return ((dh - h * radial) * inverse).astype(x.dtype), None, None, None
+def norm_rotate_bwd(residuals: tuple, dy_BTHK) -> tuple:
+    """The gradient of the norm, rotated back. A rotation R changes no products, so for
+    y = R norm(x) it is R^T (dy - y mean(dy y)) / rms(x)."""
+    y, overwritten, inverse, cos, sin = residuals
+    K = y.shape[-1]
+    dy = dy_BTHK.astype(jnp.float32)
+    # The code has no gradient. A slice, because XLA would merge sums of layers that share a mask.
+    radial = (dy[..., :-4] * y[..., :-4]).sum(axis=-1, keepdims=True) / K
+    has_code = jnp.arange(K) >= K - 4
+    y = jnp.where(has_code, jnp.tile(overwritten, K // 4), y)
+    dy = jnp.where(has_code, 0, dy)
+    dx = rotate(dy - y * radial, cos, -sin) * inverse
+    return dx.astype(dy_BTHK.dtype), None, None, None
 
 
 norm_rotate.defvjp(norm_rotate_fwd, norm_rotate_bwd)
 
 
-def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
+def rotate(h_BTHK, cos, sin) -> Array:
     """Rotates the channel pairs (a, b) of every head by the angle of its position:
 
         [ a: K/4 | b: K/4 | rest: K/2 ]  ->  [ a cos + b sin | b cos - a sin | rest ]
 
-    The last four channels of the result are 0: norm_rotate() puts the document code there. cos and
-    sin are (T, 1 or 2, K / 4); with two angles, head h takes number h % 2. With key_offset, the
-    rest comes from the previous position; the first position uses itself. The function is linear in
-    h, as the backward pass needs, and has no slices and concatenations, because the threads of a
-    GPU would diverge in them.
+    cos and sin are (T, 1 or 2, K / 4); with two angles, head h takes number h % 2. The function has
+    no slices and concatenations, because the threads of a GPU would diverge in them.
     """
     B, T, H, K = h_BTHK.shape
     _, angles, quarter = cos.shape
@@ -982,13 +984,19 @@ def rotate_and_shift(h_BTHK, cos, sin, key_offset: bool) -> Array:
     cos, sin = cos[:, None, :, None], sin[:, None, :, None]
     part = jnp.arange(4)[:, None]
     sin = jnp.where(part == 0, sin, jnp.where(part == 1, -sin, 0))
-    y = (parts * jnp.where(part < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
+    return (parts * jnp.where(part < 2, cos, 1) + partners * sin).reshape(h_BTHK.shape)
+
+
+def offset_keys(k_BTHK) -> Array:
+    """Replaces the half of every key that is not rotated by the previous position's, except for the
+    document code. Those of the first position do not change."""
+    _, T, _, K = k_BTHK.shape
     no_pad = (0, 0, 0)
-    if key_offset:
-        previous = lax.pad(h_BTHK, np.float32(0), [no_pad, (1, -1, 0), no_pad, no_pad])  # shifted
-        is_first = jnp.arange(T)[:, None, None] == 0
-        y = jnp.where((jnp.arange(K) < K // 2) | is_first, y, previous)
-    return jnp.where(jnp.arange(K) < K - 4, y, 0)
+    previous = lax.pad(k_BTHK, k_BTHK.dtype.type(0), [no_pad, (1, -1, 0), no_pad, no_pad])
+    channel = jnp.arange(K)
+    is_first = jnp.arange(T)[:, None, None] == 0
+    unchanged = (channel < K // 2) | (channel >= K - 4) | is_first
+    return jnp.where(unchanged, k_BTHK, previous)
 
 
 @jax.custom_vjp

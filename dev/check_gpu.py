@@ -838,17 +838,14 @@ def check_norms(c: Config) -> Iterator[Line]:
     one_layer = dataclasses.replace(c, layers=(Layer(LONG),), mudd_head=())
     pos = train_gpt.positions(jnp.zeros((1, N), jnp.int32), one_layer, 0)
     cos, sin = pos.rope[False]
-    for key_offset in False, True:
 
-        def rotation(x, key_offset=key_offset):
-            return train_gpt.norm_rotate(x, cos, sin, pos.doc_k, key_offset)[..., :-4]
+    def rotation(x):
+        return train_gpt.norm_rotate(x, cos, sin, pos.doc_k)[..., :-4]
 
-        def exact_rotation(x, key_offset=key_offset):
-            x = train_gpt.norm(x)
-            return train_gpt.rotate_and_shift(x, cos, sin, key_offset)[..., :-4]
+    def exact_rotation(x):
+        return train_gpt.rotate(train_gpt.norm(x), cos, sin)[..., :-4]
 
-        name = "norm and rotation" + (" with key_offset" if key_offset else "")
-        yield compare(name, 0.02, rotation, exact_rotation, x)
+    yield compare("norm and rotation", 0.02, rotation, exact_rotation, x)
 
 
 # ---- Steps of training ---------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class Case:
         qkv = module.norm_linear(x_ND.reshape(*shape[:2], D), w_ED, radial_from="x")
         q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
         docs = as_float32(*self.docs)
-        q = module.norm_rotate(q, *self.rope, docs[0], False)
-        k = module.norm_rotate(k, *self.rope, docs[1], False)
+        q = module.norm_rotate(q, *self.rope, docs[0])
+        k = module.norm_rotate(k, *self.rope, docs[1])
         return [array.reshape(x_ND.shape) for array in (q, k, v)]
 
     def forward(self, module, qkv_fp8: int) -> tuple:

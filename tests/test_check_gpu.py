@@ -665,7 +665,7 @@ def test_a_wrong_value_fails(monkeypatch, name):
     "backward, name",
     [("head_loss", "the head in float8_e4m3fn"),
      ("norm_linear", "norm and product, with the radial gradient from y,"),
-     ("norm_rotate", "norm and rotation with key_offset")],
+     ("norm_rotate", "norm and rotation")],
 )  # fmt: skip
 def test_a_wrong_gradient_fails(monkeypatch, backward, name):
     """The value is right, and only the gradient is larger by a fifth."""
