@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     text = json.dumps(report.facts)
     text = json.dumps(json.loads(text, parse_constant=str))  # NaN is not JSON
     print("CHECK", text)
-    if options.kernels:
+    if options.kernels and not options.small:
         check_kernels.FILE.parent.mkdir(exist_ok=True)
         check_kernels.FILE.write_text(f"{text}\n")
     print(verdict(report, options, seconds), flush=True)
@@ -168,6 +168,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if unknown:
         refuse(f"--only: there is no part {unknown[0]!r}; the parts are {', '.join(known)}")
     options.parts = [name for name in known if name in asked]
+    if options.kernels and options.full:
+        refuse("--full is for the other parts: leave out --kernels, or --full")
+    if options.parts == [check_kernels.STEPS] and not options.child:
+        refuse("--only steps trains with the attempts that are to be used: name some beside it")
     record_with(options.flags)
     return options
 
@@ -294,7 +298,7 @@ def watch_child(
         return parts[len(asked) :]
     text = f"{running} {end}"
     report.add(False, running, text, {"end": end, "output": list(output)})
-    return parts[parts.index(running) + 1 :] if running in parts else []
+    return parts[parts.index(running) + 1 :] if running in parts else parts[len(asked) :]
 
 
 def read_messages(child: subprocess.Popen) -> Iterator[list | str]:

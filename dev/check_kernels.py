@@ -32,7 +32,7 @@ import train_gpt
 from dev import idea, watch
 from train_gpt import LONG, SHORT, Config, Layer, Stage
 
-FILE = Path("logs/check_kernels.json")  # the numbers of the last check
+FILE = Path("logs/check_kernels.json")  # the numbers of the last check on a GPU
 USE, LEAVE = "use it", "leave it"
 STEPS = "steps"  # the last part
 STEPS_APART = 0.05  # nats, by which losses of right kernels may differ
@@ -287,11 +287,22 @@ def measure(attempt: Attempt, script: ModuleType, c: Config, stage: int, is_smal
     return facts
 
 
+def has_kernels(script: ModuleType, c: Config) -> bool:
+    """Whether a run with this configuration would use kernels on this device."""
+    fitted = script.fit_kernels(jax.devices()[0], copy_config(script, c))
+    return fitted.kernels == "mosaic"
+
+
 def check_attempt(name: str, c: Config, stage: int, is_small: bool) -> Iterator[tuple]:
     """A line on whether to use an attempt, in the shapes of a stage on one device."""
     attempt = ATTEMPTS[name]
     try:
-        facts = measure(attempt, load([name], is_small), c, stage, is_small)
+        script = load([name], is_small)
+        if not (is_small or has_kernels(script, c)):
+            why = f"with these sizes, {name} takes XLA's path: they must be multiples of 256"
+            yield None, name, f"{LEAVE}: {why}", {"verdict": LEAVE, "why": why}
+            return
+        facts = measure(attempt, script, c, stage, is_small)
     except Exception as error:  # the next attempt may work
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         line = lines[-1] if "Traceback" in str(error) else lines[0]  # the cause of a callback's

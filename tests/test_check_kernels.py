@@ -153,9 +153,22 @@ def test_kernels_are_compared_with_xla(monkeypatch, error, passes):
 
 def test_a_large_size_has_times(monkeypatch):
     monkeypatch.setitem(ATTEMPTS, "fused_mlp", attempt_with(0.0))
+    monkeypatch.setattr(check_kernels, "has_kernels", lambda *_: True)
     ((passed, _, text, facts),) = check_kernels.check_attempt("fused_mlp", C, 0, False)
     assert passed is (True if facts["ms"] < facts["xla_ms"] else None)
     assert "TFLOP/s), by XLA" in text and math.isnan(facts["share"])  # a CPU's peak is unknown
+
+
+def test_sizes_without_kernels_are_no_fault_of_a_kernel(monkeypatch):
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [hopper])
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    script = check_kernels.load(["fused_mlp"], is_small=False)
+    assert check_kernels.has_kernels(script, C)
+    odd = dataclasses.replace(C, F=384)
+    ((passed, _, text, facts),) = check_kernels.check_attempt("fused_mlp", odd, 0, False)
+    assert passed is None and facts["verdict"] == "leave it"
+    assert text.startswith("leave it: with these sizes, fused_mlp takes XLA's path")
 
 
 @pytest.mark.parametrize("error, text", [
@@ -209,6 +222,17 @@ def test_parts_are_those_attempts_that_are_on_the_shelf(monkeypatch, tmp_path):
 
 def test_the_shelf_has_the_attempts():
     assert {*FORMS_OF_MLP} <= {*check_kernels.part_names()}
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["--kernels", "--full"], "--full is for the other parts"),
+    (["--kernels", "--only", STEPS], "--only steps trains with the attempts that are to be used"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused_in_one_line(capsys, argv, text):
+    with pytest.raises(SystemExit, match="2"):
+        check_gpu.main(argv)
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
 
 
 def test_parts_of_the_other_checks_are_not_among_these(capsys):
@@ -266,9 +290,10 @@ def child(monkeypatch, tmp_path):
     return breaks
 
 
-def test_every_part_has_a_process_and_steps_use_what_the_others_found(child, capfd):
+def test_every_part_has_a_process_and_steps_use_what_the_others_found(child, capfd, monkeypatch):
     child("fused_mlp --mlp_fp8 1")
-    assert check_gpu.main(["--kernels", "--small"]) == 1
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert check_gpu.main(["--kernels"]) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines.count("INFO  jax runs") == 1
     assert "FAIL  fused_mlp --mlp_fp8 1 was killed by SIGABRT" in lines
@@ -284,6 +309,17 @@ def test_without_a_free_machine_nothing_is_tried(child, capfd, monkeypatch):
     shown = capfd.readouterr().out
     assert "not tried, because machine must pass first: fused_mlp, " in shown
     assert "use it" not in shown
+    assert not check_kernels.FILE.exists(), "the numbers of a CPU"
+
+
+def test_a_part_whose_process_does_not_start_leaves_the_others(child, capfd, monkeypatch):
+    child("none")
+    program = "import sys\nif sys.argv[-1] == BAD: sys.exit(3)\n" + check_gpu.CHILD[-1]
+    program = f"BAD = {FORMS_OF_MLP[1]!r}\n{program}"
+    monkeypatch.setattr(check_gpu, "CHILD", [sys.executable, "-c", program])
+    assert check_gpu.main(["--kernels", "--small"]) == 1
+    shown = capfd.readouterr().out
+    assert "use it: fused_mlp --mlp_fp8 2" in shown and "use it: steps" in shown
 
 
 PLANTED = """
@@ -316,7 +352,8 @@ def test_a_wrong_kernel_is_left_and_a_right_one_is_trained_with(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=900,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    facts = json.loads((tmp_path / check_kernels.FILE).read_text())
+    (line,) = [line for line in lines if line.startswith("CHECK ")]
+    facts = json.loads(line.removeprefix("CHECK "))
     assert done.returncode == 1 and facts["failed"] == parts[1:], done.stderr + done.stdout
     verdicts = [line for line in lines if re.search(" (use|leave) it: ", line)]
     assert verdicts[0].startswith("PASS  use it: fused_mlp is right")
