@@ -24,15 +24,20 @@ def load(names: str, old: str = "", new: str = "") -> ModuleType:
     """Imports train_gpt.py with attempts, whose names are separated by spaces. An old text is
     replaced by a new one. Kernels run in three blocks, so that each computes several tiles."""
     source = idea.copy_of(names.split()).decode()
-    assert source.count("\nSMS = 132 ") == 1
-    source = source.replace("\nSMS = 132 ", "\nSMS = 3 ")
     if old:
         assert source.count(old) == 1, f"{source.count(old)} times in {names}: {old}"
         source = source.replace(old, new)
+    return import_source(source, f"with_{names.replace(' ', '_')}")
+
+
+def import_source(source: str, name: str) -> ModuleType:
+    """Imports a copy of train_gpt.py with kernels, which run in three blocks."""
+    assert source.count("\nSMS = 132 ") == 1
+    source = source.replace("\nSMS = 132 ", "\nSMS = 3 ")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train_gpt.py")
         path.write_text(source, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(f"with_{names.replace(' ', '_')}", path)
+        spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module

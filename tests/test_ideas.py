@@ -129,7 +129,7 @@ def test_the_patch_of_record_92_has_the_kernels_of_the_attempts():
     folder = ROOT / "records/upstream92"
     frozen = (folder / "train_gpt.py").read_bytes()
     with_kernels = functions(idea.apply(frozen, [folder / "kernels.patch"], "the frozen file"))
-    attempts = [PATCHES["fused_mlp"], PATCHES["fused_head"]]
+    attempts = [PATCHES[name] for name in ("fused_mlp", "fused_head", "fused_qkv")]
     ours = functions(idea.apply(idea.TRAINER.read_bytes(), attempts))
     new = with_kernels.keys() - functions(frozen).keys()
     # Record 92 has no pointer, which these know of.

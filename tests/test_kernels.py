@@ -6,12 +6,22 @@ import functools
 import importlib
 from pathlib import Path
 
+import idea
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.interpreted import CAN_INTERPRET, interpreter, load
+from tests.interpreted import (
+    CAN_INTERPRET,
+    SUMS_OF_FP8,
+    compare,
+    import_source,
+    interpreter,
+    load,
+    normal,
+)
 from tests.tools import make_mesh, place_on, sequences
 from train_gpt import LONG, SHORT, Layer, Stage
 
@@ -111,6 +121,60 @@ def test_a_model_learns_alike_with_kernels_and_without(fp8, tolerance):
     got = losses("mosaic", fp8)
     assert want[-1] < 0.7 * want[0], want
     np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+@functools.cache
+def record_92():
+    """Its frozen file with kernels."""
+    folder = idea.ROOT / "records/upstream92"
+    frozen = (folder / "train_gpt.py").read_bytes()
+    source = idea.apply(frozen, [folder / "kernels.patch"], "the frozen file").decode()
+    return import_source(source, "record_92_with_kernels")
+
+
+def parts_of_record_92(c) -> list:
+    """Results and gradients of an MLP, of attention with wide heads, and of the head."""
+    module = record_92()
+    x = normal(0, (1, 256, c.D), 1.5).astype(c.compute)
+    matrices = [normal(seed, (c.D, c.D), 1 / 16, "float32") for seed in range(1, 5)]
+    first = jnp.zeros((1, 256), bool).at[:, ::60].set(True)
+    targets = jnp.asarray(np.random.default_rng(0).integers(-1, c.vocab, (256, 2)), jnp.int32)
+    weights = jnp.float32([1, 0.5])
+
+    def mlp(x, matrices):
+        return module.mlp(x, 0, {"mlp": [matrices]}, c)
+
+    def attention(x, matrices):
+        w = {"qk": [matrices[:2]], "vo": [matrices[2:]], "vo_lambdas": jnp.ones((1, 2))}
+        return module.attention(x, [], 0, w, {}, module.positions(first, c, 0), c)
+
+    def head(x, matrices):
+        w = jnp.concatenate(matrices)[: module.padded_vocab(c)]
+        return module.head_loss(x[0], w, targets, weights, (), c)
+
+    found = []
+    with interpreter():
+        for function in mlp, attention, head:
+            y, vjp = jax.vjp(function, x, matrices)
+            dy = jnp.ones_like(y) if y.ndim == 0 else 1e-3 * (y + 1)
+            found += jax.block_until_ready(jax.tree.leaves((y, vjp(dy))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8, limits", [(0, (0.012, 0.009)), (2, SUMS_OF_FP8)])
+def test_record_92_computes_alike_with_kernels_and_in_float32(fp8, limits):
+    module = record_92()
+    record = module.PRESETS["record92"]
+    layers = (module.Layer(module.LONG, key_offset=True),)
+    stages = tuple(dataclasses.replace(stage, candidates=0) for stage in record.stages)
+    changes = dict(layers=layers, stages=stages, mudd_head=(), D=256, H=2, F=256, vocab=1000)
+    changes |= dict(mudd_groups=4, head_chunk=128, attention="band", seed=1)
+    c = dataclasses.replace(record, **changes)
+    want = parts_of_record_92(dataclasses.replace(c, kernels="xla", compute="float32"))
+    got = parts_of_record_92(dataclasses.replace(c, mlp_fp8=fp8, qkv_fp8=fp8))
+    for number, arrays in enumerate(zip(got, want, strict=True)):
+        compare(f"array {number}", *arrays, limits)
 
 
 @pytest.mark.slow
