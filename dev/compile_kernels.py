@@ -59,11 +59,13 @@ ROWS = (
     Row(("fused_mlp",), ("mlp_fp8=1",)),
     Row(("fused_mlp",), ("mlp_fp8=2",)),
     Row(("fused_head",)),
+    Row(("fused_head",), ("logits_fp8=1",)),
     Row(("fused_qkv",)),
     Row(("fused_qkv",), ("qkv_fp8=2",)),
     Row(ALL),
     Row(ALL, ("mlp_fp8=1", "qkv_fp8=1")),
     Row(ALL, ("mlp_fp8=2", "qkv_fp8=2")),
+    Row(ALL, ("mlp_fp8=2", "qkv_fp8=2", "logits_fp8=1")),
 )
 
 

@@ -87,8 +87,18 @@ def check_fused_mlp(module, c) -> None:
 
 
 def check_fused_head(module, c) -> None:
-    """Other devices compute what they did, with a pointer as well."""
+    """Other devices compute what they did, with a pointer as well. They refuse logits in 8 bits,
+    for which they have no kernel."""
     check_other_devices(module, c)
+    eight = dataclasses.replace(module.PRESETS["record"], logits_fp8=1)
+    assert eight.for_validation().logits_fp8 == 0
+    for changes in {"kernels": "xla"}, {"head_forward": "bfloat16"}, {"head_backward": "bfloat16"}:
+        try:
+            dataclasses.replace(eight, **changes)
+        except ValueError as error:
+            assert str(error) == "--logits_fp8 needs Hopper, and the head in FP8"
+        else:
+            raise AssertionError(f"{changes} is accepted")
     c = dataclasses.replace(c, pointer=4, kernels="xla")
     x = noise("x", (64, c.D))
     w = noise("w", (384, c.D))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from tests.interpreted import interpreter, load
+from tests.interpreted import errors, interpreter, load
 
 HEAD = dict(D=128, H=2, vocab=1200, head_chunk=64, batch=8, kernels="mosaic")
 HEAD |= dict(head_forward="float8_e4m3fn", head_backward="float8_e5m2", compute="bfloat16")
@@ -28,9 +28,9 @@ def normal(seed: int, shape: tuple, scale: float = 1.0) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16)
 
 
-def some_targets(J: int, seed: int = 1) -> np.ndarray:
-    """(N, J): some are -1, which is none, and some tokens have a target twice."""
-    targets = np.random.default_rng(seed).integers(0, HEAD["vocab"], (N, J)).astype(np.int32)
+def some_targets(J: int, tokens: int = N) -> np.ndarray:
+    """(tokens, J): some are -1, which is none, and some tokens have a target twice."""
+    targets = np.random.default_rng(1).integers(0, HEAD["vocab"], (tokens, J)).astype(np.int32)
     targets[::5, -1] = -1
     targets[3::7, -1] = targets[3::7, 0]
     return targets
@@ -68,20 +68,41 @@ def check_sums(module, pointer: int, columns: int = V, softcap=RECORD) -> None:
     close(got, sums(capped(z, softcap), pointer)[1], 2e-6)
 
 
-def check_gradient(module, pointer: int, J: int, columns: int = V) -> None:
+def check_logits(module, pointer: int, tokens: int, columns: int, D: int) -> None:
+    """The 8 bits of logits_in_fp8() are the formula, rounded, of which a few round to a neighbor.
+    The sums are not rounded."""
+    x = normal(7, (tokens, D), 16.0).astype(ml_dtypes.float8_e4m3fn)
+    w = normal(8, (columns, D), 64 * 9 * D**-0.5).astype(ml_dtypes.float8_e4m3fn)
+    with interpreter():
+        c = config(module, pointer=pointer, logits_fp8=1)
+        padded = jnp.pad(jnp.asarray(w), ((0, -columns % 256), (0, 0)))
+        arrays = module.logits_in_fp8(jnp.asarray(x), padded, columns, c)
+        got, total = (np.asarray(array) for array in arrays)
+    s = capped(x.astype("f8") @ w.astype("f8").T / 1024)
+    want = np.float32(s - 20).astype(got.dtype)
+    assert s.min() < 1 and s.max() > 22 and got.dtype == ml_dtypes.float8_e4m3fn
+    close(got, want, 2**-4)
+    assert (got == want).mean() > 0.999
+    close(total[:, 0], sums(s, pointer)[1], 5e-6)
+
+
+def check_gradient(module, pointer: int, J: int, columns: int = V, logits_fp8: int = 0) -> None:
     """gradient_in_fp8() is the formula, rounded, and clipped where it is too large for FP8. A few
     numbers round to a neighbor. With a pointer, there is one more target."""
     z = normal(2, (N, columns), 9.0)
+    s = capped(z)
+    if logits_fp8:
+        z = np.float32(s - 20).astype(ml_dtypes.float8_e4m3fn)
+        s = z.astype("f8") + 20
     targets = some_targets(J)
     weights = 40 * np.random.default_rng(3).normal(size=(N, J)).astype("f4")  # of both signs
     if pointer:
         targets[:, 0] = HEAD["vocab"]  # the slot
     weights[7, 0] = 3e5
-    s = capped(z)
     exp, total = sums(s, pointer)
     softmax_weight = np.float32(weights.sum(axis=1) / total)[:, None]
     with interpreter():
-        c = config(module, pointer=pointer)
+        c = config(module, pointer=pointer, logits_fp8=logits_fp8)
         arrays = [jnp.asarray(x) for x in (z, softmax_weight, targets, weights)]
         got, transposed = (np.asarray(x) for x in module.gradient_in_fp8(*arrays, c))
     dloss_ds = softmax_weight * exp
@@ -124,32 +145,49 @@ def formula(x, w, targets, weights_J, votes, pointer: int):
     return -(jnp.where(targets < 0, 0, weights_J) * log_p).sum()
 
 
+def loss_and_gradients(module, c, kinds: list[dict], tokens: int = N) -> list[list]:
+    """The loss, dx, dw and with a pointer the gradient of votes, by head_loss() for every kind of
+    changes of c, and then by the formula."""
+    x = jnp.asarray(normal(4, (tokens, c.D)))
+    w = normal(5, (V, c.D), 0.3).astype("f4")
+    targets = jnp.asarray(some_targets(3, tokens))
+    weights_J = jnp.float32([1.0, 0.5, 0.25])
+    votes = np.random.default_rng(6).uniform(0, 0.5, (tokens, 3)).cumsum(axis=1).astype("f4")
+    variables = (0, 1, 4) if c.pointer else (0, 1)
+    found = []
+    for changes in kinds:
+        run = jax.jit(jax.value_and_grad(module.head_loss, variables), static_argnums=5)
+        with interpreter():
+            changed = dataclasses.replace(c, **changes)
+            arrays = run(x, w, targets, weights_J, votes, changed)
+            found.append(jax.block_until_ready(jax.tree.leaves(arrays)))
+    value = jax.value_and_grad(formula, variables)
+    exact = value(x.astype("f4"), w, targets, weights_J, votes, c.pointer)
+    return [*found, jax.tree.leaves(exact)]
+
+
 def check_loss(module, pointer: int, **changes) -> None:
     """Loss, dx, dw and the gradient of votes are those of the formula, to the precision of FP8, and
     those without kernels to that of float32 sums in another order."""
     c = config(module, pointer=pointer, **changes)
-    x = jnp.asarray(normal(4, (N, c.D)))
-    w = normal(5, (V, c.D), 0.3).astype("f4")
-    targets = jnp.asarray(some_targets(3))
-    weights_J = jnp.float32([1.0, 0.5, 0.25])
-    votes = np.random.default_rng(6).uniform(0, 0.5, (N, 3)).cumsum(axis=1).astype("f4")
-
-    def gradients(kernels: str):
-        which = dataclasses.replace(c, kernels=kernels)
-        value = jax.value_and_grad(module.head_loss, (0, 1, 4) if pointer else (0, 1))
-        run = jax.jit(value, static_argnums=5)
-        return jax.tree.leaves(run(x, w, targets, weights_J, votes, which))
-
-    with interpreter():
-        ours = gradients("mosaic")
-        jax.block_until_ready(ours)
-    xla = gradients("xla")
-    value = jax.value_and_grad(formula, (0, 1, 4) if pointer else (0, 1))
-    exact = jax.tree.leaves(value(x.astype("f4"), w, targets, weights_J, votes, pointer))
-    tolerances = (2e-3, 0.13, 0.13, 0.02)  # of the formats
-    for got, plain, want, tolerance in zip(ours, xla, exact, tolerances[: len(ours)], strict=True):
+    results = loss_and_gradients(module, c, [{}, {"kernels": "xla"}])
+    tolerances = (2e-3, 0.13, 0.13, 0.02)[: len(results[0])]  # of the formats
+    for got, plain, want, tolerance in zip(*results, tolerances, strict=True):
         close(got, want, tolerance)
         close(got, plain, 1e-3)
+
+
+def check_loss_of_8_bits(module, pointer: int) -> None:
+    """With 8 bits of the logits, loss and gradient of votes are what they were. Those of x and w
+    have other errors, but these are hardly larger. There are two chunks."""
+    c = config(module, pointer=pointer, D=256, head_chunk=128)
+    results = loss_and_gradients(module, c, [{"logits_fp8": 1}, {}], tokens=256)
+    limits = (3e-5, 0.05, 0.05, 3e-3)[: len(results[0])]
+    for eight, sixteen, exact, limit in zip(*results, limits, strict=True):
+        change = errors(eight, sixteen)[1]
+        assert change < limit, f"{change:.1e}, at most {limit:.1e}"
+        noise, before = errors(eight, exact)[1], errors(sixteen, exact)[1]
+        assert noise < 1.03 * before, f"{noise:.4f}, with 16 bits {before:.4f}"
 
 
 def check_sum(T) -> None:
@@ -164,6 +202,7 @@ def check_gradients(T) -> None:
     """With and without a pointer, at two sizes, with one target and several."""
     for pointer, J, columns in (4, 3, V), (0, 3, V), (0, 1, 1152):
         check_gradient(T, pointer, J, columns)
+    check_gradient(T, 0, 2, logits_fp8=1)
 
 
 def check_losses(T) -> None:
@@ -173,7 +212,21 @@ def check_losses(T) -> None:
     check_loss(T, 0, head_forward="bfloat16", head_backward="bfloat16")
 
 
+def check_logits_in_fp8(T) -> None:
+    """At two shapes, which use every slot of the three blocks again: with a pointer, and with a
+    tile of padding."""
+    check_logits(T, 4, 256, V, 384)
+    check_logits(T, 0, 128, 1152, 640)
+
+
+def check_losses_of_8_bits(T) -> None:
+    """With a pointer and without."""
+    check_loss_of_8_bits(T, 4)
+    check_loss_of_8_bits(T, 0)
+
+
 CHECKS = [check_sum, check_gradients, check_losses, check_other_sizes]
+CHECKS += [check_logits_in_fp8, check_losses_of_8_bits]
 
 # ---- Faults --------------------------------------------------------------------------------------
 # What is wrong; the text that it replaces, and by what; the check that must fail.
@@ -239,7 +292,85 @@ FAULTS = [
         "in_dim(read(ref.at[pl.ds(0, LOGIT_ROWS)])",
         check_gradients,
     ),
+    (
+        "8 bits are overwritten while they are copied",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before",
+        "# the tile before",
+        check_logits_in_fp8,
+    ),
+    (
+        "8 bits are copied before they are complete",
+        "plgpu.commit_smem()  # both strips",
+        "# both strips",
+        check_logits_in_fp8,
+    ),
+    (
+        "a block of the product ends before its copies",
+        "plgpu.wait_smem_to_gmem(0)  # the last copies",
+        "# the last copies",
+        check_logits_in_fp8,
+    ),
+    (
+        "both warpgroups store 8 bits in one place",
+        "out_s[tile.warpgroup, pl.ds(top, STRIP)] = (s - S8",
+        "out_s[0, pl.ds(top, STRIP)] = (s - S8",
+        check_logits_in_fp8,
+    ),
+    (
+        "the tile of padding is added up",
+        "sums[:tiles].sum",
+        "sums.sum",
+        check_logits_in_fp8,
+    ),
+    (
+        "the mask takes the last columns for the first ones",
+        "exp_of_tokens(softcap(rest), c, first)",
+        "exp_of_tokens(softcap(rest), c, 0)",
+        check_logits_in_fp8,
+    ),
+    (
+        "the sums of the second strip replace those of the first one",
+        "pl.ds(tile.first_row + top, STRIP)] = exp",
+        "pl.ds(tile.first_row, STRIP)] = exp",
+        check_logits_in_fp8,
+    ),
+    (
+        "tanh of the whole argument",
+        "half = 0.5 / SOFTCAP_WIDTH",
+        "half = 1 / SOFTCAP_WIDTH",
+        check_logits_in_fp8,
+    ),
+    (
+        "8 bits of another zero are stored",
+        "(s - S8_ZERO).astype",
+        "(s - SOFTCAP).astype",
+        check_logits_in_fp8,
+    ),
+    (
+        "8 bits of another zero are read",
+        "jnp.float32) + S8_ZERO",
+        "jnp.float32) + SOFTCAP",
+        check_gradients,
+    ),
+    (
+        "the loss has the logits of other columns",
+        "w8_VD[columns_NJ]",
+        "w8_VD[columns_NJ - 1]",
+        check_losses_of_8_bits,
+    ),
+    (
+        "another column is taken for the slot",
+        "token[:, :1], c.vocab)",
+        "token[:, :1], c.vocab + 1)",
+        check_losses_of_8_bits,
+    ),
     ("the slope of another softcap", "s * (SOFTCAP - s)", "s * (SOFTCAP + 2 - s)", check_gradients),
+    (
+        "the slope of another softcap for 8 bits",
+        "(SOFTCAP - S8_ZERO) - z_NV",
+        "(SOFTCAP - S8_ZERO + 2) - z_NV",
+        check_gradients,
+    ),
     ("numbers beyond FP8 are not clipped", "g = jnp.clip(g, -limit, limit)", "", check_gradients),
     (
         "tiles of the transpose change places",

@@ -100,6 +100,7 @@ def losses(kernels: str, fp8: int) -> list[float]:
     layers = tuple(module.Layer(**vars(layer)) for layer in LAYERS)
     stages = tuple(module.Stage(**vars(stage)) for stage in STAGES)
     model = dict(layers=layers, stages=stages, kernels=kernels, mlp_fp8=fp8, qkv_fp8=fp8)
+    model |= dict(logits_fp8=fp8 // 2)
     c = dataclasses.replace(module.PRESETS["record"], **SMALL | model)
     mesh = make_mesh(1)
     everywhere = NamedSharding(mesh, PartitionSpec())
