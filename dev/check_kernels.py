@@ -74,10 +74,11 @@ def mlp_subject(c: Config, stage: int, fp8: int) -> Subject:
     return Subject(run, {"x": x, "fc": fc, "proj": proj}, products)
 
 
-def head_subject(c: Config, stage: int) -> Subject:
+def head_subject(c: Config, stage: int, fp8: int = 0) -> Subject:
     """The head and its loss. Random weights alone would make all tokens equally probable, and an
     error in the softmax would be too small to notice. So x points to the row of some token, which
-    is the target of every second position, and away from all others."""
+    is the target of every second position, and away from all others. fp8 is --logits_fp8: it
+    changes no product."""
     N = c.sequence_length(stage)
     V = train_gpt.padded_vocab(c)
     rows = normal(0, (V, c.D), 1.0, "float32")
@@ -136,7 +137,8 @@ ATTEMPTS = {  # by what ./run.sh idea takes
     # XLA rounds twice, to bfloat16 and to FP8: every thirtieth number is another FP8 number.
     "fused_mlp --mlp_fp8 1": Attempt(mlp_subject, (0.2, 0.05), {"mlp_fp8": 1}),
     "fused_mlp --mlp_fp8 2": Attempt(mlp_subject, (0.2, 0.05), {"mlp_fp8": 2}),
-    "fused_head": Attempt(head_subject, (0.03, 0.01), {}),
+    "fused_head": Attempt(head_subject, (0.03, 0.01), {"logits_fp8": 0}),
+    "fused_head --logits_fp8 1": Attempt(head_subject, (0.2, 0.06), {"logits_fp8": 1}, False),
     "fused_qkv": Attempt(attention_subject, (0.03, 0.015), {"qkv_fp8": 0}),
     "fused_qkv --qkv_fp8 1": Attempt(attention_subject, (0.2, 0.12), {"qkv_fp8": 1}, False),
     "fused_qkv --qkv_fp8 2": Attempt(attention_subject, (0.2, 0.12), {"qkv_fp8": 2}, False),

@@ -98,7 +98,7 @@ def test_functions_run_and_their_products_are_counted(name):
     products = sum(2 * M * N * K for M, N, K, *_ in subject.products)
     assert products == 6 * weights * C.sequence_length(0)
     formats = {a for *_, a, _ in subject.products}
-    assert ("float8_e5m2" in formats) == (name == "fused_head" or name.endswith("_fp8 2"))
+    assert ("float8_e5m2" in formats) == (name.startswith("fused_head") or name.endswith("_fp8 2"))
 
 
 def test_an_error_in_the_softmax_shows(monkeypatch):
@@ -213,9 +213,10 @@ def test_parts_are_those_attempts_that_are_on_the_shelf(monkeypatch, tmp_path):
     (tmp_path / "fused_head.patch").write_text("# The head, on top of base/hopper.patch.\n---\n")
     (tmp_path / "fused_mlp.patch").write_text("# Without a base.\n---\n")
     (tmp_path / "other.patch").write_text("# Of another kind, on top of base/hopper.patch.\n---\n")
-    assert check_kernels.part_names() == ["fused_head", STEPS]
+    forms = ["fused_head", "fused_head --logits_fp8 1"]
+    assert check_kernels.part_names() == [*forms, STEPS]
     options = check_gpu.parse_arguments(["--kernels"])
-    assert options.parts == ["machine", "fused_head", STEPS]
+    assert options.parts == ["machine", *forms, STEPS]
     options = check_gpu.parse_arguments(["--kernels", "--only", "fused_head"])
     assert options.parts == ["fused_head"]
 
