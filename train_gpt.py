@@ -940,7 +940,7 @@ def norm_rotate(x_BTHK, cos, sin, doc) -> Array:
 
 
 def norm_rotate_fwd(x_BTHK, cos, sin, doc) -> tuple[Array, tuple]:
-    """The result, and what the backward pass needs: not x, as attention needs y in any case."""
+    """The result, y, and what the backward pass needs: not x, because attention stores y anyway."""
     K = x_BTHK.shape[-1]
     inverse = inverse_rms(x_BTHK)
     rotated = rotate(x_BTHK * inverse, cos, sin).astype(x_BTHK.dtype)
@@ -951,12 +951,13 @@ def norm_rotate_fwd(x_BTHK, cos, sin, doc) -> tuple[Array, tuple]:
 
 
 def norm_rotate_bwd(residuals: tuple, dy_BTHK) -> tuple:
-    """The gradient of the norm, rotated back. A rotation R changes no products, so for
-    y = R norm(x) it is R^T (dy - y mean(dy y)) / rms(x)."""
+    """The gradient of y = R norm(x). A rotation R keeps inner products, so it is
+    R^T (dy - y mean(dy y)) / rms(x)."""
     y, overwritten, inverse, cos, sin = residuals
     K = y.shape[-1]
     dy = dy_BTHK.astype(jnp.float32)
-    # The code has no gradient. A slice, because XLA would merge sums of layers that share a mask.
+    # The code has no gradient. With a mask instead of a slice, XLA would merge the sums of several
+    # layers into one slow kernel.
     radial = (dy[..., :-4] * y[..., :-4]).sum(axis=-1, keepdims=True) / K
     has_code = jnp.arange(K) >= K - 4
     y = jnp.where(has_code, jnp.tile(overwritten, K // 4), y)
@@ -988,8 +989,8 @@ def rotate(h_BTHK, cos, sin) -> Array:
 
 
 def offset_keys(k_BTHK) -> Array:
-    """Replaces the half of every key that is not rotated by the previous position's, except for the
-    document code. Those of the first position do not change."""
+    """(B, T, H, K): channels K / 2 to K - 5 of every key become those of the previous position's
+    key. The key of the first position does not change."""
     _, T, _, K = k_BTHK.shape
     no_pad = (0, 0, 0)
     previous = lax.pad(k_BTHK, k_BTHK.dtype.type(0), [no_pad, (1, -1, 0), no_pad, no_pad])

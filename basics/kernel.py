@@ -6,10 +6,9 @@ Dims    y = relu(a b^T)^2, (M, N), sums over K; _g is in global memory, the GPU'
 Source  Writing Mosaic GPU kernels with Pallas, in the documentation of JAX
 In train_gpt.py  `mlp` leaves both to XLA; records/ideas/fused_mlp.patch adds kernels
 
-A kernel runs in blocks. A block is 128 threads here, runs on one SM of the GPU, and computes a tile
-of y in steps of 64 of K. For every step, TMA copies the operands from global to shared memory, and
-tensor cores add their product to registers. Both are units of their own, so threads must wait for
-them. A laptop has neither: an interpreter simulates them, and finds races.
+A block, 128 threads on one SM of the GPU, computes a tile of y in steps of 64 of K. For every step,
+TMA copies the operands from global to shared memory, and tensor cores add their product to
+registers. Both work beside the threads, which must wait. On a laptop, an interpreter finds races.
 """
 
 import functools
@@ -51,7 +50,7 @@ def kernel_body(a_g, b_g, y_g, a_s, b_s, y_s, copied, forget: str) -> None:
             if forget != "barrier_wait":
                 plgpu.barrier_wait(copied)  # both copies have arrived
             plgpu.wgmma(acc, a_s, b_s.transpose((1, 0)))
-            plgpu.wgmma_wait(0)  # a_s and b_s have been read, so the next step may overwrite them
+            plgpu.wgmma_wait(0)  # all of it: a_s and b_s have been read, and may be overwritten
 
         lax.fori_loop(0, K // STEP, multiply_step, None)
         return acc[...]
@@ -97,12 +96,13 @@ def main() -> None:
     cli.add_argument("--forget", choices=WAITS, default=WAITS[0], help="leave out this wait")
     forget = cli.parse_args().forget
     if jax.__version_info__ < (0, 12):
-        sys.exit(f"kernel.py: jax {jax.__version__} has no interpreter; 0.12 needs Python 3.12")
-    logging.disable()  # a race's traceback
+        sys.exit(f"kernel.py needs jax 0.12, and so Python 3.12; this is jax {jax.__version__}")
+    logging.disable()  # the traceback of a race
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(rows, K)), jnp.bfloat16) for rows in (M, N))
     exact = relu2_product(np.float64(a), np.float64(b))
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    options = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    with plgpu.force_gpu_interpret_mode(options):
         for name, function in ("XLA", relu2_product), ("the kernel", fused_relu2_product):
             error = np.abs(np.float64(function(a, b)) - exact).max() / exact.max()
             check(f"by {name}: error {error:.1e} of the largest number", error < 0.005)

@@ -171,7 +171,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if options.kernels and options.full:
         refuse("--full is for the other parts: leave out --kernels, or --full")
     if options.parts == [check_kernels.STEPS] and not options.child:
-        refuse("--only steps trains with the attempts that are to be used: name some beside it")
+        refuse("--only steps needs attempts to train with, as in --only fused_mlp,steps")
     record_with(options.flags)
     return options
 
@@ -297,8 +297,11 @@ def watch_child(
     if not end:
         return parts[len(asked) :]
     text = f"{running} {end}"
+    if at_once == 1 and running not in parts:  # JAX has not started
+        text = f"{asked[0]}: {text}"
+        running = asked[0]
     report.add(False, running, text, {"end": end, "output": list(output)})
-    return parts[parts.index(running) + 1 :] if running in parts else parts[len(asked) :]
+    return parts[parts.index(running) + 1 :] if running in parts else []
 
 
 def read_messages(child: subprocess.Popen) -> Iterator[list | str]:

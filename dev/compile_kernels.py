@@ -1,13 +1,14 @@
 """Compiles the record with the attempts of records/ideas/ that have kernels for Hopper, without a
 GPU, and estimates what they save.
 
-    python dev/compile_kernels.py [--write]    takes about 40 minutes on two idle cores
-    python dev/compile_kernels.py --traced     says, in a minute, whether the page is old
+    python dev/compile_kernels.py [--write]    takes about an hour on two cores
+    python dev/compile_kernels.py --traced     finds out in a minute whether the page is old
 
 With --write, the first writes records/gpu/h100_kernels.md. It needs jax[cuda13], and the page of
 the record as it is (compile_8xh100.py --write). --traced runs with the version of JAX that has
-written the page, on any machine. It looks for a digest of every program in the page. These are of
-the programs as JAX traces them, because the text of a lowered kernel contains paths.
+written the page, on any machine. It looks in the page for a digest of every copy of train_gpt.py.
+This is of the second step of stage 2, as JAX traces it, because the text of a lowered kernel
+contains paths. The other programs run the same kernels in other shapes.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
     def source(self) -> str:
         """train_gpt.py with the attempts."""
-        return idea.copy_of([*self.names]).decode()
+        return idea.copy_of(list(self.names)).decode()
 
 
 ROWS = (
@@ -73,23 +74,25 @@ ROWS = (
 def traced_digest(source: str, fields: tuple[str, ...]) -> str:
     """sha256 of a program of a copy of train_gpt.py, as JAX traces it for 8 devices."""
     as_it_is = compile_8xh100.train_gpt.SOURCE
-    compile_8xh100.use(source)
-    train_gpt = compile_8xh100.train_gpt
-    c = compile_8xh100.set_fields(compile_8xh100.record_config("record", "band"), fields)
-    mesh = train_gpt.make_mesh(jax.devices()[:8])
     texts = []
 
-    def keep_text(traced: jax.stages.Traced) -> mock.Mock:
+    def store_text(traced: jax.stages.Traced) -> mock.Mock:
         """Stands in for lowering, whose result is then compiled."""
         texts.append(str(traced.jaxpr))
         return mock.Mock()
 
-    with (
-        mock.patch.object(train_gpt, "prefix_table", compile_8xh100.any_prefixes),
-        mock.patch.object(jax.stages.Traced, "lower", keep_text),
-    ):
-        compile_8xh100.compile_step(*DIGEST_OF, c, mesh)
-    compile_8xh100.use(as_it_is)
+    try:
+        compile_8xh100.use(source)
+        train_gpt = compile_8xh100.train_gpt
+        c = compile_8xh100.set_fields(compile_8xh100.record_config("record", "band"), fields)
+        mesh = train_gpt.make_mesh(jax.devices()[:8])
+        with (
+            mock.patch.object(train_gpt, "prefix_table", compile_8xh100.any_prefixes),
+            mock.patch.object(jax.stages.Traced, "lower", store_text),
+        ):
+            compile_8xh100.compile_step(*DIGEST_OF, c, mesh)
+    finally:
+        compile_8xh100.use(as_it_is)
     (text,) = texts
     text = re.sub("0x[0-9a-f]+", "", text)  # addresses of functions
     return hashlib.sha256(text.encode()).hexdigest()
@@ -116,29 +119,29 @@ class Work(NamedTuple):
     """Seconds of the Mosaic kernels of a program."""
 
     products: float = 0.0
-    after_products: float = 0.0  # what ends products
+    epilogues: float = 0.0  # of products
     others: float = 0.0  # kernels without a product
 
 
 def work_of(cost: Program8) -> Work:
     """What a program's Mosaic kernels take."""
     products = 0.0
-    after_products = 0.0
+    epilogues = 0.0
     others = 0.0
     for call in mosaic.calls(cost.program):
         seconds = estimate.seconds(cost.program, call)
         if call.instruction.product():
-            after = estimate.issued(cost.program, call) / estimate.ISSUE
-            products += seconds - after
-            after_products += after
+            epilogue = estimate.issued(cost.program, call) / estimate.ISSUE
+            products += seconds - epilogue
+            epilogues += epilogue
         else:
             others += seconds
-    return Work(products, after_products, others)
+    return Work(products, epilogues, others)
 
 
 def break_even(work: Work, saved: float) -> float:
-    """The share of the assumed rate at which nothing is saved: of products, if there are some, and
-    else of memory and instructions. All else is assumed to be right. `saved` are seconds."""
+    """At which share of the assumed rate an attempt saves nothing. The rate is that of its products
+    or, if it has none, of its other kernels. `saved` is in seconds."""
     depends = work.products or work.others
     return depends / (depends + saved)
 
@@ -158,7 +161,7 @@ def time_table(base: Costs, copies: dict[Row, Costs], page: Costs) -> str:
 
 def saving_table(base: Costs, copies: dict[Row, Costs]) -> str:
     """Before and after in the steps that update all parameters, and when an attempt loses."""
-    head = ("attempts", "flags", "stage", "before", "after", "products", "what ends them", "others")
+    head = ("attempts", "flags", "stage", "before", "after", "products", "epilogues", "others")
     rows = [(*head, "loses below")]
     for row, costs in copies.items():
         for stage in STAGES:
@@ -200,7 +203,7 @@ def page_text(base: Costs, copies: dict[Row, Costs], page: Costs, others: str) -
         "No GPU has run them. [`records/ideas/`](../ideas/README.md#kernels-for-hopper) has the "
         "attempts. `python dev/compile_kernels.py --write` renews this file; `--traced` finds out "
         "in a minute whether that is necessary.",
-        f"{versions}\n{compile_8xh100.source_line()}",
+        versions,
         "## Milliseconds of a mean step, estimated",
         "Stages 0 and 2 were compiled, and 1 and 3 are in proportion. Rates are those of "
         "[`h100_compile.md`](h100_compile.md). A kernel that multiplies is assumed to take as long "
@@ -210,8 +213,8 @@ def page_text(base: Costs, copies: dict[Row, Costs], page: Costs, others: str) -
         "## When an attempt loses",
         "Milliseconds of a step that updates all parameters, before and after, and those of the "
         "Mosaic kernels in it. The last column is the share of cuBLAS's assumed rate at which the "
-        "products of these kernels are so slow that nothing is saved. `fused_head` has no product: "
-        "for it, the share is that of the rates of memory and of instructions.",
+        "products of these kernels are so slow that nothing is saved. Without `--logits_fp8 1`, "
+        "`fused_head` has no product: its share is that of the rates of memory and instructions.",
         saving_table(base, copies),
         "## Kernels",
         *kernels,
@@ -229,15 +232,15 @@ def compile_rows(rows: tuple[Row, ...]) -> str:
     record_page = compile_8xh100.PAGES["record"].read_text(encoding="utf-8")
     if f"- jax {jax.__version__}," not in record_page:
         raise Fault("h100_compile.md is of another version of JAX: renew it before")
-    if compile_8xh100.source_line() not in record_page.splitlines():
-        raise Fault("h100_compile.md is of another train_gpt.py: renew it before")
+    if compile_8xh100.digest_line() not in record_page.splitlines():
+        raise Fault("h100_compile.md is of other programs: renew it before")
     page = compile_8xh100.page_costs(record_page)
     base = {key: cost for key, cost in page.items() if key[1] in STAGES}
     as_it_is = compile_8xh100.train_gpt.SOURCE
     copies = {}
     for row in rows:
         compile_8xh100.use(row.source())
-        name = " ".join(row.cells())
+        name = " ".join(row.cells()).strip()
         copies[row] = compile_8xh100.compiled_costs(STAGES, name, row.fields)
     compile_8xh100.use(Row(ALL).source())
     others = other_table()
@@ -255,7 +258,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     if arguments.traced:
         current = is_current()
-        print(f"{PAGE.name} {'describes' if current else 'does not describe'} these programs")
+        print(f"{PAGE.name} {'has' if current else 'does not have'} the digests of these programs")
         return 0 if current else 1
     if compile_8xh100.cudnn_version() is None:
         raise Fault(compile_8xh100.MISSING)

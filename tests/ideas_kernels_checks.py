@@ -96,9 +96,12 @@ def check_fused_head(module, c) -> None:
         try:
             dataclasses.replace(eight, **changes)
         except ValueError as error:
-            assert str(error) == "--logits_fp8 needs Hopper, and the head in FP8"
+            assert str(error) == "--logits_fp8 needs our kernels, and the head in FP8"
         else:
             raise AssertionError(f"{changes} is accepted")
+    a100 = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100")
+    without_fp8 = module.fit_kernels(a100, eight)
+    assert (without_fp8.kernels, without_fp8.logits_fp8) == ("xla", 0)
     c = dataclasses.replace(c, pointer=4, kernels="xla")
     x = noise("x", (64, c.D))
     w = noise("w", (384, c.D))
@@ -121,6 +124,6 @@ def check_fused_qkv(module, c) -> None:
         try:
             dataclasses.replace(wide, **changes)
         except ValueError as error:
-            assert str(error) == "--qkv_fp8 needs Hopper, and heads of 128 channels"
+            assert str(error) == "--qkv_fp8 needs our kernels for Hopper, and heads of 128 channels"
         else:
             raise AssertionError(f"{changes} is accepted")

@@ -27,6 +27,7 @@ C = dataclasses.replace(SMALL, attention="band")
 FORMS_OF_MLP = ["fused_mlp", "fused_mlp --mlp_fp8 1", "fused_mlp --mlp_fp8 2"]
 GOOD = {
     "errors": {"result": (0.01, 0.004), "dx": (0.005, 0.006)}, "limits": (0.02, 0.01),
+    "result_limit": math.inf,
     "ms": 4.0, "xla_ms": 5.0, "cublas_ms": 3.5, "tflops": 400.0, "share": 0.4,
 }  # fmt: skip
 
@@ -44,6 +45,7 @@ GOOD = {
      "x is wrong: dw by 2.1 % (rms 0.6 %), expected at most 2 % and 1 %"),
     ({"errors": {"dw": (0.01, 0.011)}}, True, False, "x is wrong: dw by 1 % (rms 1.1 %)"),
     ({"errors": {"dw": (math.nan, math.nan)}}, False, False, "x is wrong: dw by nan %"),
+    ({"result_limit": 0.001}, True, False, "x is wrong: result by 1 % (rms 0.4 %)"),
 ])  # fmt: skip
 def test_an_attempt_must_be_right_and_faster(changes, is_small, passes, text):
     found = check_kernels.judged("x", GOOD | changes, is_small)
@@ -153,7 +155,7 @@ def test_kernels_are_compared_with_xla(monkeypatch, error, passes):
 
 def test_a_large_size_has_times(monkeypatch):
     monkeypatch.setitem(ATTEMPTS, "fused_mlp", attempt_with(0.0))
-    monkeypatch.setattr(check_kernels, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(check_kernels, "why_xla", lambda *_: "")
     ((passed, _, text, facts),) = check_kernels.check_attempt("fused_mlp", C, 0, False)
     assert passed is (True if facts["ms"] < facts["xla_ms"] else None)
     assert "TFLOP/s), by XLA" in text and math.isnan(facts["share"])  # a CPU's peak is unknown
@@ -164,11 +166,18 @@ def test_sizes_without_kernels_are_no_fault_of_a_kernel(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [hopper])
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     script = check_kernels.load(["fused_mlp"], is_small=False)
-    assert check_kernels.has_kernels(script, C)
-    odd = dataclasses.replace(C, F=384)
-    ((passed, _, text, facts),) = check_kernels.check_attempt("fused_mlp", odd, 0, False)
-    assert passed is None and facts["verdict"] == "leave it"
-    assert text.startswith("leave it: with these sizes, fused_mlp takes XLA's path")
+    if CAN_INTERPRET:
+        assert not check_kernels.why_xla(script, C, ATTEMPTS["fused_mlp"], 0)
+    for name, changes, why in (
+        ("fused_mlp", {"F": 384}, "they need bfloat16, and sizes that are multiples of 256"),
+        ("fused_qkv", {"H": 4}, "these sizes take XLA's path"),
+        ("fused_qkv --qkv_fp8 2", {"H": 4}, "--qkv_fp8 needs our kernels"),
+        ("fused_head --logits_fp8 1", {"head_backward": "bfloat16"}, "--logits_fp8 needs our"),
+    ):
+        c = dataclasses.replace(C, **changes)
+        ((passed, _, text, facts),) = check_kernels.check_attempt(name, c, 0, False)
+        assert passed is None and facts["verdict"] == "leave it"
+        assert text.startswith(f"leave it: a run with these flags has no kernels of {name}: {why}")
 
 
 @pytest.mark.parametrize("error, text", [
@@ -227,7 +236,7 @@ def test_the_shelf_has_the_attempts():
 
 @pytest.mark.parametrize("argv, text", [
     (["--kernels", "--full"], "--full is for the other parts"),
-    (["--kernels", "--only", STEPS], "--only steps trains with the attempts that are to be used"),
+    (["--kernels", "--only", STEPS], "--only steps needs attempts to train with"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused_in_one_line(capsys, argv, text):
     with pytest.raises(SystemExit, match="2"):
@@ -320,7 +329,17 @@ def test_a_part_whose_process_does_not_start_leaves_the_others(child, capfd, mon
     monkeypatch.setattr(check_gpu, "CHILD", [sys.executable, "-c", program])
     assert check_gpu.main(["--kernels", "--small"]) == 1
     shown = capfd.readouterr().out
+    assert "FAIL  fused_mlp --mlp_fp8 1: the process of the check ended with" in shown
     assert "use it: fused_mlp --mlp_fp8 2" in shown and "use it: steps" in shown
+
+
+def test_if_the_first_process_does_not_start_nothing_is_tried(child, capfd, monkeypatch):
+    child("none")
+    monkeypatch.setattr(check_gpu, "CHILD", [sys.executable, "-c", "import sys; sys.exit(3)"])
+    assert check_gpu.main(["--kernels", "--small"]) == 1
+    shown = capfd.readouterr().out
+    assert "FAIL  machine: the process of the check ended with" in shown
+    assert "not tried, because machine must pass first: fused_mlp, " in shown
 
 
 PLANTED = """
