@@ -25,9 +25,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-M, N, K = 128, 256, 256
+M, N = 128, 256  # of y
 TILE_M, TILE_N = 64, 128  # of y, in a block
-STEP = 64  # of K
+K, STEP = 256, 64  # of both operands, and in a step
 WAITS = ("barrier_wait", "commit_smem")  # that can be forgotten
 
 

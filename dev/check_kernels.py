@@ -36,7 +36,9 @@ FILE = Path("logs/check_kernels.json")  # the numbers of the last check on a GPU
 USE, LEAVE = "use it", "leave it"
 STEPS = "steps"  # the last part
 STEPS_APART = 0.05  # nats, by which losses of right kernels may differ
-BF16, E4, E5 = "bfloat16", "float8_e4m3fn", "float8_e5m2"
+BF16 = "bfloat16"
+E4 = "float8_e4m3fn"
+E5 = "float8_e5m2"
 # Sizes for Mosaic's interpreter: the kernels need heads of 128 channels, and multiples of 256.
 SMALL = dataclasses.replace(
     train_gpt.PRESETS["record"],

@@ -1,7 +1,7 @@
 """Compiles the record with the attempts of records/ideas/ that have kernels for Hopper, without a
 GPU, and estimates what they save.
 
-    python dev/compile_kernels.py [--write]    takes about an hour on two cores
+    python dev/compile_kernels.py [--write]    takes about half an hour on two idle cores
     python dev/compile_kernels.py --traced     finds out in a minute whether the page is old
 
 With --write, the first writes records/gpu/h100_kernels.md. It needs jax[cuda13], and the page of
@@ -229,6 +229,7 @@ def page_text(base: Costs, copies: dict[Row, Costs], page: Costs, others: str) -
 
 def compile_rows(rows: tuple[Row, ...]) -> str:
     """Compiles all rows, and returns the page. Raises Fault if the record's page is old."""
+    compile_8xh100.prepare("record")  # before JAX starts, which reads its flags once
     record_page = compile_8xh100.PAGES["record"].read_text(encoding="utf-8")
     if f"- jax {jax.__version__}," not in record_page:
         raise Fault("h100_compile.md is of another version of JAX: renew it before")

@@ -193,6 +193,11 @@ def test_record_92_computes_alike_with_kernels_and_by_xla(fp8, limits):
         compare(f"array {number}", *arrays, limits)
 
 
+def test_the_shelf_tells_how_many_faults_are_planted():
+    page = (idea.ROOT / "records/ideas/README.md").read_text(encoding="utf-8")
+    assert f"{len(FAULTS)} planted faults are noticed" in " ".join(page.split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, fault, old, new, check", INVISIBLE)
 def test_the_interpreter_does_not_notice(name, fault, old, new, check):
