@@ -42,6 +42,18 @@ def test_the_page_has_every_row_and_the_shelf_has_its_numbers():
         assert expected.replace("|  |", "| |") in shelf.replace("**", "")
 
 
+def test_the_compilers_flags_are_set_before_jax_starts(monkeypatch):
+    """JAX reads them once, when the digest of the record's page makes it start."""
+    calls = []
+    tool = compile_kernels.compile_8xh100
+    monkeypatch.setattr(jax, "__version__", VERSION)
+    monkeypatch.setattr(tool, "prepare", lambda preset: calls.append("flags"))
+    monkeypatch.setattr(tool, "digest_line", lambda: calls.append("digest"))
+    with pytest.raises(Fault, match="h100_compile.md is of other programs"):
+        compile_kernels.compile_rows(())
+    assert calls == ["flags", "digest"]
+
+
 @pytest.mark.slow
 @traces
 def test_the_page_is_of_these_kernels():
