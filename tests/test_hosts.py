@@ -124,7 +124,7 @@ def start(tmp_path_factory):
                     )
                 )
         started.extend(hosts)
-        return SimpleNamespace(hosts=hosts, folder=folder, data=data)
+        return SimpleNamespace(hosts=hosts, folder=folder, data=data, port=port)
 
     yield start
     for host in started:
@@ -260,9 +260,10 @@ def test_hosts_that_go_on_from_different_checkpoints_are_refused(start, pair):
 
 
 # ---- How they end --------------------------------------------------------------------------------
-# For each end: the number of hosts; options of start(); the text, or the number of seconds, after
-# which a host gets a signal; that host's rank; the signal, if any; exit codes by rank; patterns of
-# what is printed on stderr, by rank. The slow ones come first.
+# For each end: the number of hosts; options of start(); the text after which a host gets a signal,
+# or LISTENS, if that is when the first host waits for others; that host's rank; the signal, if any;
+# exit codes by rank; patterns of what is printed on stderr, by rank. The slow ones come first.
+LISTENS = None
 COMPILING = dict(JAX_ENABLE_COMPILATION_CACHE="0", scripts=2 * ["long.py"])
 ENDS = {
     "refused": (2, dict(each=[[], ["--data", "/no"]]), "/no", 0, None, {1: 2}, {1: "/no"}),
@@ -276,12 +277,20 @@ ENDS = {
     "lost": (2, {}, "train_loss", 1, "KILL", {1: -9}, {0: LOST[1]}),
     "failed": (2, dict(CHANGE="fail"), "is gone", 0, None, {1: 1}, {1: "the disk is gone"}),
     "first lost": (2, {}, "train_loss", 0, "KILL", {0: -9}, {1: LOST[0]}),
-    "interrupted while waiting": (2, dict(of=[0]), 8, 0, "INT", {0: 130}, {}),
+    "interrupted while waiting": (2, dict(of=[0]), LISTENS, 0, "INT", {0: 130}, {}),
 }  # fmt: skip
 
 
 # Other ends check the same: a process that ends by itself, and one that is gone while compiling.
 SLOW_ENDS = "failed", "first ended while compiling", "interrupted while waiting"
+
+
+def has_come(run, moment) -> bool:
+    """Whether the hosts have printed a text, or whether the first one listens."""
+    if moment is not LISTENS:
+        return any(moment in path.read_text() for path in run.folder.glob("?.*"))
+    with socket.socket() as connection:
+        return connection.connect_ex(("localhost", run.port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -294,12 +303,8 @@ def ends(start, request) -> dict[str, SimpleNamespace]:
         count, options, moment, rank, name, *_ = how
         flags = ["--R", "0", "--val_every", "5000", "--save", "0"]
         run = start(count, 1, *flags, **{"scripts": 3 * ["sums.py"], **options})
-        if isinstance(moment, int):
-            time.sleep(moment)
-        else:
-            printed = lambda: "".join(path.read_text() for path in run.folder.glob("?.*"))
-            while moment not in printed() and any(host.poll() is None for host in run.hosts):
-                time.sleep(0.1)
+        while not has_come(run, moment) and any(host.poll() is None for host in run.hosts):
+            time.sleep(0.1)
         if name:
             run.hosts[rank].send_signal(signal.Signals[f"SIG{name}"])
         return end(run, time.time())
