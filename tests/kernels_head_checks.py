@@ -308,8 +308,8 @@ FAULTS = [
     ),
     (
         "both warpgroups store 8 bits in one place",
-        "out_s[tile.warpgroup, pl.ds(top, STRIP)] = (s - S8",
-        "out_s[0, pl.ds(top, STRIP)] = (s - S8",
+        "out_s[tile.warpgroup, pl.ds(top, STRIP)] = s8",
+        "out_s[0, pl.ds(top, STRIP)] = s8",
         check_logits_in_fp8,
     ),
     (
@@ -332,14 +332,20 @@ FAULTS = [
     ),
     (
         "tanh of the whole argument",
-        "half = 0.5 / SOFTCAP_WIDTH",
-        "half = 1 / SOFTCAP_WIDTH",
+        "slope = 0.5 / SOFTCAP_WIDTH",
+        "slope = 1 / SOFTCAP_WIDTH",
+        check_logits_in_fp8,
+    ),
+    (
+        "the exponent is one of e",
+        "log2_e = math.log2(math.e)",
+        "log2_e = 1",
         check_logits_in_fp8,
     ),
     (
         "8 bits of another zero are stored",
-        "(s - S8_ZERO).astype",
-        "(s - SOFTCAP).astype",
+        "(half_cap - S8_ZERO)",
+        "(half_cap - SOFTCAP)",
         check_logits_in_fp8,
     ),
     (

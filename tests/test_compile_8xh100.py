@@ -695,7 +695,7 @@ def test_no_kernel_of_the_shelf_spills_a_register(tmp_path):
     kernels = json.loads(done.stdout)
     names = {kernel["name"] for kernel in kernels}
     assert names >= {"mosaic_product", "mosaic_sum_of_exp", "mosaic_gradient", "mosaic_qkv"}
-    assert "mosaic_logits" in names
+    assert names >= {"mosaic_logits", "mosaic_transpose"}
     for kernel in kernels:
         assert kernel["spilled"] == 0 and kernel["shared"] <= 227 * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
