@@ -58,10 +58,16 @@ class Subject(NamedTuple):
     products: list[tuple]  # of both passes: M, N, K and the formats of a and b in a b^T
 
 
+def stream(N: int, D: int) -> Array:
+    """A residual stream, (1, N, D), whose tokens have an rms of 0.3 to 100."""
+    rms = jax.random.permutation(jax.random.key(9), jnp.geomspace(0.3, 100, N))
+    return (normal(0, (1, N, D)) * rms[:, None]).astype(BF16)
+
+
 def mlp_subject(c: Config, stage: int, fp8: int) -> Subject:
     """The MLP. fp8 is --mlp_fp8: 1 for a forward pass in FP8, 2 for both passes."""
     N = c.sequence_length(stage)
-    x = normal(0, (1, N, c.D), 1.5)
+    x = stream(N, c.D)
     fc = normal(1, (c.F, c.D), c.D**-0.5, "float32")
     proj = normal(2, (c.F, c.D), c.F**-0.5, "float32")
 
@@ -105,7 +111,7 @@ def attention_subject(c: Config, stage: int, fp8: int = 0) -> Subject:
     c = dataclasses.replace(c, layers=layers, mudd_head=())
     starts = jnp.arange(N)[None] % 400 == 0  # documents have 400 tokens
     pos = train_gpt.positions(starts, c, stage)
-    x = normal(0, (1, N, c.D), 1.5)
+    x = stream(N, c.D)
     w = normal(1, (2, 4, c.D, c.D), c.D**-0.5, "float32")
 
     def run(script, c, x, w):

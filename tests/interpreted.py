@@ -64,6 +64,11 @@ def normal(seed: int, shape: tuple, scale: float = 1.0, dtype: str = "bfloat16")
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
+def spread(N: int) -> jax.Array:
+    """An rms for each token, (N, 1): 0.3 to 100, shuffled."""
+    return jax.random.permutation(jax.random.key(9), jnp.geomspace(0.3, 100, N))[:, None]
+
+
 def errors(got, want) -> tuple[float, float]:
     """The largest error relative to the largest value, and the root mean square of the errors
     relative to that of the values."""

@@ -337,7 +337,7 @@ FAULTS = [
         check_logits_in_fp8,
     ),
     (
-        "the exponent is one of e",
+        "exp2 takes the exponent of exp",
         "log2_e = math.log2(math.e)",
         "log2_e = 1",
         check_logits_in_fp8,

@@ -13,6 +13,7 @@ from tests.interpreted import (
     compare,
     interpreter,
     normal,
+    spread,
 )
 
 STEP = {"bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # half of one
@@ -80,7 +81,7 @@ def check_stream(T) -> None:
         assert (x8 == want).all(), kernels
         compare(f"1 / rms of {kernels}", got / inverse, jnp.ones(256), (1e-6, 1e-6))
         assert (x8_T == want.T).all() if transposed else x8_T is None, kernels
-    with pytest.raises(ValueError, match="no kernel for the transpose of "):
+    with pytest.raises(ValueError, match="no kernel for 64 tokens x 2048 in FP8"):
         T.inverse_rms_and_transpose(jnp.zeros((64, 2048), T.E4))
 
 
@@ -89,11 +90,6 @@ def plain_mlp(x, fc, proj):
     """The layer in float32."""
     h = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 2.0**-23)
     return jnp.square(jax.nn.relu(h @ fc.T)) @ proj
-
-
-def spread(N: int):
-    """The rms of tokens, from 0.3 to 100, in another order than theirs."""
-    return jax.random.permutation(jax.random.key(9), jnp.geomspace(0.3, 100, N))[:, None]
 
 
 def check_mlp(T, mlp_fp8: int, N: int = 256, D: int = 384, F: int = 1024) -> None:
@@ -119,9 +115,11 @@ def check_mlp(T, mlp_fp8: int, N: int = 256, D: int = 384, F: int = 1024) -> Non
             results[kernels] = jax.block_until_ready((y, *vjp(dy)))
     to_exact = SUMS_OF_FP8 if mlp_fp8 else SUMS_OF_BF16
     # XLA rounds twice, to bfloat16 and to FP8: every thirtieth number is another FP8 number.
-    to_xla = (0.13, 0.035) if mlp_fp8 else SUMS_OF_BF16
+    to_xla = (0.1, 0.035) if mlp_fp8 else SUMS_OF_BF16
     names = "y", "dx", "dfc", "dproj"
     for name, kernel, xla, true in zip(names, *results.values(), exact, strict=True):
+        if name == "dx":  # it goes as 1 / rms(x), so tokens with a small rms would hide the others
+            kernel, xla, true = (dx * spread(N) for dx in (kernel, xla, true))
         compare(f"{name} of kernels", kernel, true, to_exact)
         compare(f"{name} of XLA", xla, true, to_exact)
         compare(f"{name} of both", kernel, xla, to_xla)
@@ -196,7 +194,7 @@ FAULTS = [
     ("the stream is read before it arrives",
      "plgpu.barrier_wait(loaded)\n        squares", "squares", check_stream),
     ("the squares are those of the last tile", "squares += ", "squares = ", check_stream),
-    ("the norm is that of x8", "inverse_g[rows] = STREAM_SCALE * ", "inverse_g[rows] = ",
+    ("1 / rms is that of x8", "inverse_g[rows] = STREAM_SCALE * ", "inverse_g[rows] = ",
      check_stream),
     ("all parts of the transpose are the first", "store_transposed(x, out_s.at[part])",
      "store_transposed(x, out_s.at[pl.ds(0, TILE_N)])", check_stream),

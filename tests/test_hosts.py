@@ -261,7 +261,7 @@ def test_hosts_that_go_on_from_different_checkpoints_are_refused(start, pair):
 
 # ---- How they end --------------------------------------------------------------------------------
 # For each end: the number of hosts; options of start(); the text after which a host gets a signal,
-# or LISTENS, if that is when the first host waits for others; that host's rank; the signal, if any;
+# or LISTENS: as soon as the first host accepts connections; that host's rank; the signal, if any;
 # exit codes by rank; patterns of what is printed on stderr, by rank. The slow ones come first.
 LISTENS = None
 COMPILING = dict(JAX_ENABLE_COMPILATION_CACHE="0", scripts=2 * ["long.py"])
@@ -286,7 +286,7 @@ SLOW_ENDS = "failed", "first ended while compiling", "interrupted while waiting"
 
 
 def has_come(run, moment) -> bool:
-    """Whether the hosts have printed a text, or whether the first one listens."""
+    """Whether a host has printed this text or, for LISTENS, the first host accepts connections."""
     if moment is not LISTENS:
         return any(moment in path.read_text() for path in run.folder.glob("?.*"))
     with socket.socket() as connection:
