@@ -101,7 +101,7 @@ runs() { # runs PYTHON MINOR [MODULES]
 pythons="python3.14 python3.13 python3.12 python3.11 python3"
 outside_pip='pip; assert tuple(map(int, pip.__version__.split(".")[:2])) >= (22, 3)' # has --python
 
-# For dev/machine.py, which an old one can run.
+# For run/machine.py, which an old one can run.
 any_python() {
   for python in .venv/bin/python ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" 8; then return; fi
@@ -113,11 +113,11 @@ any_python() {
 # Sets kind: the Python that the packages of .venv are for. Else sets why .venv cannot be used. The
 # wheels of two accelerators in one environment would both register with jax.
 venv_fits() {
-  kind=$(.venv/bin/python dev/install.py state "$minor" $other_wheels 2>/dev/null) ||
+  kind=$(.venv/bin/python run/install.py state "$minor" $other_wheels 2>/dev/null) ||
     why=${kind:-has no Python that runs}
   kind=${kind##*$'\n'} # a plugin in .venv may print lines of its own
   if [ -z "$why" ] && [ -n "${PYTHON:-}" ]; then
-    [ "$kind" = "$("$PYTHON" dev/install.py kind 2>/dev/null)" ] ||
+    [ "$kind" = "$("$PYTHON" run/install.py kind 2>/dev/null)" ] ||
       why="is for $kind, and PYTHON=$PYTHON is not"
   fi
   [ -z "$why" ]
@@ -145,7 +145,7 @@ make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
     unfit=""
     for python; do
       status=0
-      kind=$("$python" dev/install.py make "$minor" $outside 2>/dev/null) || status=$?
+      kind=$("$python" run/install.py make "$minor" $outside 2>/dev/null) || status=$?
       case $status in
         0) [ -z "$old" ] || echo "Made .venv anew: the old one $old" ;;
         2) fail "$kind" ;;
@@ -157,7 +157,7 @@ make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
   done
   if [ -n "${PYTHON:-}" ]; then
     runs "$PYTHON" 0 "importlib.util" || unfit=${unfit:-", ${output%%$'\n'*}"}
-    unfit=${unfit:-", it does not run dev/install.py"}
+    unfit=${unfit:-", it does not run run/install.py"}
     fail "PYTHON=$PYTHON does not work as $needs: ${unfit#, }"
   fi
   hint="Debian, Ubuntu: also python3-venv; without root: pip install uv && uv python install 3.12"
@@ -169,7 +169,7 @@ make_venv() { # make_venv WHAT_IS_WRONG_WITH_THE_OLD_ONE
 venv_pip() {
   for python in ${PYTHON:+"$PYTHON"} $pythons; do
     if runs "$python" "$minor" "$outside_pip" &&
-      [ "$kind" = "$("$python" dev/install.py kind 2>/dev/null)" ]; then
+      [ "$kind" = "$("$python" run/install.py kind 2>/dev/null)" ]; then
       "$python" -m pip --python .venv/bin/python "$@"
       return
     fi
@@ -188,7 +188,7 @@ uv_install() {
   local uv_flags=""
   (
     set -f # words of uv_flags are no patterns
-    eval "$(.venv/bin/python dev/install.py uv)"
+    eval "$(.venv/bin/python run/install.py uv)"
     uv pip install --quiet --python .venv/bin/python $uv_flags "$@"
   ) || { echo "uv could not install it, so pip tries ..." >&2 && return 1; }
 }
@@ -202,12 +202,12 @@ install() {
   if [ "$pins" = "$(cat "$stamp" 2>/dev/null)" ]; then return; fi
   echo "Installing $2${3:+ with $3} into .venv (first run: a minute or two, more with GPUs) ..."
   if ! uv_install -r "$2" ${3:+"$3" -c "$4"}; then
-    eval "$(.venv/bin/python dev/install.py pip)"
+    eval "$(.venv/bin/python run/install.py pip)"
     # What is used is compiled when it is first imported, which takes less time.
     venv_pip install --quiet --no-compile --disable-pip-version-check -r "$2" ${3:+"$3" -c "$4"} ||
       fail "pip could not install $2; its message is above"
   fi
-  if ! why=$(.venv/bin/python dev/install.py check 2>/dev/null); then
+  if ! why=$(.venv/bin/python run/install.py check 2>/dev/null); then
     why=${why:-"ends when it imports jax: try  .venv/bin/python -c 'import jax'"}
     if [ "$1" = "$wheels" ] && [ -z "$fresh" ] && [ -e .venv/made-by-run.sh ] &&
       [ ! -e .venv/fails ]; then
@@ -244,19 +244,19 @@ esac
 
 any_python
 case ${1:-} in
-  plan | watch | clean) verb=$1 && shift && exec "$python" "dev/$verb.py" "$@" ;;
+  plan | watch | clean) verb=$1 && shift && exec "$python" "run/$verb.py" "$@" ;;
   idea)
     shift
-    case ${1:-} in "" | -*) exec "$python" dev/idea.py "$@" ;; esac
-    words=$("$python" dev/idea.py "$@") || exit
+    case ${1:-} in "" | -*) exec "$python" records/idea.py "$@" ;; esac
+    words=$("$python" records/idea.py "$@") || exit
     eval "set -- $words" # idea_NAME.py, and what follows the names
     echo "$1 is train_gpt.py with these ideas"
     ;;
 esac
 case "$*" in
-  --version | basics | "basics -h" | "basics --help") exec "$python" dev/machine.py "$1" ;;
+  --version | basics | "basics -h" | "basics --help") exec "$python" run/machine.py "$1" ;;
 esac
-decisions=$("$python" dev/machine.py "$@") || exit
+decisions=$("$python" run/machine.py "$@") || exit
 # This sets wheels, requirement, constraints, other_wheels, minor, environment, preset and why.
 eval "$decisions"
 [ -z "$environment" ] || export $environment # as NAME=VALUE NAME=VALUE
@@ -277,7 +277,7 @@ esac
 
 case ${1:-} in
   install)
-    fault=$(.venv/bin/python dev/install.py check 2>/dev/null) ||
+    fault=$(.venv/bin/python run/install.py check 2>/dev/null) ||
       fail ".venv $fault: type  rm -r .venv  and ./run.sh install"
     [ "$wheels" = cpu ] || echo "next: ./run.sh check, which tests this machine"
     echo "next: ./run.sh, which trains \"$preset\", because $why; ./run.sh plan says what it takes"
@@ -286,7 +286,7 @@ case ${1:-} in
   check)
     shift
     unlock # exec runs no trap
-    exec .venv/bin/python -m dev.check_gpu "$@"
+    exec .venv/bin/python -m lab.check_gpu "$@"
     ;;
   basics | basics/* | ./basics/*)
     if [ "$1" = basics ]; then shift; fi
@@ -365,4 +365,4 @@ unlock
 [ -z "$data" ] || .venv/bin/python data/check.py --quick -- "$data"
 # On CPUs XLA asks for its memory anew every step: in pages of 2 MB (glibc >= 2.35) that is faster.
 [ "$wheels" != cpu ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
-exec .venv/bin/python dev/launch.py "$trainer" "$preset" "$@"
+exec .venv/bin/python run/launch.py "$trainer" "$preset" "$@"

@@ -24,7 +24,7 @@ width of the MLP, R width of the gate nets, V rows of a table, J targets of a to
 N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local; the
 exchange of n-grams explains its letters. The preset record is record 89 of the modded-nanogpt
 speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's.
-dev/techniques.md explains the tags in brackets, and lists the differences.
+records/techniques.md explains the tags in brackets, and lists the differences.
 """
 
 import argparse
@@ -156,7 +156,7 @@ SMALL_STAGES = (
 )
 
 
-# A model of GPT-2 medium's class, for modded-nanogpt's second track: dev/medium.md.
+# A model of GPT-2 medium's class, for modded-nanogpt's second track: records/medium.md.
 MEDIUM_LAYERS = (
     Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
     Layer(SHORT, xsa=True, bigram=True, value_table=1),
@@ -319,7 +319,7 @@ VAL_SEQUENCES = 8  # sequences in a validation step
 
 def check_config(c: Config) -> None:
     """Raises ValueError for layers and sizes with which a run would be silently wrong. ./run.sh
-    also refuses what would fail later: check_run() in dev/guard.py."""
+    also refuses what would fail later: check_run() in run/guard.py."""
     if min(c.D, c.H, c.batch, c.val_T) < 1:
         raise ValueError("--D, --H, --batch and --val_T must be at least 1")
     K = c.D // c.H
@@ -2185,7 +2185,7 @@ def fit_devices(c: Config) -> tuple[list[jax.Device], Config]:
     n = len(devices)
     if (n not in (1, 2, 4) and n % 8) or c.batch % n:
         why = f"{n} devices do not divide --batch {c.batch} or 8 matrices"
-        refuse(f"{why}: use 1, 2, 4 or 8; for more, dev/hosts.md says which flags to choose")
+        refuse(f"{why}: use 1, 2, 4 or 8; for more, run/hosts.md says which flags to choose")
     return devices, fit_kernels(devices[0], c)
 
 
@@ -2298,7 +2298,7 @@ def run(
 ) -> Path | None:
     """Trains on these devices and shards, whose facts are for the log. Returns the path of the
     weights, if they are saved. ./run.sh passes a guard, which saves checkpoints and resumes them:
-    dev/guard.py."""
+    run/guard.py."""
     mesh = make_mesh(devices)
     log = Log(guard.log_path if guard else "")
     log.facts((guard.facts if guard else {}) | {"data": data} | run_facts(preset, c, devices, argv))
@@ -2325,7 +2325,7 @@ NON_FINITE = 3  # exit status of a run whose loss is NaN or inf
 
 def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log: Log, guard: Any):
     """Trains from a state. Returns the trained weights and the RESULT. A guard has the step to
-    begin with, and may save the state between two steps: dev/guard.py."""
+    begin with, and may save the state between two steps: run/guard.py."""
     start = guard.start if guard else 0
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running

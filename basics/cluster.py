@@ -7,7 +7,7 @@ Run     ./run.sh basics/cluster.py [--draw FILE.svg]    starts itself twice, wit
 Look    at `work`: the processes must feed different rows, but JAX raises no error if both feed the
         same
 Source  docs.jax.dev, "Introduction to multi-controller JAX"
-In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. dev/launch.py joins the
+In train_gpt.py  `read_batches` cuts out a host's rows for `prefetch`. run/launch.py joins the
         processes. It knows more launchers, and compares source, flags and tokens
 """
 

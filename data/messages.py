@@ -205,3 +205,9 @@ def certificate_fault(*variables: str) -> str:
         what = f"{variable} names {value}, which has no certificates that can be read"
         return why and f"{what} ({why}): correct it, or unset it"
     return ""
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends a tool with one line and exit status 2."""
+    print(f"{pathlib.Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)

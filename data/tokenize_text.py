@@ -42,7 +42,7 @@ from readers import FORMATS, MARK, Notes, Parts, Unreadable, is_plain  # noqa: E
 # regular expressions overflow their stack only at twice as many (a million) spaces in a row.
 PIECE = 2**18
 QUEUE = 8  # bundles of pieces that wait for each thread, for instance while a shard is written
-MOST_DOCUMENTS = 4095  # in a training or validation sequence: dev/guard.py refuses more
+MOST_DOCUMENTS = 4095  # in a training or validation sequence: run/guard.py refuses more
 VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
 
 

@@ -26,7 +26,7 @@ from jax import Array, P, lax
 from jax.sharding import NamedSharding
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / folder) for folder in ("data", "dev", "records")]
+sys.path += [str(ROOT / folder) for folder in ("data", "run", "records")]
 import guard  # noqa: E402
 import messages  # noqa: E402
 import shards  # noqa: E402
@@ -294,7 +294,7 @@ def read_json(archive: zipfile.ZipFile, headers: dict, name: str, kind: type) ->
 
 
 def about_checkpoint(facts: dict[str, Any]) -> tuple[dict, dict, int]:
-    """The config, the result and the source of a checkpoint. See dev/guard.py."""
+    """The config, the result and the source of a checkpoint. See run/guard.py."""
     config = {"data": "", "save": 0}  # the fields that a checkpoint leaves out
     for name, value in facts["identity"].items():
         if name.startswith("--"):

@@ -41,7 +41,7 @@ import runs
 import verify
 from optimizers import contest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "run"))
 import idea  # noqa: E402
 import machine  # noqa: E402
 import messages  # noqa: E402 - runs.py adds its folder to the path
@@ -372,11 +372,11 @@ def run(python: str, variant: Path, arguments: list[str], lock: int, screen: Scr
     if arguments[0] == "tiny":  # as run.sh does where there is no GPU
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | env
     source = (variant / "train_gpt.py").read_bytes()
-    if b"\n" + contest.BEGIN.encode() in source:  # dev/launch.py does this for the others
+    if b"\n" + contest.BEGIN.encode() in source:  # run/launch.py does this for the others
         env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | env
     command = [python, "train_gpt.py", *arguments]
     if re.search(rb"^def main\(.*\bcommand\b", source, re.M):  # older versions launch themselves
-        command.insert(1, str(ROOT / "dev/launch.py"))
+        command.insert(1, str(ROOT / "run/launch.py"))
     # In a new session, a terminal's Ctrl-C does not reach the training directly, but only once, by
     # send_signal below. The training inherits the lock: if this process is killed, no other
     # run_ab.py can start a run beside it. As its output is no terminal, it ends without a sample.

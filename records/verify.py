@@ -33,7 +33,7 @@ import stats
 from optimizers import contest
 from runs import Run, Unreadable
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "run"))
 from statistics import fmean, stdev  # runs.py refuses a Python that lacks fmean
 
 import fits
@@ -54,7 +54,7 @@ NEUTRAL = re.compile(
     "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|(NCCL|CUDNN)_VERSION"
     "|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
 )
-NEUTRAL_XLA_FLAGS = {  # dev/launch.py sets them
+NEUTRAL_XLA_FLAGS = {  # run/launch.py sets them
     "--xla_gpu_first_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_experimental_ynn_fusion_type=",
 }
@@ -73,7 +73,7 @@ class Track(NamedTuple):
     val_tokens: int
     shards: str  # the first 16 digits of the sha256 of shards of data/, validation last
     more_shards: bool = False  # training reads further ones, whose sha256 nobody here knows
-    may_fit: bool = False  # dev/launch.py may add flags where memory is short
+    may_fit: bool = False  # run/launch.py may add flags where memory is short
     val_T: int | None = None  # tokens in a validation sequence; None: any
     max_parameters: int | None = None
     word: str | None = None  # the preset on a command line, where it is not that of the log
@@ -479,7 +479,7 @@ def is_neutral(name: str, value: str) -> bool:
 
 def is_fitted(argv: list[str], typed: list[str], rows: Iterable[tuple]) -> bool:
     """Returns whether these are the arguments that were typed and the flags of one of the rows,
-    which dev/launch.py has added; a row may have none."""
+    which run/launch.py has added; a row may have none."""
     return any(argv == [*typed, *fits.command_line(flags).split()] for flags, _ in rows)
 
 

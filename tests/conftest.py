@@ -13,7 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "basics", "data", "dev", "evals", "records")]
+sys.path[:0] = [
+    str(ROOT / folder) for folder in ("", "basics", "data", "evals", "lab", "records", "run")
+]
 
 # These are variables, not jax.config, because processes that tests start inherit them.
 os.environ["JAX_PLATFORMS"] = "cpu"

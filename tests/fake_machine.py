@@ -1,6 +1,6 @@
 """Machines for run.sh: fake Pythons, a fake nvidia-smi, fake PCI devices, and kinds of machines.
 
-    python tests/fake_machine.py      writes dev/machines.md
+    python tests/fake_machine.py      writes run/machines.md
 
 That page has what `./run.sh plan` prints on each kind; a test compares it.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "dev" / "machines.md"
+PAGE = ROOT / "run" / "machines.md"
 BASH = shutil.which("bash")
 
 # A fake Python. It executes `-c` and what run.sh asks before it installs, with the version
@@ -25,7 +25,7 @@ FAKE_PYTHON = """#!{real} -S
 import os, sys
 argv = sys.argv[1:]
 here = os.path.dirname(__file__)
-if argv[0] in ("-c", "dev/install.py"):
+if argv[0] in ("-c", "run/install.py"):
     sys.version_info = {version}
     sys.executable = __file__
     if here.endswith(".venv/bin"):
@@ -41,16 +41,16 @@ if argv[0] in ("-c", "dev/install.py"):
 if argv[0] == "-c":
     exec(argv[1])
     sys.exit()
-if argv == ["dev/install.py", "check"]:
+if argv == ["run/install.py", "check"]:
     if os.path.exists("no_import"):
         print(open("no_import").read().strip())
         sys.exit(1)
     sys.exit()
-if argv[0] == "dev/install.py":
+if argv[0] == "run/install.py":
     sys.argv = argv
-    sys.path.insert(0, "dev")
+    sys.path.insert(0, "run")
     exec(open(argv[0]).read(), dict(__name__="__main__"))
-if argv[0] in ("dev/machine.py", "dev/plan.py", "dev/idea.py"):
+if argv[0] in ("run/machine.py", "run/plan.py", "records/idea.py"):
     sys.argv = argv
     sys.path[0] = os.path.dirname(argv[0])
     exec(open(argv[0]).read(), dict(__name__="__main__", __file__=os.path.abspath(argv[0])))
@@ -77,12 +77,12 @@ elif argv[:2] == ["-m", "pip"]:
         os.makedirs(folder + name + "-" + number + ".dist-info", exist_ok=True)
         with open(folder + name + "-" + number + ".dist-info/RECORD", "w") as file:
             file.write("a,,\\n")
-elif argv[0] == "dev/launch.py":
+elif argv[0] == "run/launch.py":
     for name in "GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS":
         print(name, os.environ.get(name))
 """
 
-# Answers the two questions of dev/machine.py, and no other.
+# Answers the two questions of run/machine.py, and no other.
 FAKE_NVIDIA_SMI = """#!{bash}
 [ "$2" = --format=csv,noheader,nounits ] || exit 2
 case $1 in
@@ -140,12 +140,12 @@ class Machine:
         self.started = []
         self.bin.mkdir()
         copied = "run.sh requirements.txt evals/requirements.txt tests/requirements.txt "
-        copied += "dev/install.py dev/machine.py dev/plan.py dev/idea.py dev/fits.py "
-        copied += "dev/flags.py data/messages.py"
+        copied += "run/install.py run/machine.py run/plan.py records/idea.py run/fits.py "
+        copied += "run/flags.py data/messages.py"
         for name in copied.split():
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
-        shutil.copytree(ROOT / "dev/constraints", self.root / "dev/constraints")
+        shutil.copytree(ROOT / "run/constraints", self.root / "run/constraints")
         for tool in "cat cp dirname ln mkdir rm rmdir readlink".split():
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.script("sleep", f"#!{BASH}\nexec {shutil.which('sleep')} 0.1\n")
@@ -267,7 +267,7 @@ def sections(machine: Machine) -> list[str]:
 
 
 def page() -> str:
-    """dev/machines.md as it should be."""
+    """run/machines.md as it should be."""
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
         machine.python(12)

@@ -1,4 +1,4 @@
-"""Processes of dev/launch.py, which ./run.sh executes, and code that tests add to their scripts."""
+"""Processes of run/launch.py, which ./run.sh executes, and code that tests add to their scripts."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.tools import ROOT
 
-LAUNCH = ROOT / "dev/launch.py"
+LAUNCH = ROOT / "run/launch.py"
 MAIN = 'if __name__ == "__main__":'
 # Programs that compute nothing, so that a run takes no time. HOOK(step) runs in every step.
 STAND_INS = """

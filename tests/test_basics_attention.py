@@ -19,9 +19,9 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "attention.svg").stat().st_size < 80_000
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     run = basic(tmp_path, "attention", plant=("(window - 1, 0)", "(window, 0)"))
     assert run.returncode == 1 and run.stderr == "", run.stderr
     assert run.stdout.splitlines()[-1].startswith("WRONG window 8 "), run.stdout

@@ -27,9 +27,9 @@ def test_it_runs(run):
     assert ran.stdout.count("ok   ") == 5 and "WRONG" not in ran.stdout
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(run):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     ran = run(('"different": jax.process_index()', '"different": 0'))
     assert ran.returncode == 1 and "WRONG every row" in ran.stdout, ran.stdout + ran.stderr
 

@@ -21,9 +21,9 @@ def test_it_runs(tmp_path):
     assert ran.stdout.count("ok   ") == 6 and "WRONG" not in ran.stdout
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     plant = "y = rescale[..., None] * state.y + ", "y = state.y + "
     done = basic(tmp_path, "context_parallel", plant=plant)
     assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr

@@ -16,9 +16,9 @@ def test_it_runs(tmp_path):
     assert run.stdout.count("ok   ") == 5 and "WRONG" not in run.stdout
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     plant = (
         'copy = lax.pcast(params, "data", to="varying")',
         "copy = params",

@@ -15,9 +15,9 @@ def test_it_runs(tmp_path):
     assert done.stdout.count("ok   ") == 11 and "WRONG" not in done.stdout
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     plant = '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])'
     done = basic(tmp_path, "fp8", plant=plant)
     assert done.returncode == 1 and "WRONG FP8" in done.stdout, done.stdout + done.stderr

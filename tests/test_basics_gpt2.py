@@ -116,9 +116,9 @@ def test_a_validation_text_that_is_shorter_than_a_microbatch_is_refused(tune):
         tune("--context 16 --batch 19 --steps 0")
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     done = basic(tmp_path, "gpt2", *QUICK, plant=("is_causal=True", "is_causal=False"))
     assert done.returncode == 1 and done.stderr == ""
     last = done.stdout.splitlines()[-1]
@@ -490,8 +490,8 @@ def test_what_it_saves_is_what_transformers_saved(tmp_path):
 def theirs(folder, monkeypatch):
     """The folder as transformers loads it."""
     pytest.importorskip("transformers", reason="to compare: pip install transformers torch")
-    with monkeypatch.context() as patch:  # torch needs Python's profile.py, not that of dev/
-        patch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "dev"])
+    with monkeypatch.context() as patch:  # torch needs Python's profile.py, not that of lab/
+        patch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "lab"])
         patch.delitem(sys.modules, "profile", raising=False)
         from transformers import GPT2LMHeadModel
 

@@ -20,9 +20,9 @@ def test_it_runs(tmp_path):
     assert float(loss) < 2.19  # 2.144 here
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """Another one is in dev/faults/basics.toml."""
+    """Another one is in lab/faults/basics.toml."""
     plant = 'matrices=P("fsdp")', 'matrices=P(None, "fsdp")'
     done = basic(tmp_path, "muon", plant=plant)
     assert done.returncode == 1 and "WRONG by matrices" in done.stdout, done.stdout + done.stderr

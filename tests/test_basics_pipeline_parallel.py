@@ -17,9 +17,9 @@ def test_it_runs(tmp_path, monkeypatch):
     assert (tmp_path / "pipeline.svg").stat().st_size < 80_000
 
 
-@pytest.mark.slow  # dev/faults.py plants another one
+@pytest.mark.slow  # lab/faults.py plants another one
 def test_a_fault_is_found(tmp_path):
-    """The sum of the losses, not their mean. Another one is in dev/faults/basics.toml."""
+    """The sum of the losses, not their mean. Another one is in lab/faults/basics.toml."""
     plant = "jnp.where(last, 1 / M, 0.0)", "jnp.where(last, 1.0, 0.0)"
     run = basic(tmp_path, "pipeline_parallel", plant=plant)
     assert run.returncode == 1 and run.stderr == "", run.stderr

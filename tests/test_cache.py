@@ -1,4 +1,4 @@
-"""dev/cache.py: a damaged entry is written anew, and no fault of the cache ends a run."""
+"""run/cache.py: a damaged entry is written anew, and no fault of the cache ends a run."""
 
 import errno
 import warnings

@@ -1,4 +1,4 @@
-"""dev/check_gpu.py: every part of it finds the faults that are planted for it, on a CPU; what it
+"""lab/check_gpu.py: every part of it finds the faults that are planted for it, on a CPU; what it
 prints reads as sentences."""
 
 import collections
@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 import train_gpt
-from dev import check_gpu, plan, predict
+from lab import check_gpu, predict
+from run import plan
 from tests.tools import make_mesh
 from train_gpt import LONG, SHORT, Layer, Stage
 
@@ -56,7 +57,7 @@ def failed(part, *arguments) -> list[str]:
 
 # ---- All of it -----------------------------------------------------------------------------------
 def run_check(
-    *arguments: str, start: Sequence[str] = ("-m", "dev.check_gpu"), **env: str
+    *arguments: str, start: Sequence[str] = ("-m", "lab.check_gpu"), **env: str
 ) -> tuple[int, list[str], dict]:
     """Runs the check as its users do. Returns its exit status, its lines and the JSON of the last
     but one."""
@@ -92,7 +93,7 @@ def test_all_parts_pass_here_and_leave_a_line_of_json():
 
 PLANTED = """
 import functools, os, sys, time
-from dev import check_gpu
+from lab import check_gpu
 
 def hangs():
     yield True, "before", "text", 2
@@ -192,7 +193,7 @@ def test_a_process_that_dies_before_its_parts_is_started_once(child, capfd):
 
 
 def test_a_reader_who_leaves_gets_no_traceback():
-    program = f"{sys.executable} -m dev.check_gpu --small --only machine"
+    program = f"{sys.executable} -m lab.check_gpu --small --only machine"
     done = subprocess.run(
         ["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
@@ -217,7 +218,7 @@ def test_the_line_of_json_comes_after_ctrl_c_as_well(child, capfd, monkeypatch):
 
 
 def no_gpu(monkeypatch) -> None:
-    """Lets dev/machine.py find neither a GPU nor a TPU."""
+    """Lets run/machine.py find neither a GPU nor a TPU."""
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     nothing = check_gpu.machine.Machine([], why_none="this machine has no NVIDIA GPU and no TPU")
     monkeypatch.setattr(check_gpu.machine, "find_machine", lambda: nothing)
@@ -236,7 +237,7 @@ def test_a_machine_without_gpu_is_refused_before_anything_starts(capfd, monkeypa
 
 
 def test_what_jax_does_not_find_either_is_one_line(child, capfd, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "rocm")  # dev/machine.py does not know such devices
+    monkeypatch.setenv("JAX_PLATFORMS", "rocm")  # run/machine.py does not know such devices
     child(JAX="refuses")
     assert check_gpu.main([]) == 2 and "CHECK" not in capfd.readouterr().out
     with pytest.raises(SystemExit, match="2"):
@@ -474,7 +475,7 @@ def test_rates_are_of_the_work_that_is_done(monkeypatch):
 
 # ---- Prediction ----------------------------------------------------------------------------------
 T = 1e12
-ASSUMED = predict.Rates(600 * T, 900 * T, 2.75 * T, 0.35 * T)  # by dev/h100/estimate.py
+ASSUMED = predict.Rates(600 * T, 900 * T, 2.75 * T, 0.35 * T)  # by lab/h100/estimate.py
 
 
 @pytest.mark.parametrize("preset, seconds", [("record", 92.71), ("medium", 1254.1)])

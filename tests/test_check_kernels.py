@@ -1,4 +1,4 @@
-"""dev/check_kernels.py: a wrong kernel is not to be used, nor is a slow one, and what breaks stops
+"""lab/check_kernels.py: a wrong kernel is not to be used, nor is a slow one, and what breaks stops
 nothing else."""
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import train_gpt
-from dev import check_gpu, check_kernels
-from dev.check_kernels import ATTEMPTS, SMALL, STEPS
+from lab import check_gpu, check_kernels
+from lab.check_kernels import ATTEMPTS, SMALL, STEPS
 from tests.interpreted import CAN_INTERPRET
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -344,7 +344,7 @@ def test_if_the_first_process_does_not_start_nothing_is_tried(child, capfd, monk
 
 PLANTED = """
 import sys
-from dev import check_gpu, check_kernels
+from lab import check_gpu, check_kernels
 
 OLD = "store_transposed(values, out_s.at[tile.warpgroup, :, strip])"
 NEW = "out_s[tile.warpgroup, strip] = values.astype(out.dtype)"

@@ -1,4 +1,4 @@
-"""dev/clean.py: what it lists and removes, and what stays."""
+"""run/clean.py: what it lists and removes, and what stays."""
 
 import fcntl
 import os

@@ -38,7 +38,7 @@ def total(p: hlo.Program) -> int:
 
 @pytest.mark.parametrize("preset", fits.ROWS)
 def test_every_row_of_fits_was_compiled_and_has_memory_to_spare(preset):
-    """The table of the page, by flags and devices, against dev/fits.py."""
+    """The table of the page, by flags and devices, against run/fits.py."""
     frozen = compile_8xh100.ROOT / "records/upstream92/h100_compile.md"
     path = frozen if preset == "record92" else compile_8xh100.PAGES[preset]
     page = path.read_text(encoding="utf-8").partition("## Memory")[2]
@@ -63,7 +63,7 @@ def test_the_page_is_of_the_programs_of_this_train_gpt(preset):
     version = f"as lowered by jax {jax.__version__}:"
     if version not in page:
         pytest.skip(f"the page of {preset} has no digest {version}")
-    renew = f"python dev/compile_8xh100.py --preset {preset} --write renews it"
+    renew = f"python lab/compile_8xh100.py --preset {preset} --write renews it"
     assert compile_8xh100.digest_line(preset) in page, renew
 
 
@@ -670,7 +670,10 @@ compiles_mosaic = pytest.mark.skipif(
 @compiles_mosaic
 def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
     """The numbers of operations are exact; those of registers and instructions depend on ptxas."""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("lab", "records", "run")),
+        "TMPDIR": str(tmp_path),
+    }
     command = [sys.executable, str(ROOT / "tests/mosaic_small.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -688,7 +691,10 @@ def test_a_small_kernel_is_compiled_for_an_h100(tmp_path):
 @compiles_mosaic
 def test_no_kernel_of_the_shelf_spills_a_register(tmp_path):
     """And a block has room on an SM."""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "dev"), "TMPDIR": str(tmp_path)}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("lab", "records", "run")),
+        "TMPDIR": str(tmp_path),
+    }
     command = [sys.executable, str(ROOT / "tests/mosaic_shelf.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -708,7 +714,7 @@ def test_a_run_with_an_idea_is_priced_by_the_stages_that_were_compiled():
     c = train_gpt.PRESETS["record"]
     run = compile_8xh100.whole_run(c, page, page)
     assert [steps for _, steps in run.values()] == [423, 424, 423, 15]
-    assert 92 < compile_8xh100.run_seconds(run) < 94  # dev/README.md: 93 s
+    assert 92 < compile_8xh100.run_seconds(run) < 94  # run/README.md: 93 s
     twice = {key: cost._replace(ms=2 * cost.ms) for key, cost in page.items() if key[1] == 2}
     priced = compile_8xh100.whole_run(c, twice, page)
     assert priced == {stage: (pytest.approx(2 * ms), steps) for stage, (ms, steps) in run.items()}

@@ -59,7 +59,7 @@ def test_the_compilers_flags_are_set_before_jax_starts(monkeypatch):
 def test_the_page_is_of_these_kernels():
     """The rows with all attempts have all the code of the others."""
     rows = tuple(row for row in compile_kernels.ROWS if row.names == ALL)
-    renew = "python dev/compile_kernels.py --write renews it"
+    renew = "python lab/compile_kernels.py --write renews it"
     assert compile_kernels.is_current(rows), renew
 
 

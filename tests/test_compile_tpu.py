@@ -94,7 +94,7 @@ def test_memory_and_collectives_and_formats_of_the_head_have_limits():
 def test_the_page_is_of_the_rows_of_fits_and_without_faults():
     text = compile_tpu.PAGE.read_text()
     missing = [name for name in compile_tpu.CHIPS if compile_tpu.heading(name) not in text]
-    assert missing == [] and "FAIL" not in text, "python dev/compile_tpu.py renews it"
+    assert missing == [] and "FAIL" not in text, "python lab/compile_tpu.py renews it"
 
 
 @pytest.fixture

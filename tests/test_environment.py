@@ -12,10 +12,14 @@ import pytest
 from tests.tools import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [ROOT / name for name in ("basics", "data", "dev", "evals", "records")]
+FOLDERS = [ROOT / name for name in ("basics", "data", "evals", "lab", "records", "run")]
 SCRIPTS = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))
            if '__name__ == "__main__"' in path.read_text("utf-8")]  # fmt: skip
-OURS = {path.stem for folder in FOLDERS for path in folder.glob("*.py")} | {"dev", "train_gpt"}
+OURS = {path.stem for folder in FOLDERS for path in folder.glob("*.py")} | {
+    "lab",
+    "run",
+    "train_gpt",
+}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -118,7 +118,7 @@ def test_the_reference_is_the_model(exports, name):
     assert exports[name].log_p.std(axis=0).min() > 0.1
 
 
-# Faults to plant in reference.py; others are in dev/faults/evals.toml.
+# Faults to plant in reference.py; others are in lab/faults/evals.toml.
 MUTATIONS = """
 np.float32(layer.rotation.frequencies) -> np.float32(1024 ** -np.linspace(0, 1, K // 4))
 tokens_T[t - n + 1 : t + 1][::-1] -> tokens_T[t - n + 1 : t + 1]

@@ -1,4 +1,4 @@
-"""dev/faults/*.toml are few, can be planted, and say which tests to run."""
+"""lab/faults/*.toml are few, can be planted, and say which tests to run."""
 
 import shlex
 from collections import Counter

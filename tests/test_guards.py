@@ -406,8 +406,8 @@ def test_more_devices_fit_with_the_flags_that_hosts_md_gives(monkeypatch, capsys
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(SystemExit):
         train_gpt.fit_devices(Config())
-    assert "dev/hosts.md" in capsys.readouterr().err
-    page = (ROOT / "dev/hosts.md").read_text(encoding="utf-8")
+    assert "run/hosts.md" in capsys.readouterr().err
+    page = (ROOT / "run/hosts.md").read_text(encoding="utf-8")
     flags = re.search("16 devices, the flags are `(.*?)`", page)[1]
     _, c = train_gpt.parse_config(flags.split())
     assert train_gpt.fit_devices(c) == (devices, c)

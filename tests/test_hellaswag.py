@@ -116,7 +116,7 @@ def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, caps
     assert bar == [("2", "50.00%", "50.00%"), ("6", "50.00%", "66.67%"), ("7", "57.14%", "71.43%")]
 
 
-# Text of the tool, and what a fault puts in its place. Other faults are in dev/faults/evals.toml.
+# Text of the tool, and what a fault puts in its place. Other faults are in lab/faults/evals.toml.
 FAULTS = {
     "": [""], "np.argmin": ["np.argmax"], "[sums, sums / counts]": ["[sums, sums]"],
     "spans[:, :1] <= index": ["spans[:, :1] < index"],

@@ -217,7 +217,7 @@ def test_beyond_eight_devices_the_mesh_has_nodes(axes):
 
 @pytest.mark.slow  # eight devices are tested in test_devices.py, two hosts below
 def test_sixteen_devices_train_as_one(start):
-    """The batch has twice the sequences, of half the length, as dev/hosts.md recommends."""
+    """The batch has twice the sequences, of half the length, as run/hosts.md recommends."""
     flags = ["--batch", "16", "--head_chunk", "16", "--seed", "1"]
     one = finish(start(1, 1, *flags))
     sixteen = finish(start(2, 8, *flags))
@@ -321,7 +321,7 @@ def test_no_host_waits_for_one_that_is_gone(ends, how):
     print(f"{how}: {ends[how].codes} after {ends[how].seconds:.1f} s")
     assert all(ends[how].codes), ends[how].codes  # None: a host still waits; 0: it ended well
     assert {rank: ends[how].codes[rank] for rank in codes} == codes, ends[how].err
-    assert ends[how].seconds < HEARTBEAT + 30  # HEARTBEAT + 2 were measured (dev/hosts.md)
+    assert ends[how].seconds < HEARTBEAT + 30  # HEARTBEAT + 2 were measured (run/hosts.md)
     for rank, pattern in printed.items():
         assert re.search(pattern, ends[how].err[rank]), ends[how].err[rank]
 

@@ -245,12 +245,12 @@ def machine(tmp_path, monkeypatch):
 def test_run_sh_makes_a_copy_and_trains_it(machine):
     *_, last = machine.run("idea", "second", "first", "tiny", "--steps", "3", "--data", "x y")
     copy = machine.root / "idea_second_first.py"
-    assert last.endswith(f"dev/launch.py {copy.name} tiny --steps 3 --data x y")
+    assert last.endswith(f"run/launch.py {copy.name} tiny --steps 3 --data x y")
     expected = BASE.replace("a4 = 1", "a4 = 2").replace("c4 = 1", "c4 = 2")
     text, _, mark = copy.read_text().partition("# Made by ./run.sh idea second first; crc32 of ")
     assert text == expected and mark and idea.is_as_made(copy)
     *_, last = machine.run(copy.name, "tiny")
-    assert last.endswith(f"dev/launch.py {copy.name} tiny")
+    assert last.endswith(f"run/launch.py {copy.name} tiny")
 
 
 def test_run_sh_lists_the_shelf(machine):

@@ -1,4 +1,4 @@
-"""dev/install.py: which Pythons it takes, which settings of pip it keeps, which damage it finds."""
+"""run/install.py: which Pythons it takes, which settings of pip it keeps, which damage it finds."""
 
 import importlib.util
 import os

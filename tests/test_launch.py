@@ -1,4 +1,4 @@
-"""dev/launch.py: how processes find each other, how a run ends, and the check of the attention."""
+"""run/launch.py: how processes find each other, how a run ends, and the check of the attention."""
 
 import contextlib
 import dataclasses
@@ -376,7 +376,7 @@ def test_the_variables_of_launchers(env, expected, initialize, monkeypatch):
     if expected:
         passed = initialize.call_args.kwargs
         assert {name: passed.get(name) for name in expected} == expected
-        assert passed["heartbeat_timeout_seconds"] == launch.HEARTBEAT == 30  # as in dev/hosts.md
+        assert passed["heartbeat_timeout_seconds"] == launch.HEARTBEAT == 30  # as in run/hosts.md
         jax.config.update.assert_called_with("jax_enable_preemption_service", False)
 
 
@@ -407,7 +407,7 @@ ADVICE = r"\(if this is the only process, type  unset WORLD_SIZE RANK\)\n"
     (dict(JNANO_PROCESSES="1", JNANO_PROCESS="1"), "there is no such process: JNANO_PROCESSES=1 "),
     (dict(JNANO_PROCESSES="2"), "JNANO_PROCESSES without JNANO_COORDINATOR and JNANO_PROCESS: see"),
     (dict(JNANO_PROCESS="1"), "JNANO_PROCESS without JNANO_COORDINATOR and JNANO_PROCESSES: see"),
-    (dict(JNANO_COORDINATOR="a:7", JNANO_PROCESS="1"), ".* without JNANO_PROCESSES: see dev/hosts"),
+    (dict(JNANO_COORDINATOR="a:7", JNANO_PROCESS="1"), ".* without JNANO_PROCESSES: see run/hosts"),
     (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a"), "process 0 cannot listen at a, which"),
     (OURS | dict(JNANO_PROCESS="0", JNANO_COORDINATOR="a:99999"), "process 0 cannot listen at a:9"),
 ])  # fmt: skip
@@ -490,7 +490,7 @@ def test_a_machine_without_tpus_asks_nobody(initialize, monkeypatch):
     ("Backend 'CPU' is not in the list of known backends: ['cpu', 'tpu']", "unset JAX_PLATFORMS"),
     ("Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so", "JAX_PLATFORMS"),
     ("Unable to initialize backend 'tpu': already in use by process 7", "restart the session"),
-    ("something\nnew", "dev/README.md"),
+    ("something\nnew", "run/README.md"),
 ])  # fmt: skip
 def test_a_backend_that_does_not_start_is_one_line_with_a_cure(error, cure, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", Mock(side_effect=RuntimeError(error)))
@@ -795,7 +795,7 @@ def test_the_sample_does_not_change_the_status_of_the_run(tool, tmp_path):
     (tmp_path / "evals/sample.py").write_text(tool)
     code = f"import launch, pathlib; launch.ROOT = pathlib.Path({str(tmp_path)!r}); "
     code += "launch.show_sample(pathlib.Path('w'), pathlib.Path('s'))"
-    env = os.environ | {"PYTHONPATH": str(ROOT / "dev")}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "run")}
     done = subprocess.run([sys.executable, "-c", code], env=env, start_new_session=True)
     assert done.returncode == 0
 

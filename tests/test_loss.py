@@ -23,7 +23,7 @@ from train_gpt import Stage
 
 ROOT = Path(train_gpt.__file__).parent
 SOURCE = (ROOT / "evals/loss.py").read_text()
-# Pairs of text to replace in loss.py; ("", "") is no fault. Others are in dev/faults/evals.toml.
+# Pairs of text to replace in loss.py; ("", "") is no fault. Others are in lab/faults/evals.toml.
 faults = functools.partial(pytest.mark.parametrize, "old, new")
 
 

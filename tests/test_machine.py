@@ -1,4 +1,4 @@
-"""dev/machine.py: what it finds, decides and prints, what is pinned, and its page."""
+"""run/machine.py: what it finds, decides and prints, what is pinned, and its page."""
 
 import math
 import os
@@ -490,7 +490,7 @@ def test_what_jax_leaves_open_is_pinned(wheels):
 
 
 def test_gpus_before_turing_get_the_last_cudnn_that_knows_them():
-    volta, cuda12 = ((ROOT / f"dev/constraints/{name}.txt").read_text().splitlines()
+    volta, cuda12 = ((ROOT / f"run/constraints/{name}.txt").read_text().splitlines()
                      for name in ("cuda12-volta", "cuda12"))  # fmt: skip
     different = {line for line in volta if line not in cuda12 and not line.startswith("#")}
     assert different == {"nvidia-cudnn-cu12==9.10.2.21"}
@@ -533,7 +533,7 @@ def test_a_reader_that_leaves_gets_no_traceback(line, fake):
     reader, writer = os.pipe()
     os.close(reader)
     script, *argv = line.split()
-    command = [sys.executable, ROOT / "dev" / script, *argv]
+    command = [sys.executable, ROOT / "run" / script, *argv]
     streams = dict(stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)
     done = subprocess.run(command, **streams, text=True, cwd=ROOT)
     os.close(writer)

@@ -1,4 +1,4 @@
-"""dev/colab.ipynb: it is valid, its commands exist; its cells run on a CPU, with small models."""
+"""run/colab.ipynb: it is valid, its commands exist; its cells run on a CPU, with small models."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ import nbformat
 import pytest
 
 import train_gpt
-from dev import fits, machine, plan
-from dev.launch import split_flags
+from run import fits, machine, plan
+from run.launch import split_flags
 from tests.tools import ROOT, SMALL, text, write_shard
 
-NOTEBOOK = ROOT / "dev/colab.ipynb"
+NOTEBOOK = ROOT / "run/colab.ipynb"
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
 CODE = [cell.source for cell in CELLS if cell.cell_type == "code"]
 TITLES = re.findall("^## (.*)$", "\n".join(cell.source for cell in CELLS), re.M)
 BY_TITLE = dict(zip(TITLES, CODE, strict=True))
 SETTINGS = BY_TITLE["Settings"]
 CLONE = BY_TITLE["Clone"]
-COPIED = "run.sh requirements.txt train_gpt.py dev evals records/optimizers".split()
+COPIED = "run.sh requirements.txt train_gpt.py run data evals records/optimizers".split()
 COPIED += [f"records/{name}.py" for name in "plot runs stats verify".split()]
 COPIED += [f"data/{name}.py" for name in "check shards messages readers tokenize_text".split()]
 SMALL_RUN = [*SMALL, "--steps", "3", "--val_every", "3"]
@@ -177,7 +177,7 @@ def fake_machine(tmp_path, monkeypatch) -> Path:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, target)
     (repository / ".venv/bin").mkdir(parents=True)
-    kind = subprocess.check_output([sys.executable, "dev/install.py", "kind"], cwd=ROOT, text=True)
+    kind = subprocess.check_output([sys.executable, "run/install.py", "kind"], cwd=ROOT, text=True)
     for name, path in {"cpu": "requirements.txt", "evals": "evals/requirements.txt"}.items():
         pins = kind + (ROOT / path).read_text()
         (repository / f".venv/installed-{name}").write_text(pins)

@@ -18,8 +18,8 @@ CHEAP = {
     "data/cached_fineweb10B.py": ("--help", 0),
     "data/check.py": ("nowhere", 141),
     "data/tokenize_text.py": (f"{TEXT} --bytes --out OUT/text", 0),
-    "dev/machine.py": ("plan", 141),
-    "dev/watch.py": (LOG, 141),
+    "run/machine.py": ("plan", 141),
+    "run/watch.py": (LOG, 141),
     "records/other/basics/compare.py": ("", 141),
     "records/pack.py": ("--help", 0),
     "records/plot.py": (f"{RECORD} --out OUT/curves", 141),
@@ -27,12 +27,12 @@ CHEAP = {
 }
 ELSEWHERE = {  # tools that take long, need a network, or write into the repository
     "basics/", "data/cached_hellaswag.py", "data/gpt2_prefixes.py", "data/source_code.py",
-    "dev/compile_", "dev/faults.py", "dev/install.py", "dev/launch.py", "dev/profile.py", "evals/",
+    "lab/compile_", "lab/faults.py", "run/install.py", "run/launch.py", "lab/profile.py", "evals/",
     "records/optimizers/", "records/upstream92/", "reference.py", "tests/",
     "records/run_ab.py",  # see test_run_ab.py: its runs go on
 }  # fmt: skip
-VERBS = {"plan": "dev/machine.py", "plot": "records/plot.py", "tokenize": "data/tokenize_text.py",
-         "verify": "records/verify.py", "watch": "dev/watch.py"}  # fmt: skip
+VERBS = {"plan": "run/machine.py", "plot": "records/plot.py", "tokenize": "data/tokenize_text.py",
+         "verify": "records/verify.py", "watch": "run/watch.py"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_reader_who_leaves_gets_no_traceback(processes, tool):
 
 def test_every_tool_that_a_page_tells_to_run_is_among_them():
     pages = [ROOT / "README.md"]
-    for folder in "basics", "data", "dev", "evals", "records", ".github":
+    for folder in "basics", "data", "evals", "lab", "records", "run", ".github":
         pages += (ROOT / folder).glob("*.md")
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     tools = set(re.findall(r"\bpython3? ((?!train_gpt)[\w/]+\.py)", text))

@@ -1,4 +1,4 @@
-"""dev/profile.py writes a trace of five steps."""
+"""lab/profile.py writes a trace of five steps."""
 
 import gzip
 import json
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 import train_gpt
-from dev import check_gpu, profile
+from lab import check_gpu, profile
 
 
 def test_the_trace_has_five_steps(tmp_path, monkeypatch, capsys):
-    """With a step that compiles fast; dev/check_gpu.py has tests of the real ones."""
+    """With a step that compiles fast; lab/check_gpu.py has tests of the real ones."""
     stages = []
 
     def compile_cycle(c, stage, mesh):

@@ -18,11 +18,11 @@ import train_gpt
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TECHNIQUES = (ROOT / "dev/techniques.md").read_text(encoding="utf-8")
+TECHNIQUES = (ROOT / "records/techniques.md").read_text(encoding="utf-8")
 PAGES = (
-    "README.md dev/techniques.md records/README.md records/LOG.md dev/README.md dev/medium.md "
-    "dev/change_it.md "
-    "dev/hosts.md dev/machines.md data/README.md evals/README.md basics/README.md "
+    "README.md records/techniques.md records/README.md records/LOG.md run/README.md records/medium.md "
+    "records/changes/README.md "
+    "run/hosts.md run/machines.md data/README.md evals/README.md basics/README.md "
     "records/other/basics/README.md records/upstream92/README.md records/ideas/README.md"
 ).split()
 RECORD = "records/tracks/tiny-2k/2026-11-27_pointer"
@@ -148,10 +148,10 @@ def test_numbers_that_stand_on_two_pages_are_the_same():
         f"against {all_nanogpt} ",
     )
     assert " ".join(sentences) in pages["README.md"]
-    plan = pages["dev/machines.md"].partition("### 8×H100: ./run.sh plan record --price 20")[2]
+    plan = pages["run/machines.md"].partition("### 8×H100: ./run.sh plan record --price 20")[2]
     pattern = r"about (\S+) to (\S+) at \S+ an hour \(estimate\): (.+?) of"
     low, high, minutes = re.search(pattern, plan).groups()
-    cost = f"about {low} to {high}](dev/machines.md#8h100) (estimate): {minutes} of"
+    cost = f"about {low} to {high}](run/machines.md#8h100) (estimate): {minutes} of"
     assert cost in pages["README.md"]
     (lines,) = re.findall(r"has about ([\d,]+) lines", pages["README.md"])
     assert abs(int(lines.replace(",", "")) - train_gpt.SOURCE.count("\n")) <= 50
@@ -184,16 +184,16 @@ def test_the_workflow_runs_what_ci_runs():
     assert job["env"]["PYTHON"] == "python${{ matrix.python }}"
     assert os.access(ROOT / ".ci/run", os.X_OK)
     build, *_ = (step["run"] for step in jobs["image"]["steps"] if "run" in step)
-    assert build in (ROOT / "dev/Dockerfile").read_text()
+    assert build in (ROOT / "run/Dockerfile").read_text()
 
 
 def test_the_image_copies_and_starts_what_is_there():
-    text = (ROOT / "dev/Dockerfile").read_text()
+    text = (ROOT / "run/Dockerfile").read_text()
     copied = [path for line in re.findall("^COPY (.*) \\S+$", text, re.M) for path in line.split()]
     (entry,) = re.findall('^ENTRYPOINT \\["(.*)"\\]$', text, re.M)
     assert "." in copied and [path for path in (*copied, entry) if not (ROOT / path).exists()] == []
     # These patterns would leave out the scripts of data/, or its table of prefixes.
-    ignored = (ROOT / "dev/Dockerfile.dockerignore").read_text().splitlines()
+    ignored = (ROOT / "run/Dockerfile.dockerignore").read_text().splitlines()
     assert not {"data/*", "data/*/", "*.bin", "**/*.bin"} & {*ignored}
 
 

@@ -856,7 +856,7 @@ print(parts)
 def test_kills_leave_whole_checkpoints(folder):
     """JAX starts in the children alone, because a fork would lose its threads."""
     command = [sys.executable, "-c", SAVES]
-    env = os.environ | {"PYTHONPATH": f"{TRAIN.parent}:{TRAIN.parent / 'dev'}"}
+    env = os.environ | {"PYTHONPATH": f"{TRAIN.parent}:{TRAIN.parent / 'run'}"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "warning: logs" not in done.stderr, done.stderr
     assert int(done.stdout) > 3  # so many kills were within a save

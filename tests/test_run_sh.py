@@ -27,10 +27,10 @@ OUTSIDE = f"{PIP.replace('-m pip', '-m pip --python .venv/bin/python')} requirem
 EVALS = f"{PIP} evals/requirements.txt"
 FIRST = VENV, ENSURE, f"{PIP} requirements.txt"  # of a machine without GPUs
 CHECK = "data/check.py --quick --"
-TRAIN = "dev/launch.py train_gpt.py"
+TRAIN = "run/launch.py train_gpt.py"
 TINY = ["data/source_code.py", f"{CHECK} data/source_code", f"{TRAIN} tiny"]
 RECORD = ["data/cached_fineweb10B.py", f"{CHECK} data/fineweb10B", f"{TRAIN} record"]
-RECORD92 = "dev/launch.py records/upstream92/train_gpt.py record92"
+RECORD92 = "run/launch.py records/upstream92/train_gpt.py record92"
 H100 = KINDS["1×H100"]
 
 
@@ -100,9 +100,9 @@ def test_what_is_wrong_in_the_jax_of_an_old_python_is_off(machine, minor, flags)
 
 def test_check_installs_and_reads_no_data(machine):
     machine.python(12)
-    assert machine.run("check", "--small") == calls(*FIRST, "-m dev.check_gpu --small")
+    assert machine.run("check", "--small") == calls(*FIRST, "-m lab.check_gpu --small")
     machine.become(H100)
-    assert machine.run("check")[-1] == "python3.12 -m dev.check_gpu"
+    assert machine.run("check")[-1] == "python3.12 -m lab.check_gpu"
 
 
 def test_tools_for_weights_get_their_arguments_and_packages_and_read_no_data(machine):
@@ -155,7 +155,7 @@ def test_uv_installs_where_it_is_and_pip_where_uv_cannot(machine):
     machine.script("uv", f'#!{BASH}\necho uv "$@" >>{machine.log}\n[ ! -e no_uv ]\n')
     machine.become(H100)
     command = f"{UV} --find-links=a* --find-links=b -r requirements.txt jax[cuda13]"
-    command += " -c dev/constraints/cuda13.txt"
+    command += " -c run/constraints/cuda13.txt"
     env = {"PIP_FIND_LINKS": "a* b", "PIP_CONFIG_FILE": "/dev/null", "UV_TARGET": "/other"}
     (machine.root / "a*").touch()
     assert machine.run("install", **env) == [*calls(VENV), command]
@@ -366,7 +366,7 @@ def pip_line(wheels):
     if wheels == "cpu":
         return f"{PIP} requirements.txt"
     extra = wheels.partition("-")[0]
-    return f"{PIP} requirements.txt jax[{extra}] -c dev/constraints/{wheels}.txt"
+    return f"{PIP} requirements.txt jax[{extra}] -c run/constraints/{wheels}.txt"
 
 
 @pytest.mark.parametrize("title, wheels, preset, platforms, fraction, why", [
@@ -433,7 +433,7 @@ def test_changed_constraints_are_installed(machine):
     machine.python(12)
     machine.become(H100)
     machine.run("install")
-    pins = machine.root / "dev/constraints/cuda13.txt"
+    pins = machine.root / "run/constraints/cuda13.txt"
     pins.write_text(pins.read_text().replace("9.28", "9.29"))
     assert machine.run("install") == calls(pip_line("cuda13"))
     assert machine.run("install") == []
@@ -441,15 +441,15 @@ def test_changed_constraints_are_installed(machine):
 
 @pytest.mark.parametrize("driver, wheels", [("580", "cuda13"), ("535", "cuda12")])
 def test_the_image_is_built_with_the_wheels_of_its_driver(machine, driver, wheels):
-    """The line of dev/Dockerfile that installs, with what is copied before it."""
+    """The line of run/Dockerfile that installs, with what is copied before it."""
     machine.python(12, name="python3")
     shutil.rmtree(machine.root / "tests")
     for tool in "chmod", "env", "bash":
         (machine.bin / tool).symlink_to(shutil.which(tool))
-    text = (ROOT / "dev/Dockerfile").read_text().replace("/usr/local/bin", str(machine.bin))
+    text = (ROOT / "run/Dockerfile").read_text().replace("/usr/local/bin", str(machine.bin))
     copied = " ".join(re.findall("^COPY .*", text, re.M)).split()
-    for path in machine.root.glob("dev/*.py"):
-        if f"dev/{path.name}" not in copied:
+    for path in machine.root.glob("run/*.py"):
+        if f"run/{path.name}" not in copied:
             path.unlink()
     (command,) = re.findall("^RUN (printf .*?)\n\n", text, re.M | re.S)
     env = {"PATH": str(machine.bin), "DRIVER": driver}
@@ -480,7 +480,7 @@ def test_what_cannot_train_here_is_refused_before_anything_is_installed(machine)
     assert machine.run(CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD)
     assert machine.run("record92", CUDA_VISIBLE_DEVICES="0,1") == calls(*RECORD[:2], RECORD92)
     (machine.root / "my.py").touch()  # a copy of the frozen file
-    copy = calls(*RECORD[:2], "dev/launch.py my.py record92")
+    copy = calls(*RECORD[:2], "run/launch.py my.py record92")
     assert machine.run("my.py", "record92", CUDA_VISIBLE_DEVICES="0,1") == copy
     machine.become(KINDS["T4, on Colab"])
     assert machine.run("record")[3:] == calls(*RECORD)  # slow, but as asked for
@@ -515,7 +515,7 @@ def test_plan_and_version_need_no_more_than_any_python(machine):
     )
     assert "no preset 'smal': did you mean small?" in machine.refusal("plan", "smal", status=2)
     for verb in "clean", "watch":
-        assert machine.run(verb, "x  y") == calls(f"dev/{verb}.py x  y", name="python3")
+        assert machine.run(verb, "x  y") == calls(f"run/{verb}.py x  y", name="python3")
     assert machine.run("--version") == [] and not (machine.root / ".venv").exists()
     assert machine.done.stdout.startswith("jNanoGPT no git checkout, ")
 
@@ -523,14 +523,14 @@ def test_plan_and_version_need_no_more_than_any_python(machine):
 # ---- Tokens and arguments ------------------------------------------------------------------------
 @pytest.mark.parametrize("argv, expected", [
     (["tiny", "--seed", "1"], [*TINY[:2], f"{TRAIN} tiny --seed 1"]),
-    (["my_idea.py", "tiny", "--seed", "1"], [*TINY[:2], "dev/launch.py my_idea.py tiny --seed 1"]),
-    (["sub dir/my.py", "--seed=1"], [*TINY[:2], "dev/launch.py sub dir/my.py tiny --seed=1"]),
+    (["my_idea.py", "tiny", "--seed", "1"], [*TINY[:2], "run/launch.py my_idea.py tiny --seed 1"]),
+    (["sub dir/my.py", "--seed=1"], [*TINY[:2], "run/launch.py sub dir/my.py tiny --seed=1"]),
     (["tiny", "--data", "my text"], [f"{CHECK} my text", f"{TRAIN} tiny --data my text"]),
     (["--data", "a", "--data=b"], [f"{CHECK} b", f"{TRAIN} tiny --data a --data=b"]),
     (["tiny", "--help"], [f"{TRAIN} tiny --help"]),
-    (["my_idea.py", "-h"], ["dev/launch.py my_idea.py tiny -h"]),
+    (["my_idea.py", "-h"], ["run/launch.py my_idea.py tiny -h"]),
     (["record92", "--help"], [f"{RECORD92} --help"]),
-    (["my.py", "tiny", "--data", "x"], [f"{CHECK} x", "dev/launch.py my.py tiny --data x"]),
+    (["my.py", "tiny", "--data", "x"], [f"{CHECK} x", "run/launch.py my.py tiny --data x"]),
     (["tokenize", "a b", "--out", "c"], ["data/tokenize_text.py a b --out c"]),
     (["share", "x.npz", "me/x"], ["evals/share.py x.npz me/x"]),
     (["compare", "a", "b=--lr 1", "-n", "2"], ["records/run_ab.py a b=--lr 1 -n 2"]),
@@ -641,7 +641,7 @@ def test_of_many_at_once_one_installs_and_the_others_wait(machine, left):
 
 
 @pytest.mark.parametrize("argv, locked, unlocked", [
-    ([], "-m data/source_code.py", "data/check.py dev/launch.py"),
+    ([], "-m data/source_code.py", "data/check.py run/launch.py"),
     (["check", "--small"], "-m", "-m"),
     (["loss", "x"], "-m -m", "evals/loss.py"),
     (["test"], "-m -m -m", "-m -m -m"),

@@ -29,7 +29,7 @@ import sample
 import weights
 
 import train_gpt
-from dev import guard
+from run import guard
 from tests.record92 import PATH, frozen
 from tests.tools import ALPHABET, PHRASE, write_shard
 from train_gpt import Stage
@@ -151,7 +151,7 @@ def test_a_run_of_tiny_ends_with_code_that_one_would_show(tmp_path):
     env = os.environ | {"XLA_FLAGS": "", "JNANO_SAMPLE": "0"}
     data = str(ROOT / "data/source_code")
     subprocess.run([sys.executable, ROOT / "data/source_code.py", "--out", data], check=True)
-    launch = [sys.executable, ROOT / "dev/launch.py", TRAIN, "tiny", "--data", data]
+    launch = [sys.executable, ROOT / "run/launch.py", TRAIN, "tiny", "--data", data]
     done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True)
     result = json.loads(re.search("^RESULT (.*)$", done.stdout, re.M)[1])
     assert result["steps"] == 187 and result["reason"] == "target reached"

@@ -256,11 +256,11 @@ def test_nothing_is_run_or_unpacked_that_came_from_outside():
 
 # ---- Techniques ----------------------------------------------------------------------------------
 def test_every_technique_is_in_the_table():
-    """A row of dev/techniques.md begins with every `[tag]` of a comment or a docstring."""
+    """A row of records/techniques.md begins with every `[tag]` of a comment or a docstring."""
     texts = list(comments(train_gpt.SOURCE).values())
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     texts += [ast.get_docstring(node) or "" for node in NODES if isinstance(node, kinds)]
     tags = set(re.findall(r"\[([a-z][a-z0-9-]+)\](?!})", "\n".join(texts)))
-    page = (TRAIN.parent / "dev/techniques.md").read_text(encoding="utf-8")
+    page = (TRAIN.parent / "records/techniques.md").read_text(encoding="utf-8")
     rows = re.findall(r"^`\[([a-z0-9-]+)\]` \| ", page, re.M)
     assert len(tags) > 5 and sorted(rows) == sorted(tags)

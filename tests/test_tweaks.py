@@ -1,4 +1,4 @@
-"""A reader copies one file and changes it: the patches of dev/changes/ are applied and run."""
+"""A reader copies one file and changes it: the patches of records/changes/ are applied and run."""
 
 import functools
 import importlib.util
@@ -20,7 +20,7 @@ from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences
 
 ROOT = Path(train_gpt.__file__).parent
 FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
-PATCHES = sorted((ROOT / "dev/changes").glob("*.patch"))
+PATCHES = sorted((ROOT / "records/changes").glob("*.patch"))
 NAMES = [patch.stem for patch in PATCHES]
 ONE_LAYER = "(Layer(SHORT),)"
 ON_ONE_DEVICE = "value_residual", "two_stages"  # they change nothing of the sharding
@@ -36,7 +36,7 @@ def patched(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train_gpt.py"
         path.write_text(train_gpt.SOURCE, encoding="utf-8")
-        command = ["git", "apply", str(ROOT / f"dev/changes/{name}.patch")]
+        command = ["git", "apply", str(ROOT / f"records/changes/{name}.patch")]
         # Outside of every repository, where git would leave out paths that it does not know.
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(path.parent.parent)}
         subprocess.run(command, cwd=folder, check=True, env=environment)
@@ -44,7 +44,7 @@ def patched(name: str) -> str:
 
 
 def test_the_pages_show_the_patches_as_they_are():
-    shown = FENCE.findall((ROOT / "dev/change_it.md").read_text(encoding="utf-8"))
+    shown = FENCE.findall((ROOT / "records/changes/README.md").read_text(encoding="utf-8"))
     assert sorted(shown) == sorted(patch.read_text(encoding="utf-8") for patch in PATCHES)
     (in_readme,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert in_readme in shown

@@ -1,4 +1,4 @@
-"""dev/watch.py reads logs of all versions, counts as train_gpt.py does, and follows a run."""
+"""run/watch.py reads logs of all versions, counts as train_gpt.py does, and follows a run."""
 
 import ast
 import dataclasses
@@ -487,7 +487,7 @@ def test_of_two_runs_that_go_on_the_one_that_is_shown_stays(capsys, log, script)
 def test_a_closed_or_full_output(log, redirection, status, message):
     reader, pipe = os.pipe()
     os.close(reader)
-    command = f"{sys.executable} {ROOT}/dev/watch.py {log(ENDED)} {redirection}"
+    command = f"{sys.executable} {ROOT}/run/watch.py {log(ENDED)} {redirection}"
     done = subprocess.run(
         command, shell=True, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
     )
@@ -497,7 +497,7 @@ def test_a_closed_or_full_output(log, redirection, status, message):
 
 def test_a_screen_without_blocks(log):
     cut = EXAMPLE.read_text().partition("step:130/")[0]
-    command = [sys.executable, f"{ROOT}/dev/watch.py", log(cut, "é.txt")]
+    command = [sys.executable, f"{ROOT}/run/watch.py", log(cut, "é.txt")]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     lines = subprocess.run(command, env=env, capture_output=True, text=True).stdout.splitlines()
     assert lines[0].endswith("logs/?.txt")
@@ -530,7 +530,7 @@ def test_elsewhere_than_on_a_terminal_it_prints_one_summary(capsys, log, script)
 
 # ---- Python --------------------------------------------------------------------------------------
 def test_it_needs_python_3_8_and_nothing_else():
-    tree = ast.parse((ROOT / "dev/watch.py").read_text(), feature_version=(3, 8))
+    tree = ast.parse((ROOT / "run/watch.py").read_text(), feature_version=(3, 8))
     names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     names = {name.partition(".")[0] for name in names}

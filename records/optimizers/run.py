@@ -36,7 +36,7 @@ import optax
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("records", "data", "dev")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("records", "data", "run")]
 import machine  # noqa: E402
 from cache import set_compilation_cache  # noqa: E402
 from messages import Fault, one_line  # noqa: E402
