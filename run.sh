@@ -67,7 +67,7 @@ esac
 [ ! -w . ] || exec 9>.lock
 flock 9 2>/dev/null || python3 -c "import fcntl; fcntl.flock(9, fcntl.LOCK_EX)" 2>/dev/null || true
 if [ ! -x $python ] && command -v uv >/dev/null; then
-  uv venv --quiet --python "${PYTHON:->=3.12}" || uv venv --quiet --python "${PYTHON:->=3.11}"
+  uv venv -q -p "${PYTHON:->=3.12,<3.15}" 2>/dev/null || uv venv -q -p "${PYTHON:->=3.11,<3.15}"
 elif [ ! -x $python ]; then
   for name in ${PYTHON:-python3.14 python3.13 python3.12 python3.11 python3} none; do
     [ "$name" != none ] || refuse "needs uv, or Python 3.11 or newer with venv (python3-venv)"
