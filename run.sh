@@ -42,9 +42,9 @@ tool="" packages=""
 case ${1:-} in
   help | -h | --help) sed -n "2,/^set/s/^# \{0,1\}//p" run.sh && exit ;;
   "" | -* | *.py | record | medium | small | tiny | record92) ;;
-  loss | look | hellaswag) tool=evals/$1.py packages=evals/requirements.txt ;;
+  loss | look | hellaswag | export) tool=evals/$1.py packages=evals/requirements.txt ;;
   pack | plot) tool=records/$1.py packages=evals/requirements.txt ;;
-  sample | export) tool=evals/$1.py ;;
+  sample) tool=evals/$1.py ;;
   compare | verify | idea) tool=records/$1.py ;;
   optimizers) tool=records/optimizers/run.py ;;
   tokenize) tool=data/tokenize_text.py ;;

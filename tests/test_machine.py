@@ -1,0 +1,110 @@
+"""run/machine.py: devices, wheels, presets and flags by what a machine shows; and the notebook."""
+
+import json
+import math
+import re
+
+import machine
+import pytest
+
+import train_gpt
+from tests.tools import ROOT
+
+H100 = "0, GPU-a, NVIDIA H100 80GB HBM3, 9.0, 580.65.06, 81559"
+
+
+@pytest.fixture
+def shows(tmp_path, monkeypatch):
+    """Makes nvidia-smi print a text."""
+    for name in "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    def write(text):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        return machine.find_machine()
+
+    return write
+
+
+@pytest.mark.parametrize("row, wheels, preset, fraction", [
+    (H100, "cuda13", "record", 0.75),
+    (H100.replace("580.65", "579.99"), "cuda12", "record", 0.75),
+    ("0, GPU-a, A100-SXM4-40GB, 8.0, 550.54.15, 40960", "cuda12", "record", 0.92),
+    ("0, GPU-a, Laptop, 8.9, 580.65, 8188", "cuda13", "tiny", 0.92),
+    ("0, GPU-a, Tesla P100, 6.0, 580.1, 16384", "cuda12-volta", "tiny", 0.92),
+    ("0, GPU-a, Tesla K80, 3.7, 580.1, 11441", "cpu", "tiny", 0.92),
+    ("0, GPU-a, NVIDIA GB10, 12.1, 580.95, [N/A]", "cuda13", "record", 0.75),
+    ("No devices were found", "cpu", "tiny", 1.0),
+    ("0, GPU-a, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", "cpu", "tiny", 1.0),
+])  # fmt: skip
+def test_driver_capability_and_memory_decide(shows, row, wheels, preset, fraction):
+    found = shows(row)
+    assert (found.wheels, found.preset, found.fraction) == (wheels, preset, fraction)
+    assert wheels in machine.DISK and (ROOT / f"run/wheels/{wheels}.txt").exists()
+
+
+def test_visible_gpus_count_and_the_smallest_decides(shows, monkeypatch):
+    small = "1, GPU-b, NVIDIA GeForce RTX 4090, 8.9, 580.65, 24564"
+    found = shows(f"{H100}\n{small}\nwarning: infoROM is corrupted")
+    assert len(found.devices) == 2 and found.memory == pytest.approx(23.2, abs=0.1)
+    for visible, names in ("0", ["NVIDIA H100 80GB HBM3"]), ("GPU-b", [small.split(", ")[2]]):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [device.name for device in machine.find_machine().devices] == names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.find_machine().wheels == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert machine.find_machine()[1] == "cpu"
+
+
+def test_tpus_are_known_by_vendor_and_device(tmp_path, monkeypatch):
+    card = "0x0042"  # Google's network card has the vendor of TPUs
+    for number, (vendor, device) in enumerate([("0x1ae0", "0x0063"), ("0x1ae0", card)]):
+        (tmp_path / f"{number}.0").mkdir()
+        (tmp_path / f"{number}.0" / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / f"{number}.0" / "device").write_text(f"{device}\n")
+    monkeypatch.setattr(machine, "Path", lambda _: tmp_path)
+    assert [device.name for device in machine.tpus()] == ["TPU of 16 GiB"]
+
+
+@pytest.mark.parametrize("preset", machine.FITS)
+def test_the_first_row_for_which_the_memory_is_enough_is_taken(preset):
+    for devices in 1, 2, 4, 8:
+        for flags, gigabytes in machine.FITS[preset]:
+            assert machine.fit(preset, gigabytes[devices], devices) == flags
+        assert machine.fit(preset, machine.least(preset, devices) - 0.1, devices) is None
+    assert machine.fit(preset, math.inf, 3) == {} and machine.fit("tiny", 0.1, 1) == {}
+    for flags, _ in machine.FITS[preset]:
+        words = machine.command_line(flags).split()
+        assert train_gpt.parse_config([preset, *words])[0] == preset
+
+
+def test_the_plan_has_three_lines(shows, capsys):
+    shows(H100)
+    machine.main(["plan", "medium", "--steps", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["machine", "run", "needs"]
+    assert "medium with --batch 16 --head_chunk 8192" in lines[1]
+    with pytest.raises(SystemExit, match="2"):
+        machine.main(["plan", "huge"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset, tokens", [("record", 1.6), ("medium", 5.0)])
+def test_the_plan_has_the_size_of_the_weights(preset, tokens):
+    params = train_gpt.param_table(train_gpt.PRESETS[preset]).values()
+    weights = 4e-9 * sum(math.prod(p.model_shape) for p in params)
+    assert machine.NEEDS[preset][0] == pytest.approx(tokens + weights, abs=0.06)
+
+
+def test_the_notebook_is_valid_and_types_what_exists():
+    text = (ROOT / "run/colab.ipynb").read_text()
+    cells = json.loads(text)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    for source in code:
+        compile(re.sub(r"^( *)[!%].*$", r"\1pass", source, flags=re.M), "cell", "exec")
+    for word in re.findall(r"\./run\.sh (\w+)", "\n".join(code)):
+        assert re.search(rf"^  .*\b{word}\b.*\)", (ROOT / "run.sh").read_text(), re.M), word
