@@ -34,7 +34,6 @@ def shows(tmp_path, monkeypatch):
     ("0, GPU-a, A100-SXM4-40GB, 8.0, 550.54.15, 40960", "cuda12", "record", 0.92),
     ("0, GPU-a, Laptop, 8.9, 580.65, 8188", "cuda13", "tiny", 0.92),
     ("0, GPU-a, Tesla P100, 6.0, 580.1, 16384", "cuda12-volta", "tiny", 0.92),
-    ("0, GPU-a, Tesla K80, 3.7, 580.1, 11441", "cpu", "tiny", 0.92),
     ("0, GPU-a, NVIDIA GB10, 12.1, 580.95, [N/A]", "cuda13", "record", 0.75),
     ("No devices were found", "cpu", "tiny", 1.0),
     ("0, GPU-a, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", "cpu", "tiny", 1.0),

@@ -40,7 +40,7 @@ sample x                    | evals/sample.py x
 verify x                    | records/verify.py x
 check --full                | -m lab.check --full
 loss                        | pip evals/requirements.txt; evals/loss.py
-basics fsdp --x 1           | pip evals/requirements.txt; basics/fsdp.py --x 1
+basics fsdp --x 1           | basics/fsdp.py --x 1
 """
 
 
@@ -118,7 +118,6 @@ def test_every_word_runs_its_program(folder):
         expected = [f"python {program}" for program in programs.strip().split("; ")]
         expected = [text.replace("python pip", PIP) for text in expected]
         assert folder.run(words) == expected, words
-        (folder.root / ".venv" / "installed-evals-requirements.txt").unlink(missing_ok=True)
 
 
 def test_the_tests_lint_what_git_knows(folder):
