@@ -1,83 +1,74 @@
 """Reads every shard of a folder and reports whether they can be trained on.
 
-    python data/check.py [DIR ...] [--quick]
+    python data/check.py DIR...
 
-It checks that headers and sizes are right, that names are numbered without a gap, and that no two
-shards are equal. If there is a MANIFEST.json, it also checks that exactly the listed shards are
-there with the listed sha256, that tokens are below the vocabulary, and that every shard has the
-start of a document. --quick, which run.sh passes, reads only files whose size or time of change
-differs from when they were last read, and goes on where nobody reads what it prints, because a run
-follows. Without DIR, every folder of shards beside this script is checked. Exit status: 0 if all is
-right, 1 if not, 2 for bad arguments.
+It checks headers and sizes, that names are numbered without a gap, and that no two shards are
+equal; with a MANIFEST.json, also that exactly the listed shards are there with the listed sha256,
+that tokens are below the vocabulary, and that every shard has the start of a document. The exit
+status is 0 if all is right, and 1 if not.
 """
 
-import pathlib
+import argparse
 import sys
+from pathlib import Path
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
-from messages import Parser, discard_output
-
-HERE = pathlib.Path(__file__).resolve().parent
+from messages import one_line, refuse
 
 
-def check(folder: pathlib.Path, quick: bool) -> list[str]:
-    """Prints a table of the shards of a folder, or with `quick` one line. Returns a line for each
-    thing that is wrong."""
-    start = f"checking {folder} ... " if quick else f"{folder}:"
-    say(start, quick, end="")
+def check(folder: Path) -> int:
+    """Prints a verdict on each shard of a folder. Returns how many things are wrong."""
     try:
         about, names = shards.read_folder(folder)
-    except shards.Fault as fault:
-        say("", quick)
-        return [f"{folder} {fault}"]
-    if not quick:
-        if about:
-            print(f" vocabulary {about['vocab']}, EOT {about['eot']}, from {about['source']}")
-        else:
-            print(" no MANIFEST.json, so sha256 and vocabulary are not checked")
-        print(f"{'file':30} {'tokens':>13} {'documents':>10} {'mean':>8}  verdict")
-    faults = []
-    all_tokens = 0
-    all_documents = 0
-    for name, found, fault in shards.check(folder, about, names, quick):
-        tokens = found.get("tokens", 0)
-        documents = found.get("documents", 0)
-        all_tokens += tokens
-        all_documents += documents
-        if fault:
-            faults.append(f"{folder / name} {fault}")
-        if not quick:
-            mean = f"{tokens / documents:,.0f}" if documents else "-"
-            numbers = f"{tokens:13,} {documents:10,} {mean:>8}"
-            print(f"{name:30} {numbers}  {fault or 'ok'}", flush=True)
-    summary = f"{len(names)} shards, {all_tokens:,} tokens, {all_documents:,} documents"
-    say(f"{summary}, {len(faults) or 'nothing'} wrong", quick)
-    return faults
+    except ValueError as error:
+        print(f"{folder}: {error}")
+        return 1
+    print(f"{folder}: from {about.get('source', '? It has no MANIFEST.json to compare with')}")
+    first_names = {}  # by sha256, to find copies
+    wrong = 0
+    for name in names:
+        try:
+            tokens = shards.load(folder / name)
+            sha256 = shards.sha256(folder / name)
+            if first_names.setdefault(sha256, name) != name:
+                raise ValueError(f"has the bytes of {first_names[sha256]}: get it again")
+            verdict = f"ok, {len(tokens):,} tokens"
+            if about:
+                verdict += f", {compare(name, tokens, sha256, about):,} documents"
+        except (OSError, ValueError) as error:
+            verdict = str(error)
+            wrong += 1
+        print(f"{name} {verdict}", flush=True)
+    return wrong
 
 
-def say(text: str, quick: bool, end: str = "\n") -> None:
-    """Prints a text. With `quick` it is lost if nobody reads it."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        if not quick:
-            raise
-        discard_output()
+def compare(name: str, tokens: np.ndarray, sha256: str, about: dict) -> int:
+    """The number of documents that begin in a shard. Raises ValueError if it is not as
+    MANIFEST.json says."""
+    if name not in about["files"]:
+        raise ValueError("is not in MANIFEST.json: remove it, or get the set again")
+    stated = about["files"][name]["sha256"]
+    if sha256 != stated:
+        raise ValueError(f"has sha256 {sha256}, in MANIFEST.json {stated}: get it again")
+    if tokens.max() >= about["vocab"]:
+        raise ValueError(f"has token {tokens.max()}, but a vocabulary of {about['vocab']}")
+    documents = int(np.count_nonzero(tokens == about["eot"]))
+    if documents == 0:
+        raise ValueError(f"has no token {about['eot']}, which starts a document")
+    return documents
 
 
-@shards.one_line("check.py")
-def main():
-    cli = Parser(description=__doc__)
-    cli.add_argument("folders", type=shards.folder_name, nargs="*", metavar="DIR")
-    cli.add_argument("--quick", action="store_true", help="read only what is new or changed")
-    args = cli.parse_args()
-    folders = args.folders or sorted({path.parent for path in HERE.glob("*/*.bin")})
-    if not folders:
-        sys.exit("check.py: there are no shards in data/: data/README.md says how to get some")
-    faults = [fault for folder in folders for fault in check(folder, args.quick)]
-    if faults:
-        sys.exit("\n".join(f"check.py: {fault}" for fault in faults))
+@one_line("check.py")
+def main() -> None:
+    cli = argparse.ArgumentParser(description="Reads every shard, and says what is wrong.")
+    cli.error = refuse
+    cli.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+    wrong = sum(check(folder) for folder in cli.parse_args().folders)
+    print(f"{wrong or 'nothing'} wrong")
+    sys.exit(wrong > 0)
 
 
 if __name__ == "__main__":

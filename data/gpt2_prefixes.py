@@ -16,7 +16,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
-from messages import Parser
 
 
 def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
@@ -30,13 +29,6 @@ def prefixes(ranks: Mapping[bytes, int]) -> np.ndarray:
     return table
 
 
-@shards.one_line("gpt2_prefixes.py")
-def main():
-    cli = Parser(description=__doc__)
-    cli.add_argument("out", type=Path, metavar="OUT")
-    out = cli.parse_args().out
-    shards.write(out, [prefixes(shards.gpt2()._mergeable_ranks).tobytes()])
-
-
 if __name__ == "__main__":
-    main()
+    table = prefixes(shards.gpt2()._mergeable_ranks)
+    shards.write(Path(sys.argv[1]), [table.tobytes()])

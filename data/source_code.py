@@ -8,11 +8,11 @@ two of them, up to 2,048 bytes. Some files are used for validation only. The sha
 format, like FineWeb's, and must have the sha256 in SHARDS below.
 """
 
+import argparse
 import ast
 import collections
 import hashlib
 import importlib.util
-import os
 import pathlib
 import sys
 import warnings
@@ -21,11 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
-from messages import Parser, discard_output, install_command
+from messages import one_line, refuse
 
 PACKAGES = {"optax": "0.2.8", "huggingface_hub": "2.4.0"}  # the pins of requirements.txt
 SOURCE = " ".join(map("==".join, PACKAGES.items()))
-REMEDY = f"run {install_command(f'--force-reinstall --no-deps {SOURCE}')}"
 SHARDS = {  # name: sha256
     "source_train_000001.bin": "1a9b61a147d894ec0ee7289c1f88f6725355af3218985db9b4dc21d7e345a063",
     "source_train_000002.bin": "74c2d9b68d4d17bda99679cbd11744f046adc966967cfb7edb80433a0a708c75",
@@ -49,10 +48,7 @@ def read_files() -> dict[str, bytes]:
     because it is the same everywhere."""
     files = {}
     for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            sys.exit(f"source_code.py: {package} is missing: {REMEDY}")
-        folder = pathlib.Path(spec.origin).parent
+        folder = pathlib.Path(importlib.util.find_spec(package).origin).parent
         for path in folder.rglob("*.py"):
             lines = path.read_bytes().splitlines(keepends=True)
             while lines and lines[0].startswith(b"#"):
@@ -142,38 +138,27 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def tell(line: str) -> None:
-    """Prints a line, if somebody reads: the training that follows needs the shards all the same."""
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        discard_output()
-
-
 def make(out: pathlib.Path) -> None:
     """Makes the shards and their manifest in `out`, unless they are there with the right sha256.
-    Raises OSError if it cannot write."""
-    present = {name: found.get("sha256") for name, found in shards.examine(out, SHARDS, EOT)}
-    if present != SHARDS:
+    Ends the tool if the packages are not the pinned ones."""
+    if {name: shards.sha256(out / name) for name in SHARDS} != SHARDS:
         encoded = {name: encode(documents) for name, documents in build().items()}
         if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
-            sys.exit(f"source_code.py: this is not the source of the pinned packages: {REMEDY}")
-        with shards.workplace(out) as part:
-            for name, data in encoded.items():
-                shards.write(part / name, [data])
-                os.replace(part / name, out / name)
-                tell(f"made {out / name}, sha256 {SHARDS[name]}")
+            refuse(f"this is not the source of the pinned packages: install {SOURCE} again")
+        for name, data in encoded.items():
+            shards.write(out / name, [data])
+            print(f"made {out / name}, sha256 {SHARDS[name]}")
     files = {}
     for name, digest in SHARDS.items():
         files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
     shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
 
 
-@shards.one_line("source_code.py")
-def main():
-    cli = Parser(description=__doc__)
-    help = "folder for the shards"
-    cli.add_argument("--out", type=shards.folder_name, default=FOLDER, help=help)
+@one_line("source_code.py")
+def main() -> None:
+    cli = argparse.ArgumentParser(description="Makes the shards of the embedded data set.")
+    cli.error = refuse
+    cli.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder for the shards")
     make(cli.parse_args().out)
 
 
