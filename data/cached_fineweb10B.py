@@ -52,7 +52,7 @@ def fetch(repo: str, names: list[str], out: Path, files: dict[str, dict], pinned
     from huggingface_hub import HfApi, snapshot_download  # here: most starts need no network
 
     try:
-        info = HfApi().dataset_info(repo, files_metadata=True)
+        info = HfApi().dataset_info(repo, revision="main", files_metadata=True)
         stated = {file.rfilename: file.lfs for file in info.siblings}
         for name in names:
             sha256 = pinned.get(name, stated[name].sha256)

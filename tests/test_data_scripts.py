@@ -1,27 +1,25 @@
-"""The scripts of data/: the text is the committed one, files are whole, a failure is one line."""
+"""source_code.py makes the committed text; check.py and the readers of shards find what is wrong."""
 
-import contextlib
-import errno
-import fcntl
-import hashlib
+import json
 import os
-import pathlib
 import re
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
-import cached_fineweb10B
+import cached_hellaswag
 import check
 import numpy as np
+import pyarrow
 import pytest
-import shards as shards_py
+import shards
 import source_code
-import tiktoken
-from requests.exceptions import InvalidSchema, SSLError
+from pyarrow import parquet
 
-DATA = pathlib.Path(source_code.__file__).parent
+from tests.tools import write_shard
+
+SECOND = "x_train_000002.bin"
 
 
 def run(module, monkeypatch, *argv):
@@ -30,206 +28,141 @@ def run(module, monkeypatch, *argv):
 
 
 # ---- source_code.py ------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Made by two processes at once, as on a machine where two runs start together."""
-    out = tmp_path_factory.mktemp("source_code")
-    command = [sys.executable, DATA / "source_code.py", "--out", out]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    return out, printed
-
-
-@pytest.fixture(scope="module")
-def shards(built):
-    return [np.fromfile(built[0] / name, "<u2", offset=1024) for name in source_code.SHARDS]
-
-
-def documents(tokens):
-    starts = np.flatnonzero(tokens == source_code.EOT)
-    return [part[1:].astype(np.uint8).tobytes() for part in np.split(tokens, starts)[1:]]
-
-
-def test_shards_are_the_committed_ones(built):
-    out, printed = built
-    assert {path.name for path in out.glob("[!.]*")} == {*source_code.SHARDS, "MANIFEST.json"}
-    for name, expected in source_code.SHARDS.items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == expected
-    assert any(all(sha in text for sha in source_code.SHARDS.values()) for text in printed)
-    about, names = shards_py.read_folder(built[0])
-    assert (about["vocab"], about["eot"]) == (257, 256) and about["files"].keys() == set(names)
-    assert [fault for *_, fault in shards_py.check(built[0], about, names)] == [None] * 3
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(source_code, "SHARDS", {})  # so that nothing is built
-    with pytest.raises(SystemExit, match="1"):
-        run(source_code, monkeypatch, "--out", tmp_path / "file" / "out")
-    line = "source_code.py: .*/file is a file, but a folder .*\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
-
-
-def test_there_is_enough_of_it(shards):
-    first, second, val = shards
-    used = 500 * 8 * 256  # by a record: it crosses to the second shard, and no epoch ends
-    assert len(first) + 8 * 256 < used < len(first) + len(second) - 8 * 256
-    assert len(val) >= 131_073  # what the evaluation reads, and one token more for the last target
-
-
-def test_no_document_stands_twice_and_no_validation_file_is_in_training(shards):
-    first, second, val = map(documents, shards)
-    assert len({*first, *second, *val}) == len(first + second + val)
-    val_files = source_code.held_out(files := source_code.read_files())
-    assert 0.08 < len(val_files) / len(files) < 0.1
-    train = set(first + second)
-    assert not any(train & set(source_code.documents(files[path])) for path in val_files)
-
-
-def test_second_run_does_nothing_but_make_a_broken_shard_anew(built, monkeypatch):
-    out, _ = built
+def test_the_text_of_tiny_is_the_committed_one(tmp_path, monkeypatch):
+    """A damaged shard is made anew, and nothing is written where all is right. There is no document
+    twice, none of validation's files is in training, and there is enough text."""
+    out = tmp_path / "out"
     run(source_code, monkeypatch, "--out", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert {path.name for path in before} == {*source_code.SHARDS, "MANIFEST.json"}
     with monkeypatch.context() as patch:
         patch.setattr(source_code, "build", lambda: pytest.fail("built again"))
-        patch.setattr(shards_py, "inspect", lambda *_: pytest.fail("read again"))
         run(source_code, monkeypatch, "--out", out)
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    path = out / "source_val_000000.bin"
-    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    (out / "source_val_000000.bin").write_bytes(b"damaged")
     run(source_code, monkeypatch, "--out", out)
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == source_code.SHARDS[path.name]
+    assert {name: shards.sha256(out / name) for name in source_code.SHARDS} == source_code.SHARDS
+    assert check.check(out) == 0
+
+    texts = [shards.load(out / name) for name in source_code.SHARDS]
+    documents = []
+    for tokens in texts:
+        parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+        documents.append({part[1:].astype(np.uint8).tobytes() for part in parts})
+    assert len(set.union(*documents)) == sum(np.sum(tokens == 256) for tokens in texts)
+    files = source_code.read_files()
+    for path in source_code.held_out(files):
+        assert not (documents[0] | documents[1]) & set(source_code.documents(files[path]))
+    assert len(texts[0]) < 500 * 8 * 256 < len(texts[0]) + len(texts[1]) and len(texts[2]) > 131_072
 
 
-REMEDY = "install .*--force-reinstall --no-deps optax==0.2.8 huggingface_hub==2.4.0"
-
-
-def test_other_or_missing_text_is_refused_and_nothing_written(tmp_path, monkeypatch):
+def test_another_text_is_refused_and_not_written(tmp_path, monkeypatch, capsys):
     changed = source_code.read_files() | {"optax/extra.py": b"def extra(): pass\n"}
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=REMEDY):
-        patch.setattr(source_code, "read_files", lambda: changed)
+    monkeypatch.setattr(source_code, "read_files", lambda: changed)
+    with pytest.raises(SystemExit, match="2"):
         run(source_code, monkeypatch, "--out", tmp_path / "out")
-    monkeypatch.setattr(source_code.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(SystemExit, match=f"optax is missing: run .* {REMEDY}"):
-        run(source_code, monkeypatch, "--out", tmp_path / "out")
+    assert re.fullmatch("source_code: .* optax==0.2.8 .*again\n", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
-# ---- shards.py -----------------------------------------------------------------------------------
-def test_what_a_killed_process_left_is_deleted(tmp_path):
-    (tmp_path / ".part-dead" / "full").mkdir(parents=True)
-    with shards_py.workplace(tmp_path) as part:
-        (part / "y.bin").touch()
-        assert list(tmp_path.glob(".part-*")) == [part]
-    assert list(tmp_path.iterdir()) == []
+# ---- check.py ------------------------------------------------------------------------------------
+def text(first: int = 0) -> np.ndarray:
+    return np.where(np.arange(1100) % 50, np.arange(first, first + 1100) % 97, 256)
 
 
-def test_a_folder_made_for_work_that_failed_is_deleted(tmp_path, monkeypatch, capsys):
-    """Not one that was there. Who waited for its lock begins anew."""
-    for out in tmp_path / "a/b", tmp_path:
-        with contextlib.suppress(ZeroDivisionError), shards_py.workplace(out):
-            assert (out / ".lock").exists() and 1 / 0
-        assert list(tmp_path.iterdir()) == []
-
-    waits = iter([BlockingIOError, None, None])
-
-    def wait(file, how):
-        if next(waits) is BlockingIOError:
-            raise BlockingIOError
-        if how == fcntl.LOCK_EX:
-            shutil.rmtree(tmp_path / "c")  # its owner has failed
-
-    monkeypatch.setattr(shards_py.fcntl, "flock", wait)
-    with shards_py.workplace(tmp_path / "c") as part:
-        assert part.is_dir() and (tmp_path / "c/.lock").exists()
-    assert capsys.readouterr().out.count("\n") == 1 and next(waits, "used") == "used"
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Three train shards and one of validation, with 22 documents in each, and MANIFEST.json."""
+    for i, name in enumerate(
+        ["x_train_000001.bin", SECOND, "x_train_000003.bin", "x_val_000000.bin"]
+    ):
+        write_shard(tmp_path / name, text(i))
+    return write_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("number, where, says", [
-    (errno.ENOSPC, None, "No space left on device: make room, or choose another disk"),
-    (errno.EDQUOT, "x/y", "x/y: Disk quota exceeded: make room"),
-    (errno.ESTALE, "x/y", "x/y: Stale file handle: choose another disk, or mount that one again"),
-    (errno.EMFILE, "x/y", "x/y: Too many open files: allow more open files: ulimit -n 4096"),
-    (errno.EACCES, "x/y", "x/y: Permission denied: check the permissions"),
-    (errno.EEXIST, "LINK", "LINK is a link to /no/disk, which is not there"),
-    (errno.ENOENT, "LINK/y/z", "LINK is a link to /no/disk, which is not there"),
-    (errno.ENOTDIR, "FILE/y/z", "FILE is a file, but a folder belongs there"),
+def write_manifest(data: Path, vocab: int = 257) -> Path:
+    files = {path.name: dict(sha256=shards.sha256(path)) for path in data.glob("*.bin")}
+    shards.write_manifest(data, "a test", vocab, 256, files)
+    return data
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[20] ^= 1  # in the header, where nobody reads
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda d: write_shard(d / SECOND, text(1), magic=0), "is no token shard"),
+    (lambda d: os.truncate(d / SECOND, 0), "is no token shard"),
+    (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
+    (lambda d: write_shard(d / SECOND, text()), "has the bytes of x_train_000001.bin"),
+    (lambda d: (d / SECOND).unlink(), "No such file"),
+    (lambda d: flip(d / SECOND), r"has sha256 (\w{64}), in MANIFEST.json (?!\1)\w{64}"),
+    (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "is not in MANIFEST.json"),
+    (lambda d: write_manifest(d, vocab=256), "has token 256, but a vocabulary of 256"),
+    (lambda d: write_manifest(write_shard(d / SECOND, [1, 2]).parent), "has no token 256, which"),
+    (lambda d: write_manifest(((d / SECOND).unlink(), d)[1]), "it lacks train shard 2, before x_tr"),
+    (lambda d: write_manifest(((d / "x_val_000000.bin").unlink(), d)[1]), "it has no val shard"),
+    (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
+    (lambda d: write_shard(d / "x_train_000002 (1).bin", text(9)), "is not called NAME_train_NNNN"),
 ])  # fmt: skip
-def test_errors_of_the_system_have_a_place_and_a_cure(tmp_path, monkeypatch, number, where, says):
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("LINK").symlink_to("/no/disk")
-    pathlib.Path("FILE").touch()
-    assert shards_py.reason(OSError(number, os.strerror(number), where)).startswith(says)
+def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, says):
+    with pytest.raises(SystemExit, match="False"):
+        run(check, monkeypatch, data)
+    out = capsys.readouterr().out
+    assert f"{SECOND} ok, 1,100 tokens, 22 documents\n" in out and out.endswith("nothing wrong\n")
+    change(data)
+    with pytest.raises(SystemExit, match="True"):
+        run(check, monkeypatch, data)
+    assert re.search(says, capsys.readouterr().out)
 
 
-GET = "TIKTOKEN_CACHE_DIR=gpt2 .venv/bin/python -c "
-
-
-@pytest.mark.parametrize("error, variables, says", [
-    (ModuleNotFoundError("No module named 'tiktoken'"), {}, "'tiktoken': run ./run.sh install"),
-    (PermissionError(13, "Permission denied", "x/9b5a"), {}, "TIKTOKEN_CACHE_DIR: x/9b5a: Perm"),
-    (InvalidSchema("Missing dependencies for SOCKS support."), {}, "SOCKS support: type .* pysock"),
-    (OSError("invalid path: /no.pem"), {"REQUESTS_CA_BUNDLE": "/no.pem"}, "REQUESTS_CA_BUNDLE nam"),
-    (OSError("invalid path: /no.pem"), {"CURL_CA_BUNDLE": __file__}, "CURL_CA_BUNDLE names "),
-    (ValueError("Hash mismatch for data."), {}, f"Hash mismatch for data: check the net.*{GET}"),
-    (ConnectionError("Max retries"), {}, f"Name or service not known: check the network.*{GET}"),
-    (SSLError("bad"), {"TIKTOKEN_CACHE_DIR": "g"}, "and TIKTOKEN_CACHE_DIR, g, has no right"),
-])  # fmt: skip
-def test_why_there_is_no_vocabulary(monkeypatch, error, variables, says):
-    for variable in ("TIKTOKEN_CACHE_DIR", "REQUESTS_CA_BUNDLE"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    if isinstance(error, (ConnectionError, SSLError)):
-        error.__context__ = ValueError("Retry")
-        error.__context__.__cause__ = OSError("Name or service not known")
-    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=error))
-    with pytest.raises(shards_py.Fault, match=f"load GPT-2's vocabulary .*{says}"):
-        shards_py.gpt2()
-
-
-@pytest.mark.parametrize("variable, value, says", [
-    ("SSL_CERT_FILE", "good", "names {}/good, which has no .*Is a directory.*: correct it"),
-    ("SSL_CERT_FILE", "no.pem", "No such file"),
-    ("SSL_CERT_DIR", "good", ""),
-    ("SSL_CERT_DIR", "no:{}/good", ""),
-    ("SSL_CERT_DIR", "no:{}/empty", "no file there has the name of a hash"),
-    ("REQUESTS_CA_BUNDLE", "good", ""),
-    ("CURL_CA_BUNDLE", "empty", "CURL_CA_BUNDLE names {}/empty, .*the name of a hash"),
-    ("CURL_CA_BUNDLE", "file", "no certificate"),
-])  # fmt: skip
-def test_certificates_that_a_variable_names(tmp_path, monkeypatch, variable, value, says):
-    for folder in ("good", "empty"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "good" / "0a1b2c3d.0").touch()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(variable, f"{tmp_path}/{value}".format(tmp_path))
-    found = shards_py.certificate_fault(variable)
-    assert re.search(says.format(tmp_path), found) if says else found == ""
-
-
-@pytest.mark.parametrize("module", [source_code, cached_fineweb10B, check])
-def test_a_folder_without_a_name_is_refused_and_a_home_is_found(module, monkeypatch, capsys):
+def test_the_tokens_of_a_folder_and_one_line_for_a_damaged_one(data, monkeypatch, capsys):
+    assert (
+        shards.tokens(data, "train").tolist()
+        == np.concatenate([text(i) for i in range(3)]).tolist()
+    )
+    assert shards.tokens(data, "val").tolist() == text(3).tolist()
+    os.truncate(data / SECOND, 3222)
     with pytest.raises(SystemExit, match="2"):
-        run(module, monkeypatch, *["--out"] * (module is not check), "")
-    assert "the name of the folder is empty" in capsys.readouterr().err
-    monkeypatch.setenv("HOME", "/home/x")
-    assert shards_py.folder_name("~/d") == pathlib.Path("/home/x/d")
+        shards.tokens(data, "train")
+    assert re.search("has 3222 bytes .*check.py .* names the shard\n", capsys.readouterr().err)
+
+
+def test_a_closed_pipe_ends_a_tool_quietly(data):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, check.__file__, data], stdout=write, stderr=-1)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "a.bin"
-    with pytest.raises(ZeroDivisionError):
-        shards_py.write(path, (bytes(1 // i) for i in (1, 0)))
-    assert list(path.parent.iterdir()) == []
-    parts = [shards_py.header(3), np.arange(3, dtype="<u2")]
+    parts = [shards.header(3), np.arange(3, dtype="<u2")]
+    assert shards.write(path, parts) == dict(size=1030, sha256=shards.sha256(path))
     raw = np.array([20240520, 1, 3] + [0] * 253, "<i4").tobytes() + b"\0\0\1\0\2\0"
-    assert shards_py.write(path, parts) == dict(size=1030, sha256=hashlib.sha256(raw).hexdigest())
-    assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
-    found = dict(tokens=3, documents=1, largest_token=2, sha256=hashlib.sha256(raw).hexdigest())
-    assert shards_py.inspect(path, 2).items() > found.items()
+    with pytest.raises(ZeroDivisionError):
+        shards.write(path, (bytes(1 // i) for i in (1, 0)))
     monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))  # at the last moment
     with pytest.raises(KeyboardInterrupt):
-        shards_py.write(path, [b"other"])
+        shards.write(path, [b"other"])
     assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
+
+
+# ---- cached_hellaswag.py -------------------------------------------------------------------------
+def test_examples_are_read_and_a_row_that_is_none_is_named(tmp_path, capsys):
+    """A label beyond the endings would make every score wrong."""
+    row = dict(ind=7, ctx="a b", endings=["c", "d", "e", "f"], label="1")
+    for path in tmp_path / "x.jsonl", tmp_path / "x.parquet":
+        for change in {}, dict(label="4"), dict(endings=["c"]), dict(ctx=""):
+            rows = [row, row | change]
+            path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+            if path.suffix == ".parquet":
+                parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            if change:
+                with pytest.raises(SystemExit, match="2"):
+                    list(cached_hellaswag.read(path))
+                assert f"{path}:2 is no example of HellaSwag" in capsys.readouterr().err
+            else:
+                assert list(cached_hellaswag.read(path)) == [("a b", row["endings"], 1)] * 2
