@@ -273,7 +273,7 @@ def test_sizes_and_the_manifest(script, monkeypatch, capsys, argv, size, sizes):
     assert line in capsys.readouterr().out and row["documents"] == 1
 
 
-SIZES = [2050, 3072, 10_300, 71_809 + 1025, 655_371]
+SIZES = [2050, 4864, 10_300, 71_809 + 1025, 655_371]
 
 
 @pytest.mark.parametrize("argv, sizes", [
