@@ -31,7 +31,6 @@ class Hub:
         self.commits = commits
         self.requests = []  # (kind, name)
         self.plans = collections.defaultdict(list)  # (kind, name) -> troubles of the next requests
-        self.released = threading.Event()  # when it is set, stalled replies go on
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.hub = self
         self.server.daemon_threads = True
@@ -41,7 +40,6 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
-        self.released.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -92,13 +90,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        half = len(reply.body) // 2
-        self.wfile.write(reply.body[:half])
-        if reply.stalls:
-            self.server.hub.released.wait(60)
-        self.wfile.write(reply.body[half:])
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
 
     do_HEAD = do_GET
 
@@ -113,14 +106,9 @@ def lfs(content: bytes) -> dict:
 
 
 def make_reply(status: int, body: bytes, **headers: str) -> types.SimpleNamespace:
-    return types.SimpleNamespace(status=status, body=body, headers=headers, stalls=False)
+    return types.SimpleNamespace(status=status, body=body, headers=headers)
 
 
-# ---- Troubles ------------------------------------------------------------------------------------
-def stall(reply) -> None:
-    """It waits in the middle of its body."""
-    reply.stalls = True
-
-
-def flip(reply) -> None:
+def flip(reply: types.SimpleNamespace) -> None:
+    """A trouble: one bit of the body is wrong."""
     reply.body = reply.body[:-2] + bytes([reply.body[-2] ^ 1]) + reply.body[-1:]

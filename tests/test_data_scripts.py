@@ -62,9 +62,8 @@ def text(first: int = 0) -> np.ndarray:
 @pytest.fixture
 def data(tmp_path) -> Path:
     """Three train shards and one of validation, with 22 documents in each, and MANIFEST.json."""
-    for i, name in enumerate(
-        ["x_train_000001.bin", SECOND, "x_train_000003.bin", "x_val_000000.bin"]
-    ):
+    for i in range(4):
+        name = f"x_train_{i:06}.bin" if i else "x_val_000000.bin"
         write_shard(tmp_path / name, text(i))
     return write_manifest(tmp_path)
 
@@ -82,10 +81,10 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda d: write_shard(d / SECOND, text(1), magic=0), "is no token shard"),
+    (lambda d: write_shard(d / SECOND, text(2), magic=0), "is no token shard"),
     (lambda d: os.truncate(d / SECOND, 0), "is no token shard"),
     (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
-    (lambda d: write_shard(d / SECOND, text()), "has the bytes of x_train_000001.bin"),
+    (lambda d: write_shard(d / SECOND, text(1)), "has the bytes of x_train_000001.bin"),
     (lambda d: flip(d / SECOND), r"has sha256 (\w{64}), in MANIFEST.json (?!\1)\w{64}"),
     (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "is not in MANIFEST.json"),
     (lambda d: write_manifest(d, vocab=256), "has token 256, but a vocabulary of 256"),
@@ -107,12 +106,9 @@ def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, 
     assert re.search(says, capsys.readouterr().out)
 
 
-def test_the_tokens_of_a_folder_and_one_line_for_a_damaged_one(data, monkeypatch, capsys):
-    assert (
-        shards.tokens(data, "train").tolist()
-        == np.concatenate([text(i) for i in range(3)]).tolist()
-    )
-    assert shards.tokens(data, "val").tolist() == text(3).tolist()
+def test_the_tokens_of_a_folder(data, monkeypatch, capsys):
+    assert np.array_equal(shards.tokens(data, "train"), np.concatenate([*map(text, (1, 2, 3))]))
+    assert np.array_equal(shards.tokens(data, "val"), text(0))
     os.truncate(data / SECOND, 3222)
     with pytest.raises(SystemExit, match="2"):
         shards.tokens(data, "train")
