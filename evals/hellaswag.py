@@ -20,7 +20,7 @@ import weights
 
 # isort: split
 import cached_hellaswag
-import shards
+from messages import one_line, refuse
 
 LENGTHS = [64, 128, 256, 512, 1024, 2048]  # rows are padded to these; one program compiles for each
 TOKENS = 2**14  # per batch: at least 8 rows, which 1, 2, 4 and 8 devices divide
@@ -34,13 +34,13 @@ REMARKS = {  # size of the vocabulary: what the scores can be compared with
 
 def tokenize(examples: Iterable, encode: Callable) -> Iterator[tuple[list, list, int]]:
     """Yields for each example four rows of tokens, the ending's (start, stop) in each row, and the
-    label. Raises shards.Fault for a row that is too long."""
+    label. Exits with status 2 for a row that is too long."""
     for number, (ctx, endings, label) in enumerate(examples, 1):
         context = encode(ctx)
         rows = [context + encode(" " + ending) for ending in endings]
         longest = max(len(row) for row in rows)
         if longest > LENGTHS[-1] + 1:
-            raise shards.Fault(f"row {number} has {longest} tokens, more than {LENGTHS[-1] + 1}")
+            refuse(f"row {number} has {longest} tokens, more than {LENGTHS[-1] + 1}")
         yield rows, [(len(context), len(row)) for row in rows], label
 
 
@@ -53,7 +53,8 @@ def ending_loss(w: weights.Weights, x: Array, whole: dict, tokens: Array, spans:
 
 
 def score(w: weights.Weights, examples: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
-    """(N, 4) sums of the endings' losses, and correct() of them. Longest examples come first."""
+    """(N, 4) sums of the endings' losses, and (2, N): whether the right ending has the lowest sum
+    (acc), and the lowest mean (acc_norm). The longest examples are read first."""
     rows, spans, labels = zip(*examples, strict=True)
     spans = np.array(spans)  # (N, 4, 2)
     labels = np.array(labels)
@@ -61,22 +62,13 @@ def score(w: weights.Weights, examples: list[tuple]) -> tuple[np.ndarray, np.nda
     longest = spans[..., 1].max(axis=1)
     run = weights.runner(w, functools.partial(ending_loss, w))
     sums = np.zeros(counts.shape)
-    done = np.zeros(len(rows), bool)
     with tqdm(total=len(rows), unit=" examples", leave=False, disable=None) as bar:
         for T, batch in batches(longest):
             padded_rows, padded_spans = pad_batch(rows, spans, batch, T)
             losses = run(padded_rows, padded_spans)[: 4 * len(batch)]
             sums[batch] = np.reshape(losses, (-1, 4))
-            done[batch] = True
-            acc, acc_norm = correct(sums[done], counts[done], labels[done]).mean(axis=1)
-            bar.set_postfix_str(f"acc {acc:.2%}, acc_norm {acc_norm:.2%}", refresh=False)
             bar.update(len(batch))
-    return sums, correct(sums, counts, labels)
-
-
-def correct(sums: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(2, N): whether the right ending has the lowest sum (acc), and the lowest mean (acc_norm)."""
-    return np.argmin([sums, sums / counts], axis=-1) == labels
+    return sums, np.argmin([sums, sums / counts], axis=-1) == labels
 
 
 def batches(longest: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -100,24 +92,19 @@ def pad_batch(rows: tuple, spans: np.ndarray, batch: np.ndarray, T: int) -> tupl
     return tokens, padded_spans
 
 
-@shards.one_line("hellaswag.py", status=2)
+@one_line("hellaswag.py")
 def main() -> None:
     """Scores the weights of the command line."""
     cli = weights.parser(__doc__)
     cli.add_argument("--file", type=Path, help="hellaswag_val.jsonl, or its .parquet")
-    args = cli.parse_args()
-    if args.file and not args.file.is_file():
-        weights.refuse(f"no such file: {args.file}")
+    args = weights.parse(cli)
     w = weights.open_weights(args.weights, args.script)
     coder = weights.tokenizer(w)
     start = time.perf_counter()
-    try:
-        path = args.file or cached_hellaswag.fetch()
-        examples = [*tokenize(cached_hellaswag.read(path), coder.encode)]
-    except shards.Fault as fault:
-        weights.refuse(f"{fault}; use --file to read another hellaswag_val.jsonl")
+    path = args.file or cached_hellaswag.fetch()
+    examples = [*tokenize(cached_hellaswag.read(path), coder.encode)]
     if not examples:
-        weights.refuse(f"{path} is empty")
+        refuse(f"{path} is empty")
     sums, right = score(w, examples)
     print(f"HellaSwag of {w.path}: {len(sums)} examples in {time.perf_counter() - start:.1f} s")
     for name, is_right in zip(("acc", "acc_norm"), right, strict=True):
@@ -125,10 +112,6 @@ def main() -> None:
         n = len(is_right)
         error = is_right.std() / n**0.5  # binomial
         print(f"{name:8} {k / n:.2%} +- {error:.2%} (standard error), {k} of {n}")
-    lowest = np.sort(sums, axis=1)
-    ties = np.count_nonzero(lowest[:, 0] == lowest[:, 1])
-    if ties:
-        print(f"ties: in {ties}, several endings have the lowest sum, and acc takes the first")
     print(REMARKS[w.c.vocab])
 
 

@@ -48,9 +48,8 @@ class Chunk:
     token `start` on, of which those from `first` to `last` are new."""
 
     def __init__(self, code: ModuleType, tokens_BT: Array, first: Array, last: Array, store: list):
-        names = [name for name in REPLACED if hasattr(code, name)]
-        self.script = {name: getattr(code, name) for name in names}
-        self.patch = mock.patch.multiple(code, **{name: getattr(self, name) for name in names})
+        self.script = {name: getattr(code, name) for name in REPLACED}
+        self.patch = mock.patch.multiple(code, **{name: getattr(self, name) for name in REPLACED})
         self.tokens = tokens_BT
         self.start = jnp.maximum(last + 1 - CHUNK, 0)
         token = self.start + jnp.arange(CHUNK)
@@ -124,7 +123,7 @@ class Reader:
     def __init__(self, w: weights.Weights):
         c = dataclasses.replace(w.c, compute="float32").without_fp8()
         self.w = w._replace(c=w.code.fit_kernels(w.devices[0], c))
-        self.placed = weights.place(self.w, 1)
+        self.mesh, self.arrays = weights.place(self.w, 1)
         self.chunks = self.jit(self.read_chunk, donate_argnums=1)
         self.can_read_chunks = None  # not known yet
         self.tokens = np.zeros((0, 0), np.int32)  # (B, length): those that are stored
@@ -142,16 +141,12 @@ class Reader:
             if self.can_read_chunks:
                 return self.read_on(tokens, T)
             padded = np.pad(tokens, ((0, 0), (0, T - length)))
-            arguments = padded, self.ngram_rows(padded), length - 1
-            return weights.check_outputs(self.w, self.whole(self.placed.arrays, arguments))
+            arguments = padded, weights.ngram_rows(self.w, padded), length - 1
+            return weights.check_outputs(self.w, self.whole(self.arrays, arguments))
 
     def jit(self, function, **options):
         """A program of read_chunk() or read_whole()."""
-        return weights.jit(self.w, function, self.placed.mesh, P(), P(), **options)
-
-    def ngram_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """See weights.ngram_rows()."""
-        return weights.ngram_rows(self.w, tokens)
+        return weights.jit(self.w, function, self.mesh, P(), P(), **options)
 
     def test(self, B: int, T: int) -> None:
         """Finds out whether chunks give the log-probabilities of a whole pass, for a text of three
@@ -163,20 +158,20 @@ class Reader:
         options = {}
         if self.w.devices[0].platform == "cpu":
             options = {"xla_backend_optimization_level": 0}
-        arguments = tokens, self.ngram_rows(tokens), TEST - 1
+        arguments = tokens, weights.ngram_rows(self.w, tokens), TEST - 1
         whole = self.jit(self.read_whole, compiler_options=options)
-        whole = whole.lower(self.placed.arrays, arguments)
+        whole = whole.lower(self.arrays, arguments)
         with ThreadPoolExecutor(1) as pool:
             whole = pool.submit(whole.compile)
             try:
                 for n in range(TEST - 2, TEST + 1):
                     log_p = self.read_on(np.repeat(tokens[:, :n], B, axis=0), T)
-                expected = np.asarray(whole.result()(self.placed.arrays, arguments))
+                expected = np.asarray(whole.result()(self.arrays, arguments))
                 gap = np.abs(log_p - expected).max()
                 why = f"the log-probabilities of random tokens differ by {gap:.2g}"
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 gap = np.inf
-                why = f"{type(error).__name__}: {error}"
+                why = repr(error)
         self.can_read_chunks = bool(gap < TOLERANCE)  # False also for NaN
         if not self.can_read_chunks:
             weights.tell(f"{self.w.script} has parts that evals/incremental.py does not know, so "
@@ -201,8 +196,8 @@ class Reader:
         for first in range(known, length, CHUNK - HALO):
             last = min(first + CHUNK - HALO, length) - 1
             start = max(0, last + 1 - CHUNK)
-            rows = self.ngram_rows(padded[:, start : start + CHUNK])
-            log_p, store = self.chunks(self.placed.arrays, store, (padded, rows, first, last))
+            rows = weights.ngram_rows(self.w, padded[:, start : start + CHUNK])
+            log_p, store = self.chunks(self.arrays, store, (padded, rows, first, last))
         self.tokens = tokens
         self.store = store
         return weights.check_outputs(self.w, log_p)
@@ -211,9 +206,9 @@ class Reader:
         """Zeros, (B, T, D): two arrays for each attention, and one for the pointer."""
         c = self.w.c
         calls = sum((layer.window is not None) + layer.dc for layer in c.layers)
-        device = NamedSharding(self.placed.mesh, P())
+        device = NamedSharding(self.mesh, P())
         widths = [c.D] * 2 * calls
-        if weights.has_pointer(c):
+        if c.pointer:
             widths.append(c.pointer_D)
         return [jnp.zeros((B, T, width), c.compute, device=device) for width in widths]
 
@@ -227,7 +222,8 @@ class Reader:
         q_BCE, k_BCE = self.pointer_qk(x_BCD, whole)
         k_BTE = None if k_BCE is None else chunk.store_rows(k_BCE)
         x_BD, q_BE = jax.tree.map(lambda y: y[:, last - chunk.start], (x_BCD, q_BCE))
-        return self.predict(whole, x_BD, tokens_BT, last, q_BE, k_BTE), chunk.stored
+        arguments = x_BD, tokens_BT, last, q_BE, k_BTE
+        return weights.predict(self.w, whole, *arguments, padding=False).log_p, chunk.stored
 
     def read_whole(self, whole: dict, arguments: tuple) -> Array:
         """Log-probabilities (B, V) after token `last`."""
@@ -235,7 +231,8 @@ class Reader:
         x_BTD = self.forward(whole, tokens_BT, rows_BND)
         q_BTE, k_BTE = self.pointer_qk(x_BTD, whole)
         x_BD, q_BE = jax.tree.map(lambda y: y[:, last], (x_BTD, q_BTE))
-        return self.predict(whole, x_BD, tokens_BT, last, q_BE, k_BTE)
+        arguments = x_BD, tokens_BT, last, q_BE, k_BTE
+        return weights.predict(self.w, whole, *arguments, padding=False).log_p
 
     def forward(self, whole: dict, tokens: Array, rows_BND: Array) -> Array:
         """The normalised output of the script's forward()."""
@@ -244,12 +241,6 @@ class Reader:
 
     def pointer_qk(self, x: Array, whole: dict) -> tuple:
         """The script's pointer_qk(), or None and None without [pointer]."""
-        return (
-            self.w.code.pointer_qk(x, whole, self.w.c)
-            if weights.has_pointer(self.w.c)
-            else (None, None)
-        )
-
-    def predict(self, *arguments) -> Array:
-        """The log-probabilities of weights.predict(), without padding."""
-        return weights.predict(self.w, *arguments, padding=False).log_p
+        if not self.w.c.pointer:
+            return None, None
+        return self.w.code.pointer_qk(x, whole, self.w.c)

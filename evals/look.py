@@ -1,494 +1,439 @@
-"""Draws pictures of a run: its losses; how far back the heads look (reach); lambdas and gates; the
-terms of the sums in the last layer and for the head (streams); singular values of the matrices. And
-it writes a page to open in a browser, page.html: a text in which every token shows what the model
-expected there. It prints a line for each of these files. WEIGHTS may also be a log, logs/<run>.txt.
-From a log without weights it draws the losses only."""
+"""Writes the page of a run, page.html, to open in a browser: its curve, a sample, and a text in
+which every token shows what the model expected there, and why.
 
-import dataclasses
+    ./run.sh look [logs/<run>.npz] [data/source_code] [--text FILE] [--out FOLDER]
+
+The text is the first 2,048 tokens of validation shards, or a file of yours. The page needs no
+network and no server: page.html, page.js and the numbers, as JSON, are one file."""
+
+import html
+import json
 import math
+import re
 import sys
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import page
-from calls import BLOCKS, Call, attention, record_calls
-from weights import ROOT, Weights, open_weights, parser, refuse, runner, shards, val_shard
+import sample
+import weights
 
 # isort: split
 import runs
-from plot import STYLE, check_place, plot_log, plt, save
+from messages import one_line, refuse
+from plot import drawable, smooth
+
+FOLDER = Path(__file__).resolve().parent
+LONGEST = 1024  # tokens of a sequence
+LIKELY = 5  # how many of the likeliest tokens the page names
+READ = 8  # how many of the tokens that attention reads it marks
+LEVELS = 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0  # losses in nats at which the colour changes
+SAMPLE = "--tokens", "400", "--go_on"
+SIGNS = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"}  # for whitespace
+END = "end-of-text"
+MORE = "\u207a"  # a token that only goes on with a character which an earlier token began
 
 
-def text(w: Weights, place: Path) -> np.ndarray:
-    """Tokens of the first four sequences of the validation shard, (4, T + 1)."""
-    T = longest(w)
-    shard = val_shard(w, place, T)
-    if len(shard) <= 4 * T:
-        refuse(f"{shard.filename} has {len(shard)} tokens, not {4 * T + 1}: name a longer --data")
-    return next(w.code.read_batches([shard], [(4, T, 0)], w.c))
+# ---- Numbers -------------------------------------------------------------------------------------
+class Reading(NamedTuple):
+    """What a model expects in some sequences, at each position. Losses are in nats."""
+
+    loss: np.ndarray  # (B, T): of the next token
+    likely: np.ndarray  # (B, T, LIKELY): the likeliest tokens
+    p: np.ndarray  # (B, T, LIKELY): their probabilities
+    loss_without_ngrams: np.ndarray  # (B, T): with rows of zeros in the place of the n-grams'
+    loss_without_copy: np.ndarray | None  # (B, T): of the head alone; None: there is no pointer
+    # (B, T): index of the token with the largest share of the pointer's attention, of the right
+    # ones if there are any; -1: none
+    copied: np.ndarray | None
+    share: np.ndarray | None  # (B, T): the share of the pointer's attention that this token has
+    length: np.ndarray | None  # (B, T): tokens that are equal before it and before the next token
+    reads: np.ndarray  # (B, T, T): the last attention, mean over its heads
 
 
-def longest(w: Weights) -> int:
-    """Tokens in a sequence of the pictures."""
-    return min(1024, w.c.val_T)
+def read(w: weights.Weights, tokens: np.ndarray) -> Reading:
+    """Runs the file's own forward() on tokens (B, T + 1), with its n-grams and without them."""
+    outputs, window, scale = run_model(w, tokens)
+    # Zeros that nobody reads take no memory, so it is no second table.
+    zeros = np.zeros(w.arrays["bigram"].shape, np.float32)
+    bare, *_ = run_model(w._replace(arrays=w.arrays | {"bigram": zeros}), tokens)
+    reads = []
+    for q, k in zip(outputs.pop("q"), outputs.pop("k"), strict=True):
+        reads.append(mean_attention(q, k, window, scale, tokens.shape[1] - 1))
+    copies = dict.fromkeys(("loss_without_copy", "copied", "share", "length"))
+    return Reading(**copies | outputs, loss_without_ngrams=bare["loss"], reads=np.stack(reads))
 
 
-SHOWS = {  # what main() prints of each file
-    "loss": "the training and validation losses, by step",
-    "reach": "how many tokens back each attention head looks, and the window that it has",
-    "gates": "by how much each layer scales what it adds up: learned factors, and gates by token",
-    "streams": "how much each term contributes to the sums of the last layer and of the head",
-    "singular": "the singular values of every matrix: a curve that falls early has a low rank",
-    "page": "open it in a browser: the curve, a sample, and what the model expected in a text",
-}
-# Titles of the panels of draw_gates(), by the names of parameters and of nets' outputs.
-TITLES = {
-    "attn_lambdas": "attention sublayer: factors",
-    "mlp_lambdas": "MLP sublayer: factors",
-    "vo_lambdas": "attention: factors of two matrices",
-    "skip_lambdas": "skip: weight before the sigmoid",
-    "smear_lambda": "share of the previous embedding",
-    "gate_scale": "factor of all gates from nets",
-    "value_gates": "heads: weight of the value table",
-    "gate_x0": "weight of the embedding x0",
-    "gate_bigram": "weight of the n-grams' embedding",
-    "gate_skip": "skip: gate of the earlier layer",
-    "gate_xsa": "heads: removal of their own value",
-    "gate_head": "heads: gate of the output",
-    "gate_dc_in": "composed attention: weight of a head",
-    "gate_dc_out": "composed attention: gate of a head",
-    "mudd_v": "MUDD: streams mixed into values",
-    "mudd_x": "MUDD: streams mixed into x",
-    "mudd_value": "MUDD: weight of the value table",
-    "mudd_attn": "MUDD, attention sublayer: weights",
-    "mudd_mlp": "MUDD, MLP sublayer: weights",
-    "mudd_head": "MUDD: streams mixed for the head",
-}
+def run_model(w: weights.Weights, tokens: np.ndarray) -> tuple[dict, int, float]:
+    """Arrays of Reading by name, with the q and k of the last attention; its window in positions
+    and the scale of its scores."""
+    calls = []  # the arguments of attend(), while the model is traced
+    attend = w.code.attend
+
+    def recorded(*arguments):
+        calls.append(arguments)
+        return attend(*arguments)
+
+    def arrays(x: Array, whole: dict, tokens: Array) -> dict[str, Array]:
+        outputs = expect(w, whole, x, tokens)
+        outputs["q"], outputs["k"], *_ = calls[-1]
+        return outputs
+
+    with mock.patch.object(w.code, "attend", recorded):
+        outputs = weights.runner(w, arrays, 1)(tokens)
+    _, _, _, window, scale, _ = calls[-1]
+    return outputs, window, scale
 
 
-def observe(w: Weights, tokens: np.ndarray) -> tuple[dict, dict, list]:
-    """Runs the model on tokens (B, T + 1), and returns what the pictures show:
-
-    heads   {layer: (q, k, window, scale)}: q and k are (B, n T, H / n, K), if n heads are paired;
-            the window is in positions; scores are multiplied by the scale
-    gates   {(name, layer): array}: (B, T, n) outputs of nets, and gates of the value tables
-    sums    [(place, names of the terms, share of each term)]; see term_shares()
-    """
-    # A traced function returns arrays only. It appends the names that go with them to this list.
-    labels = []
-
-    def arrays(*_):
-        heads = {}
-        gates = {}
-        for call in calls:
-            if call.name == "attend":
-                q, k, _, window, scale, _ = call.arguments
-                heads[call.layer] = (q, k, jnp.array([window]), jnp.array([scale]))
-            if call.name == "run_net":
-                for output, x in call.result.items():
-                    gates[gate_place(call.arguments[0], output, len(w.c.layers) - 1)] = x
-        gates |= value_gates(w, calls)
-        sums = last_sums(w, calls)
-        labels.append(list(gates))
-        labels.append([(place, names) for place, names, _ in sums])
-        # runner() expects a first axis of rows.
-        return heads, list(gates.values()), [shares[None] for _, _, shares in sums]
-
-    calls = []
-    with record_calls(w.code, calls):
-        outputs = runner(w, arrays, 1)(tokens)
-    heads, gates, shares = jax.tree.map(np.asarray, outputs)
-    gate_names, sum_labels = labels
-    gates = dict(zip(gate_names, gates, strict=True))
-    sums = []
-    for (place, names), x in zip(sum_labels, shares, strict=True):
-        sums.append((place, names, x[0]))
-    return heads, gates, sums
+def mean_attention(q, k, window: int, scale: float, T: int) -> np.ndarray:
+    """(T, S): the share of a query's attention that each token gets, mean over heads. q and k are
+    (n T, H / n, K), where n heads are paired: position n t + i is token t of head i. The window is
+    in positions; scores are multiplied by the scale."""
+    P, H, _ = q.shape
+    n = P // T
+    back = np.arange(P)[:, None] - np.arange(P)
+    scores = scale * np.einsum("PHK,SHK->HPS", np.float32(q), np.float32(k))
+    is_visible = (0 <= back) & (back <= window)
+    attention_HPS = np.asarray(jax.nn.softmax(np.where(is_visible, scores, -np.inf)))
+    # From positions to tokens: T and S are tokens, N is the head of a group.
+    return attention_HPS.reshape(H, T, n, T, n).sum(axis=-1).mean(axis=(0, 2))
 
 
-def sums_of(calls: list[Call]) -> list[Call]:
-    """The calls of weighted_sum() that add several terms to a stream, (B, T, D), or to v,
-    (B, T, H, K), which is the first sum in attention()."""
-    sums = []
-    with_v = set()  # layers
-    for call in calls:
-        if call.name != "weighted_sum" or (call.caller == "attention" and call.layer in with_v):
-            continue
-        if call.caller == "attention":
-            with_v.add(call.layer)
-        if len(call.arguments) > 1:
-            sums.append(call)
-    return sums
+def expect(w: weights.Weights, whole: dict, x: Array, tokens: Array) -> dict[str, Array]:
+    """What is expected at each position of x (B, T, D), from tokens (B, T + 1): arrays of Reading
+    by name. Losses are those of loss.py. Without a pointer, its softmax includes the padding."""
+    targets_BT = tokens[:, 1:]  # also what each token votes for, if the pointer attends to it
+
+    def one(prediction: weights.Prediction, t: Array) -> dict[str, Array]:
+        log_p_likely, likely = lax.top_k(prediction.log_p, LIKELY)
+        outputs = {"likely": likely, "p": jnp.exp(log_p_likely)}
+        if w.c.pointer:
+            # The place with the largest share, of those with the right vote if there are any.
+            right_BT = jnp.where(targets_BT == targets_BT[:, t, None], prediction.pointer, 0)
+            is_right_B1 = right_BT.max(axis=1, keepdims=True) > 0
+            shares_BT = jnp.where(is_right_B1, right_BT, prediction.pointer)
+            outputs["share"] = shares_BT.max(axis=1)
+            outputs["copied"] = jnp.where(outputs["share"] > 0, shares_BT.argmax(axis=1) + 1, -1)
+        return outputs
+
+    outputs = weights.predict_all(w, whole, x, tokens[:, :-1], one)
+    log_p, alone = weights.target_log_p(w, whole, x, tokens, w.c.head_chunk)
+    outputs["loss"] = -log_p
+    if w.c.pointer:
+        outputs["loss_without_copy"] = -alone
+        labels = w.code.pointer_labels(tokens[:, :-1], w.c)
+        there_BT1 = jnp.maximum(outputs["copied"] - 1, 0)[..., None]
+        is_equal = jnp.take_along_axis(labels, there_BT1, axis=1) == labels
+        is_copy_BT = outputs["copied"] >= 0
+        outputs["length"] = jnp.where(is_copy_BT, is_equal[..., 1:].sum(axis=-1), 0)
+    return outputs
 
 
-def value_gates(w: Weights, calls: list[Call]) -> dict[tuple[str, int], Array]:
-    """The gates (B, T, H) of layers with a value table, by name and layer: the weight of the second
-    term of v. In MUDD layers a net computes it."""
-    gates = {}
-    for call in sums_of(calls):
-        if call.caller == "attention":
-            layer = w.c.layers[call.layer]
-            if layer.value_table is not None and not layer.mudd:
-                _, (weight_BTH1, _) = call.arguments  # two terms: (weight, array)
-                gates["value_gates", call.layer] = weight_BTH1[..., 0]
-    return gates
+# ---- Text ----------------------------------------------------------------------------------------
+def own_text(w: weights.Weights, path: Path, most: int) -> np.ndarray:
+    """Tokens (B, T + 1) of at most two sequences of `most` tokens from a text file, behind an
+    end-of-text."""
+    with path.open("rb") as file:
+        content = file.read(100 * most)  # two sequences of tokens that have 50 bytes
+    text = content.decode(errors="surrogateescape")
+    tokens = [w.c.eot, *weights.tokenizer(w).encode(text)]
+    n = len(tokens) - 1
+    if n < 2:
+        refuse(f"{path} has {n} tokens, but a page needs 2")
+    B = 2 if n > most else 1
+    T = min(most, n // B)
+    return np.array([tokens[i * T : i * T + T + 1] for i in range(B)])
 
 
-def last_sums(w: Weights, calls: list[Call]) -> list[tuple[str, list[str], Array]]:
-    """(place, names of the terms, shares of the terms) for the sums in the last layer and for the
-    head. A term that is the same object as a saved stream, or as an output of attention or MLP, has
-    its name. Any other term is x, also between attention and MLP. The terms of v are its product
-    with x, and those that attention() got."""
-    blocks = [call for call in calls if call.name in BLOCKS]
-    saved = blocks[0].arguments[4]  # forward() passes the same dict to every block
-    names_by_id = {id(x): name for name, x in saved.items()}
-    for call in calls:
-        if call.name in ("attention", "mlp"):
-            names_by_id[id(call.result)] = call.name
-    v_names = {}  # by layer
-    for call in calls:
-        if call.name == "in_heads":
-            names_by_id[id(call.result)] = names_by_id.get(id(call.arguments[0]), "x")
-        if call.name == "attention":
-            _, v_terms, *_ = call.arguments
-            v_names[call.layer] = ["w_v x", *(names_by_id[id(x)] for _, x in v_terms)]
-    last = len(w.c.layers) - 1
-    sums = []
-    for call in sums_of(calls):
-        is_v = call.caller == "attention"
-        if call.layer > last:
-            place = "head"
-        elif call.layer == last and (is_v or call.caller in BLOCKS):
-            place = f"layer {last}, v" if is_v else f"layer {last}, stream"
-        else:
-            continue
-        names = [names_by_id.get(id(x), "x") for _, x in call.arguments]
-        names = v_names[last] if is_v else names
-        sums.append((place, names, term_shares(call)))
-    return sums
+def visible(text: str) -> str:
+    """Text without characters that cannot be seen; `\\x07` is one of them, and a byte of none."""
+    shown = ""
+    for letter in text:
+        number = ord(letter)
+        if 0xDC80 <= number <= 0xDCFF:  # a byte that is no UTF-8, by "surrogateescape"
+            number -= 0xDC00
+        is_plain = letter.isprintable() or letter in "\n\t"
+        escape = f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+        shown += letter if is_plain else escape
+    return shown
 
 
-def term_shares(call: Call) -> Array:
-    """What each term adds in the direction of the sum, (term . sum) / (sum . sum): the shares add
-    up to 1."""
-    total = call.result.astype("float32")
-    direction = total / jnp.square(total).sum()
-    return jnp.stack([(weight * x * direction).sum() for weight, x in call.arguments])
+def token_texts(pieces: list[bytes]) -> list[str]:
+    """What the page shows for each token, from its bytes. A character of several tokens stands at
+    the first one."""
+    texts = [""] * len(pieces)
+    owners = [i for i, piece in enumerate(pieces) for _ in piece]  # of each byte
+    place = 0
+    for letter in b"".join(pieces).decode(errors="surrogateescape"):
+        texts[owners[place]] += visible(letter)
+        place += len(letter.encode(errors="surrogateescape"))
+    return [text or MORE for text in texts]
 
 
-def gate_place(net: str, output: str, last: int) -> tuple[str, int]:
-    """The panel's name and the layer at which a net's output is drawn: -1 before all layers, the
-    head after the last."""
-    if net == "mudd_head":
-        return "mudd_head", last + 1
-    if net.startswith("mudd"):
-        return f"mudd_{output}", int(net.removeprefix("mudd"))
-    layer, name = output.split(".")
-    if layer == "input":
-        return f"gate_{name}", -1
-    return f"gate_{name}", int(layer.removeprefix("layer"))
+def page_text(w: weights.Weights, coder: Any, tokens: np.ndarray, reading: Reading) -> str:
+    """The text as HTML: an element for each token, whose class has the colour of its loss, and
+    whose id has the numbers of its sequence, from 1, and of it, from 0, as in 2-17."""
+    parts = []
+    for b, row in enumerate(tokens.tolist()):
+        pieces = [b"\n" if token == w.c.eot else coder.piece(token) for token in row]
+        levels = np.searchsorted(LEVELS, reading.loss[b], side="right")
+        colours = ["", *(f" l{level}" for level in levels)]
+        if len(tokens) > 1:
+            parts.append(f"<p>Sequence {b + 1}</p>")
+        for t, (token, shown) in enumerate(zip(row, token_texts(pieces), strict=True)):
+            kind = {" ": " space", MORE: " more"}.get(shown, " line" if "\n" in shown else "")
+            if token == w.c.eot:
+                kind = " end"
+                shown = END
+            parts.append(f'<span role="option" id="{b + 1}-{t}" class="t{colours[t]}{kind}">'
+                         f"{html.escape(shown)}</span>")  # fmt: skip
+    return "".join(parts)
 
 
-def attended(q, k, window: int, scale: float, far: np.ndarray) -> np.ndarray:
-    """(heads, T): the share of each head's attention that is t tokens back, averaged over the
-    queries that `far`, (B, T) of bool, selects. About q, k, window and scale, see attention()."""
-    T = far.shape[1]
-    attention_BHTNS = attention(q, k, window, scale, T)
-    mean_NHTS = np.einsum("BHTNS,BT->NHTS", attention_BHTNS, far / far.sum())
-    heads = mean_NHTS.reshape(-1, T, T)
-    # Keys that are t tokens back are on one diagonal.
-    return np.array([[head.trace(-t) for t in range(T)] for head in heads])
-
-
-def describe(layer: Any) -> str:
-    """A layer in a few lines of words: its window, and the fields that do not have their default
-    values."""
-    lines = [layer.window or "no attention"]
-    for field in dataclasses.fields(layer):
-        value = getattr(layer, field.name)
-        if field.name == "window" or value == field.default:
-            continue
-        words = field.name.replace("_", " ")
-        if field.name == "attend_to":
-            lines.append(f"attends to layer {value}")
-        elif field.name == "skip_from":
-            lines.append(f"adds layer {value}")
-        elif value is False:
-            lines.append(f"no {words}")
-        elif value is True or field.name == "mudd":
-            lines.append(words)
-        else:
-            lines.append(f"{words} {value}")
-    return "\n".join(lines)
-
-
-def draw_reach(out: Path, w: Weights, tokens: np.ndarray, heads: dict) -> None:
-    """Draws how far back the heads of every layer look. It measures only the quarter of the queries
-    with most tokens of their document before them: elsewhere, heads cannot look far."""
-    t = np.arange(tokens.shape[1] - 1)
-    document_start = np.maximum.accumulate(np.where(tokens[:, :-1] == w.c.eot, t, 0), axis=1)
-    history = t - document_start
-    least = int(np.quantile(history, 0.75))
-    windows = []  # in tokens, by layer
-    x = []  # where the heads are drawn
-    mean = []  # of the distance, by head
-    half = []  # the distance within which a half of the attention is
-    most = []  # the distance within which 90 % are
-    for layer, (q, k, window, scale) in heads.items():
-        windows.append(int(window[0]) * len(t) // q.shape[1])
-        p = attended(q, k, window, scale, history >= least)
-        x.extend(layer + np.linspace(-0.3, 0.3, len(p)))
-        mean.extend(p @ t)
-        half.extend((p.cumsum(axis=1) < 0.5).sum(axis=1))
-        most.extend((p.cumsum(axis=1) < 0.9).sum(axis=1))
-    layers = [describe(layer) for layer in w.c.layers]
-    figure, ax = plt.subplots(figsize=(3 + 0.9 * len(layers), 4.8), layout="constrained")
-    ax.bar([*heads], windows, alpha=0.2, label="window of the layer")
-    ax.axhline(
-        least,
-        color="tab:red",
-        ls=":",
-        label="least number of tokens before a measured query",
-    )
-    ax.plot(x, mean, "o", color="black", label="mean distance of a head's attention")
-    ax.plot(x, half, "_", color="black", label="half of the attention is nearer")
-    ax.plot(x, most, "^", color="black", label="90 % of the attention is nearer")
-    ax.set(xlabel="layer, its heads from left to right", yscale="symlog")
-    ax.set_ylabel("distance, tokens back, logarithmic scale")
-    ax.yaxis.set(major_formatter="{x:g}")
-    ax.set_xticks(range(len(layers)), [f"{n}\n{layer}" for n, layer in enumerate(layers)])
-    figure.legend(loc="outside lower center", ncols=3)
-    save(figure, out / "reach")
-
-
-def used_lambdas(w: Weights) -> dict[tuple[str, int], np.ndarray]:
-    """The learned factors by name and layer, (1, n) each, of the layers that use them. Layer -1 is
-    before all layers. A layer without attention uses only the factor of x there, the first one."""
-    counts = {}  # of the numbers that are used
-    for n, layer in enumerate(w.c.layers):
-        if layer.window:
-            counts["vo_lambdas", n] = 2
-        if layer.skip_from is not None:
-            counts["skip_lambdas", n] = 1
-        if layer.mudd:  # its own net weighs the sums
-            continue
-        if layer.window or layer.x0 or layer.bigram:
-            counts["attn_lambdas", n] = 2 if layer.window else 1
-        counts["mlp_lambdas", n] = 2
-    found = {}
-    for (name, layer), count in counts.items():
-        found[name, layer] = w.arrays[name][layer].reshape(1, -1)[:, :count]
-    for name in ("gate_scale", "smear_lambda"):
-        found[name, -1] = w.arrays[name].reshape(1, -1)
-    return found
-
-
-def term_names(w: Weights, name: str, layer: int) -> list[str] | None:
-    """What the numbers of a gate or lambda belong to, in their order, also where only the first of
-    them are used; None: to the heads, or there is only one."""
-    if name == "mudd_head":
-        return [stream for stream, _ in w.c.mudd_head]
-    if name in ("mudd_v", "mudd_x"):
-        return [*w.c.layers[layer].mudd, "x"]
-    return {
-        "attn_lambdas": ["x", "attention"],
-        "mlp_lambdas": ["x", "MLP"],
-        "vo_lambdas": ["value matrix", "output matrix"],
-        "mudd_value": ["first half of the heads", "second half"],
-        "mudd_attn": ["x", "attention", "input", "bigram"],
-        "mudd_mlp": ["x", "MLP"],
-    }.get(name)
-
-
-def draw_gates(out: Path, w: Weights, gates: dict) -> None:
-    """Draws a panel for every kind of gate and lambda: a dot is a number's mean over tokens, a line
-    goes from the 10th to the 90th percentile. A kind that has only one number, which is the same
-    for all tokens, gets no panel but a line of text."""
-    panels = {}  # by name: {layer: (tokens, numbers)}
-    for (name, layer), x in (used_lambdas(w) | gates).items():
-        panels.setdefault(name, {})[layer] = np.float32(x).reshape(-1, x.shape[-1])
-    single = []
-    for name, by_layer in sorted(panels.items()):
-        (layer, x), *more = by_layer.items()
-        if not more and x.shape[1] == 1 and np.ptp(x) < 1e-6:
-            place = "before the layers" if layer < 0 else f"layer {layer}"
-            single.append(f"{TITLES.get(name, name)} ({name}, {place}): {x[0, 0]:.3g}")
-            del panels[name]
-    names = [name for name in TITLES if name in panels]
-    names += sorted(panels.keys() - TITLES.keys())  # of a script with gates of its own
-    rows = math.ceil(len(names) / 3)
-    figure, axes = plt.subplots(rows, 3, figsize=(13, 2.7 * rows), layout="constrained",
-                                squeeze=False)  # fmt: skip
-    for ax, name in zip(axes.flat, names, strict=False):
-        draw_panel(ax, w, name, panels[name])
-    for ax in axes.flat[len(names) :]:
-        ax.remove()
-    lines = [
-        "layer (in: before the first layer; head: after the last). "
-        "Dot: mean over tokens; bar: from the 10th to the 90th percentile.",
-        "In a panel without a legend, the dots of a layer are its heads from left to right.",
-    ]
-    if single:
-        lines += ["Not drawn, because each is one number for all tokens:", *single]
-    figure.supxlabel("\n".join(lines), fontsize=9)
-    save(figure, out / "gates")
-
-
-def draw_panel(ax, w: Weights, name: str, by_layer: dict[int, np.ndarray]) -> None:
-    """Draws a panel of draw_gates(): numbers are (tokens, numbers) by layer."""
-    colors = {}  # by term
-    for layer, x in by_layer.items():
-        n = x.shape[1]
-        low, high = np.quantile(x, (0.1, 0.9), axis=0)
-        terms = term_names(w, name, layer) or [None] * n
-        for i, term in enumerate(terms[:n]):
-            gate_x = layer - 0.4 + (i + 0.5) / n * 0.8
-            label = term if term not in colors else None
-            color = colors.setdefault(term, f"C{len(colors)}")
-            ax.vlines(gate_x, low[i], high[i], color=color, alpha=0.4, lw=3)
-            ax.plot(gate_x, x[:, i].mean(), ".", color=color, label=label)
-    layers = len(w.c.layers)
-    ax.set_title(f"{TITLES.get(name, name)} ({name})", fontsize=9)
-    ax.set(xlim=(-1.5, layers + 0.5))
-    ax.set_xticks(range(-1, layers + 1), ["in", *range(layers), "head"], fontsize=8)
-    ax.axhline(0, color="black", lw=0.5)
-    if None not in colors:
-        low, high = ax.get_ylim()
-        ax.set_ylim(low, high + 0.35 * (high - low))  # room for the legend
-        ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1, handletextpad=0)
-
-
-def draw_streams(out: Path, sums: list[tuple]) -> None:
-    """Draws a bar for the share of every term in the sums of the last layer and of the head."""
-    labels = []
-    shares = []
-    colors = []  # one for each sum
-    for i, (place, names, shares_of_sum) in enumerate(sums):
-        labels += [f"{place}:  {name}" for name in names]
-        shares += [*shares_of_sum]
-        colors += [f"C{i}"] * len(names)
-    y = -np.arange(len(labels))
-    figure, ax = plt.subplots(figsize=(8, 1 + 0.25 * len(labels)), layout="constrained")
-    bars = ax.barh(y, shares, color=colors)
-    ax.bar_label(bars, [f" {share:+.1%}" for share in shares])
-    ax.set_yticks(y, labels)
-    ax.set(xlim=(-0.3, 1.3), title="What the last layer and the head add up")
-    ax.set_xlabel(
-        "share of the term in the direction of its sum (the terms of one color add up to 1)"
-    )
-    save(figure, out / "streams")
-
-
-def used_matrices(w: Weights, n: int) -> list[tuple[str, np.ndarray]]:
-    """The matrices of layer n, with names. A layer may have no attention."""
-    table = w.code.param_table(w.c)
-    banks = {}
-    for name in ("qk", "vo", "mlp"):
-        pairs = zip(table[name].layers, w.arrays[name], strict=True)
-        banks[name] = [matrix for owner, matrix in pairs if owner == n]
-    found = []
-    if banks["qk"]:
-        found += zip("qk", np.split(np.concatenate(banks["qk"]), 2), strict=True)
-        found += zip("vo", banks["vo"], strict=True)
-    found += zip(("fc", "proj"), banks["mlp"], strict=True)
-    return found
-
-
-def draw_singular(out: Path, w: Weights) -> None:
-    """Draws the singular values of every layer's matrices, each curve divided by its largest."""
-    titles = {
-        "q": "queries",
-        "k": "keys",
-        "v": "values",
-        "o": "output of attention",
-        "fc": "first matrix of the MLP",
-        "proj": "second matrix of the MLP",
-    }
-    figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained")
-    panels = dict(zip(titles, axes.T.flat, strict=True))
-    L = len(w.c.layers)
-    lines = {}  # one for each layer that has matrices
-    for n in range(L):
-        for name, x in used_matrices(w, n):
-            values = np.linalg.svd(x, compute_uv=False)
-            # Every layer has its color and its marker, which it draws at ranks of its own.
-            every = max(1, len(values) // 6)
-            (lines[n],) = panels[name].plot(
-                values / values[0], color=f"C{n % 10}", lw=1, marker="os^vDPX*<>hd"[n % 12],
-                markersize=4, markevery=(every * n // L, every),
-            )  # fmt: skip
-            panels[name].set(title=f"{titles[name]} ({name})", yscale="log", ylim=(1e-3, 1.2))
-    figure.legend(lines.values(), lines.keys(), loc="outside right", title="layer")
-    figure.supxlabel("rank: the largest singular value is number 0")
-    figure.supylabel("singular value, divided by the largest of its matrix")
-    save(figure, out / "singular")
-
-
-def main() -> None:
-    """Draws the pictures, and writes the page, of the file on the command line."""
-    cli = parser(__doc__)
-    folder = shards.folder_name
-    cli.add_argument("--out", type=folder, help="folder for the files; default: <run>_look")
-    cli.add_argument("--data", type=folder, help="folder with shards; default: that of the run")
-    cli.add_argument("--text", type=Path, help="a text file to read in the place of shards")
-    args = cli.parse_args()
-    path = args.weights
-    if path.is_dir():
-        refuse(f"{path} is a folder: name a run's weights in it, *.npz, or its log")
-    if not path.is_file():
-        refuse(f"there is no file {path}")
-    if args.data and args.text:
-        refuse("give --data or --text, not both: either is the text that the model reads")
-    log = path.with_suffix(".txt")
-    if path.suffix not in (".npz", ".state") and not zipfile.is_zipfile(path):
-        log = path
-        path = path.with_suffix(".npz")
-    out = args.out or path.with_name(f"{path.stem}_look")
-    plt.rcParams.update(STYLE)
+def token_name(piece: bytes) -> str:
+    """A token by itself, with signs for whitespace; as hexadecimal bytes if it is no UTF-8."""
     try:
-        run = runs.read(log) if log.exists() else None
-    except runs.Unreadable as error:
-        refuse(f"{log} is no log of a run: {error}")
-    has_weights = path.exists()
-    if args.text and not has_weights:
-        refuse(f"{log} has no weights {path} beside it, so no model can read {args.text}")
-    if has_weights:  # they are checked before the first picture is drawn
-        w = open_weights(path, args.script)
-        if args.text:
-            tokens, source = page.own_text(w, args.text, longest(w))
-        else:
-            tokens = text(w, args.data or ROOT / w.config["data"])
-            source = "the validation text"
+        text = piece.decode()
+    except UnicodeDecodeError:
+        return f"byte{'s' * (len(piece) > 1)} {piece.hex(' ').upper()}"
+    for letter, sign in SIGNS.items():
+        text = text.replace(letter, sign)
+    return visible(text)
+
+
+def first_lines(tokens: list[int], piece: Callable, eot: int) -> int:
+    """How many tokens of a sequence are a prompt: the first three lines, or as many of them as end
+    within a sixth of the sequence, or else that sixth. A document's end ends it as well."""
+    most = max(2, len(tokens) // 6)
+    most = next((n for n in range(1, most) if tokens[n] == eot), most)
+    ends = [n + 1 for n in range(1, most) if b"\n" in piece(tokens[n])]
+    return ends[:3][-1] if ends else most
+
+
+# ---- The page ------------------------------------------------------------------------------------
+def page_data(w: weights.Weights, coder: Any, tokens: np.ndarray, reading: Reading) -> dict:
+    """What page.js reads: of sequences (B, T + 1), by token from the second on. Shares of
+    attention are in 1/1,000."""
+    names = {}
+    for token in {*tokens.ravel().tolist(), *reading.likely.ravel().tolist()}:
+        names[token] = END if token == w.c.eot else token_name(coder.piece(token))
+    sequences = []
+    for b, row in enumerate(tokens.tolist()):
+        best = np.argsort(-reading.reads[b], axis=-1, kind="stable")[:, :READ]
+        shares = np.rint(1e3 * np.take_along_axis(reading.reads[b], best, axis=-1)).astype(int)
+        sequence = {
+            "ids": row,
+            "loss": digits(reading.loss[b]),
+            "bare": digits(reading.loss_without_ngrams[b]),
+            "likely": reading.likely[b].tolist(),
+            "p": [digits(p_t) for p_t in reading.p[b]],
+            "reads": [best[t, shares[t] > 0].tolist() for t in range(len(best))],
+            "shares": [shares_t[shares_t > 0].tolist() for shares_t in shares],
+        }
+        if reading.loss_without_copy is not None:
+            sequence["alone"] = digits(reading.loss_without_copy[b])
+            sequence["from"] = reading.copied[b].tolist()
+            sequence["share"] = digits(reading.share[b])
+            sequence["length"] = reading.length[b].tolist()
+        sequences.append(sequence)
+    return {
+        "layer": w.c.attention_layers()[-1],
+        "copy": w.c.pointer,
+        "first": most_helped(reading),
+        "names": names,
+        "sequences": sequences,
+    }
+
+
+def digits(x: np.ndarray) -> list[float]:
+    """Numbers with six significant digits."""
+    return [float(f"{value:.6g}") for value in x.tolist()]
+
+
+def most_helped(reading: Reading) -> int:
+    """The token of the first sequence that the page shows at first, counted from 0: a likely one
+    whose loss copying lowers much, or the n-grams in models that do not copy."""
+    other = reading.loss_without_copy
+    if other is None:
+        other = reading.loss_without_ngrams
+    return int(np.argmax(np.exp(-reading.loss[0]) * (other[0] - reading.loss[0]))) + 1
+
+
+def unit_of(w: weights.Weights) -> str:
+    """What a loss is counted by."""
+    return "byte" if w.c.vocab == 257 else "token"
+
+
+def headline(w: weights.Weights, run: runs.Run | None) -> str:
+    """The run's RESULT as a title."""
+    name = run.config["preset"] if run else "The model"
+    loss = w.result["val_loss"]
+    return f"{name} reached {loss:.3f} nats per {unit_of(w)} in {w.result['steps']:,} steps"
+
+
+def facts(w: weights.Weights, run: runs.Run | None) -> str:
+    """Sentences about the run and its model."""
+    c = w.c
+    loss = w.result["val_loss"]
+    devices = f" on {w.result['devices']} \u00d7 {run.devices[0]}" if run else ""
+    total = sum(x.size for x in w.arrays.values())
+    return (
+        f"The validation loss is {loss:.4f} nats, {loss / math.log(2):.4f} bits. Training took "
+        f"{w.result['train_time_ms'] / 1000:,.0f} seconds{devices} and read {w.result['tokens']:,} "
+        f"tokens. The model has {len(c.layers)} layers, {len(c.attention_layers())} of them with "
+        f"attention, of width {c.D} with {c.H} heads; {total:,} parameters, of which "
+        f"{w.arrays['bigram'].size:,} are rows of n-grams; {c.vocab:,} tokens."
+    )
+
+
+def to_json(data: dict) -> str:
+    """JSON that may stand in a <script>: no text in it can end that element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c")
+
+
+def curve(run: runs.Run, w: weights.Weights) -> str:
+    """The losses of a run as SVG, over the steps, on a logarithmic axis, with a mark where each
+    stage begins. Its colours are classes of page.html."""
+    training = drawable(run.training)
+    validations = drawable(run.validations)
+    losses = [v.loss for v in training + validations]
+    width, height = 560, 250
+    left, right, top, bottom = 40, width - 12, 26, height - 34
+    steps = max([w.c.total_steps, *(v.step for v in training + validations)])
+    low = min(losses) / 1.06
+    high = max(losses) * 1.06
+    parts = [f'<svg class="curve" viewBox="0 0 {width} {height}" role="img" '
+             f'aria-label="Losses by step">']  # fmt: skip
+
+    def x(step: float) -> float:
+        return round(left + (right - left) * step / steps, 1)
+
+    def y(loss: float) -> float:
+        return round(bottom - (bottom - top) * math.log(loss / low) / math.log(high / low), 1)
+
+    def straight(name: str, x1: float, y1: float, x2: float, y2: float) -> None:
+        parts.append(f'<line class="{name}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+
+    def label(name: str, x: float, y: float, words: str) -> None:
+        parts.append(f'<text class="{name}" x="{x}" y="{y}">{words}</text>')
+
+    def line(name: str, steps: list, losses: list) -> None:
+        path = " ".join(f"{x(step)},{y(loss)}" for step, loss in zip(steps, losses, strict=True))
+        parts.append(f'<polyline class="{name}" points="{path}"/>')
+
+    for n, begin in enumerate([0, *w.c.stage_ends.tolist()[:-1]]):
+        straight("stage", x(begin), top - 18, x(begin), bottom)
+        if begin < steps:  # the last one may be at the right border
+            label("stages", x(begin) + 4, top - 10, f"stage {n + 1}" if n == 0 else f"{n + 1}")
+    for tick in ticks(low, high):
+        straight("grid", left, y(tick), right, y(tick))
+        label("tick y", left - 8, y(tick) + 3.5, f"{tick:g}")
+    for step in np.linspace(0, steps, 5).round().astype(int).tolist():
+        label("tick x", x(step), bottom + 16, f"{step:,}")
+    label("tick x", (left + right) / 2, height - 3, "training steps")
+    target = w.result["target"]
+    if low < target < high:
+        straight("target", left, y(target), right, y(target))
+    for v in training:
+        parts.append(f'<circle class="batch" cx="{x(v.step)}" cy="{y(v.loss)}" r="2"/>')
+    line("smooth", [v.step for v in training], smooth([v.loss for v in training]))
+    line("validation", [v.step for v in validations], [v.loss for v in validations])
+    for v in validations:
+        parts.append(f'<circle class="validation" cx="{x(v.step)}" cy="{y(v.loss)}" r="3.5">'
+                     f"<title>step {v.step:,}: {v.loss:.4f}</title></circle>")  # fmt: skip
+    return "\n".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round losses for a logarithmic axis, at least three."""
+    found = [s * size for size in (0.1, 1, 10) for s in (1, 1.5, 2, 3, 4, 5, 7)]
+    found = [tick for tick in found if low <= tick <= high]
+    return found if len(found) > 2 else np.linspace(low, high, 6)[1:-1].round(2).tolist()
+
+
+def legend(unit: str) -> str:
+    """The colours of losses, as a list item each: nats, bits and probability at its beginning."""
+    cells = []
+    for n in range(len(LEVELS) + 1):
+        low = LEVELS[n - 1] if n else 0
+        cells.append(
+            f'<li><i class="l{n}"></i><b>{low:g}</b><span>{low / math.log(2):.2g}</span>'
+            f"<span>{float(f'{100 * math.exp(-low):.2g}'):g} %</span></li>"
+        )
+    heads = f"<li><i></i><b>nats</b><span>bits</span><span>probability of the {unit}</span></li>"
+    return "\n".join([*cells, heads])
+
+
+def write(out: Path, w: weights.Weights, run: runs.Run | None, tokens: np.ndarray,
+          source: str) -> None:  # fmt: skip
+    """Writes the page of a run to OUT, with sequences (B, T + 1) of a text; `source` names it."""
+    coder = weights.tokenizer(w)
+    reading = read(w, tokens)
+    row = tokens[0].tolist()
+    prompt = row[int(row[0] == w.c.eot) : first_lines(row, coder.piece, w.c.eot)]
+    prompt = b"".join(map(coder.piece, prompt)).decode(errors="surrogateescape")
+    loss = reading.loss.mean(dtype="f8")
+    name = visible(w.path.stem)
+    words = {
+        "title": f"{name} - jNanoGPT",
+        "name": name,
+        "headline": headline(w, run),
+        "facts": facts(w, run),
+        "prompt": visible(prompt),
+        "sample": visible(sample.continue_text(w, coder, prompt, *SAMPLE)),
+        "source": visible(source),
+        "tokens": f"{reading.loss.size:,}",
+        "length": f"{tokens.shape[1] - 1:,}",
+        "mean": f"{loss:.4f} nats, {loss / math.log(2):.4f} bits",
+        "unit": unit_of(w),
+        "layer": str(w.c.attention_layers()[-1]),
+    }
+    fields = {key: html.escape(value) for key, value in words.items()}
+    fields |= {
+        "curve": curve(run, w) if run else "",
+        "has_curve": "" if run else "hidden",
+        "legend": legend(unit_of(w)),
+        "text": page_text(w, coder, tokens, reading),
+        "data": to_json(page_data(w, coder, tokens, reading)),
+        "script": (FOLDER / "page.js").read_text("utf-8"),
+    }
+    template = (FOLDER / "page.html").read_text("utf-8")
+    # In one pass, so that nothing in the text of a field is taken for a field.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda field: fields[field[1]], template)
+    out.write_text(page, "utf-8")
+
+
+@one_line("look.py")
+def main() -> None:
+    """Writes the page of the weights on the command line."""
+    cli = weights.parser(__doc__)
+    cli.add_argument("--text", type=Path, help="a text file to read in the place of shards")
+    cli.add_argument("--out", type=Path, help="folder for the page; default: logs/<run>_look")
+    args = weights.parse(cli, has_word=True)
+    w = weights.open_weights(args.weights, args.script)
+    T = min(LONGEST, w.c.val_T)
+    if args.text:
+        tokens = own_text(w, args.text, T)
+        source = f"the beginning of {args.text.name}"
+    else:
+        shard = weights.val_shard(w, args.word and Path(args.word), T)
+        tokens = next(w.code.read_batches([shard], [(2, T, 0)], w.c))
+        source = "the validation text"
+    log = args.weights.with_suffix(".txt")
+    run = runs.read(log) if log.exists() else None
+    out = args.out or args.weights.with_name(f"{args.weights.stem}_look")
     out.mkdir(parents=True, exist_ok=True)
-    check_place(out / "loss")
-
-    def report(name: str, file: str) -> None:
-        print(f"{out / file}: {SHOWS[name]}", flush=True)
-
-    if run:
-        plot_log(run, out / "loss")
-        report("loss", "loss.svg")
-    if has_weights:
-        heads, gates, sums = observe(w, tokens)
-        draw_reach(out, w, tokens, heads)
-        report("reach", "reach.svg")
-        draw_gates(out, w, gates)
-        report("gates", "gates.svg")
-        draw_streams(out, sums)
-        report("streams", "streams.svg")
-        draw_singular(out, w)
-        report("singular", "singular.svg")
-        page.write(out / "page.html", w, run, tokens[:2], source)
-        report("page", "page.html")
+    write(out / "page.html", w, run, tokens, source)
+    print(f"{out / 'page.html'}: open it in a browser")
 
 
 if __name__ == "__main__":
-    with shards.one_line("look.py", status=2):
-        main()
+    main()

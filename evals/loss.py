@@ -1,4 +1,4 @@
-"""Measures the loss of a run's weights on a text, and how it falls as more of a document is read.
+"""Prints the loss of a run's weights on a text, and how it falls as more of a document is read.
 
     ./run.sh loss [logs/<run>.npz] [data/source_code] [--S N] [--L N] [--T N] [--tokens N]
 
@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import weights
 
 # isort: split
-from messages import lacks_memory
-from plot import STYLE, check_place, plain, plt, save
+from messages import one_line, refuse
 
 
 def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count: int, devices=8):
@@ -62,77 +61,45 @@ def by_position(tokens: np.ndarray, losses: np.ndarray, eot: int) -> np.ndarray:
     return np.stack((first, last, n, mean, (variance / n) ** 0.5), axis=1)
 
 
-def draw(rows: np.ndarray, title: str, unit: str, out: Path) -> None:
-    """Draws the loss over the position, from the rows of by_position()."""
-    first, last, _, mean, error = rows.T
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
-        center = (first * last) ** 0.5  # on a logarithmic axis
-        axes.errorbar(center, mean, error, marker="o", markersize=4, capsize=3)
-        axes.set_xscale("log", base=2)
-        axes.set_title(plain(title))
-        axes.set(xlabel="tokens of the document read", ylabel=f"nats per {unit}")
-        save(figure, out)
-
-
-@weights.shards.one_line("loss.py", status=2)
+@one_line("loss.py")
 def main() -> None:
-    """Prints the losses that the command line asks for, and draws them."""
-    cli = weights.parser(__doc__, shards="SHARDS")
+    """Prints the losses that the command line asks for."""
+    cli = weights.parser(__doc__)
     cli.add_argument("--S", type=int, help="tokens in a short window; default: the run's")
     cli.add_argument("--L", type=int, help="tokens in a long window; default: the run's")
     cli.add_argument("--T", type=int, help="tokens in a sequence; default: as in validation")
     cli.add_argument("--tokens", type=int, help="tokens to read; default: as in validation")
-    cli.add_argument("--out", type=Path, metavar="NAME", help="draw the picture NAME.svg")
-    args = cli.parse_args()
-    w = weights.open_weights(args.weights, args.script, checkpoints=True)
+    args = weights.parse(cli, has_word=True)
+    w = weights.open_weights(args.weights, args.script)
     c = w.c
     stage = c.stages[w.stage]
-    out = args.out or Path(f"{args.weights.with_suffix('')}_loss")
     T = c.val_T if args.T is None else args.T
-    wanted = c.val_tokens if args.tokens is None else args.tokens
+    count = (c.val_tokens if args.tokens is None else args.tokens) // max(T, 1)
     S = min(stage.short if args.S is None else args.S, T)  # a longer window sees no more
     L = min(stage.long if args.L is None else args.L, T)
-    if min(S, L) < 0:
-        weights.refuse(f"--S {S} --L {L}: a window has at least 0 tokens")
-    if T < 2:
-        weights.refuse(f"--T {T}: a sequence has at least 2 tokens")
-    count = wanted // T
-    if count < 1:
-        weights.refuse(f"--tokens {wanted} is less than --T {T}")
-    check_place(out)
-    place = Path(args.shards) if args.shards else weights.data_folder(w)
-    shard = weights.val_shard(w, place, T)
+    if min(S, L) < 0 or T < 2 or count < 1:
+        refuse(
+            "a window has at least 0 tokens (--S, --L), a sequence 2 (--T), a text --T (--tokens)"
+        )
+    shard = weights.val_shard(w, args.word and Path(args.word), T)
     if len(shard) <= count * T:
-        weights.refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: "
-                       "lower --tokens or --T")  # fmt: skip
+        refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: lower --tokens")
     piece = weights.tokenizer(w).piece
     lengths = np.array([0 if token == c.eot else len(piece(token)) for token in range(c.vocab)])
     unit = "byte" if lengths.max() == 1 else "token"
-    try:
-        tokens, losses, alone = measure(w, shard, S, L, T, count)
-    except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
-            raise
-        weights.refuse(f"--T {T} needs more memory than there is: lower it, because attention's "
-                       "memory grows with its square")  # fmt: skip
+    tokens, losses, alone = measure(w, shard, S, L, T, count)
     targets = tokens[:, 1:]
     loss = losses.mean(dtype="f8")
     size = lengths[targets].sum()
-    bits = "no bits, because the text has no bytes"
-    if size:
-        bits = f"{loss * targets.size / np.log(2) / size:.4f} bits per byte"
     ends = np.count_nonzero(targets == c.eot)
-    rows = by_position(tokens, losses, c.eot)
-    print(f"{loss:.4f} nats per {unit}, {bits}")
-    if weights.has_pointer(c):
+    bits = loss * targets.size / np.log(2) / size
+    print(f"{loss:.4f} nats per {unit}, {bits:.4f} bits per byte")
+    if c.pointer:
         print(f"{alone.mean(dtype='f8'):.4f} nats without copies of earlier tokens")
     print(f"{targets.size} tokens, of which {ends} are end-of-text and have no bytes; {size} bytes")
     print(f"windows of {S} and {L} tokens, sequences of {T}")
     print(f"position      to    tokens {f'nats/{unit}':>11} +- standard error")
-    np.savetxt(sys.stdout, rows, "%8d %7d %9d %11.4f +- %.4f")
-    draw(rows, f"{args.weights.stem}: {loss:.4f} nats per {unit}", unit, out)
-    print(f"{out}.svg: the loss by position")
+    np.savetxt(sys.stdout, by_position(tokens, losses, c.eot), "%8d %7d %9d %11.4f +- %.4f")
 
 
 if __name__ == "__main__":

@@ -7,29 +7,23 @@ is made and the others after it. A word that names a file is WEIGHTS, another on
 import argparse
 import codecs
 import contextlib
-import itertools
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # Ctrl-C while JAX is imported shows no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import numpy as np  # noqa: E402
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import incremental  # noqa: E402
-import weights  # noqa: E402
-from weights import refuse, shards  # noqa: E402
+import incremental
+import weights
+from messages import one_line, refuse
 
 NO_REPEAT = 16  # the default of --no_repeat
 SPACE = 17  # tokens of white space that follow each other at most
 LINE = 88  # tokens that a candidate for a line has at most
 PROMPT = 300  # characters of text that the model has not seen
-NEWLINE = "\n"
 RULE = "---- above: text that the model has not seen; below: how the model goes on"
 
 
@@ -73,12 +67,6 @@ def allowed(log_p_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) -> 
     return log_p_V
 
 
-def white_tokens(w: weights.Weights, coder: SimpleNamespace) -> np.ndarray:
-    """Whether each token is white space alone, (V,)."""
-    is_white = [coder.piece(token).isspace() for token in range(w.c.vocab) if token != w.c.eot]
-    return np.insert(is_white, w.c.eot, False)
-
-
 def next_tokens(log_p_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace,
                 rngs: list[np.random.Generator]) -> list[int]:  # fmt: skip
     """The next token of every row; `made` (B, n) is what the model has made so far."""
@@ -89,13 +77,12 @@ def next_tokens(log_p_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace
 
 
 def generate(read: Callable, tokens: list[int], args: argparse.Namespace, context: int,
-             number: int, coder: SimpleNamespace) -> Iterator[np.ndarray]:  # fmt: skip
+             coder: SimpleNamespace) -> Iterator[np.ndarray]:  # fmt: skip
     """Yields the next tokens of every sample, (samples, 1), or (1, n) for a line, until
     `args.tokens` are made. read(rows, most) returns the log-probabilities (samples, V) of the
-    tokens that follow the rows, which may grow to `most` tokens. `number` counts the prompts, so
-    that equal ones get different text. Where the text gets longer than the context, a line on
-    stderr tells it once."""
-    rngs = [np.random.default_rng([args.seed, number, i]) for i in range(args.samples)]
+    tokens that follow the rows, which may grow to `most` tokens. Where the text gets longer than
+    the context, a line on stderr tells it once."""
+    rngs = [np.random.default_rng([args.seed, i]) for i in range(args.samples)]
     text = np.array([tokens] * args.samples, np.int32)
     first = 0  # where the model begins to read
     end = len(tokens) + args.tokens
@@ -186,59 +173,37 @@ class Sample:
         return characters
 
 
-def continue_text(w: weights.Weights, coder: SimpleNamespace, prompt: str = "", tokens: int = 256,
-                  seed: int = 0, temperature=0.8, top_k=0, top_p=0.95,
-                  go_on=False) -> str:  # fmt: skip
-    """The text that follows a prompt, which begins a document, as by the flags of these names."""
-    args = argparse.Namespace(tokens=tokens, samples=1, seed=seed, temperature=temperature,
-                              top_k=top_k, top_p=top_p, best=best_of(w, 1), go_on=go_on,
-                              no_repeat=NO_REPEAT, eot=w.c.eot,
-                              white_V=white_tokens(w, coder))  # fmt: skip
+def continue_text(w: weights.Weights, coder: SimpleNamespace, prompt: str, *flags: str) -> str:
+    """The text that follows a prompt, which begins a document, by flags as they are typed."""
+    args = parser().parse_args(flags)
+    choose_defaults(args, w, coder)
     sample = Sample(w.c.eot, coder)
-    reader = incremental.Reader(w)
-    prompt = [w.c.eot, *coder.encode(prompt)]
-    for (tokens,) in generate(reader, prompt, args, context(w), 0, coder):
-        for token in tokens.tolist():
+    tokens = [w.c.eot, *coder.encode(prompt)]
+    for (new,) in generate(incremental.Reader(w), tokens, args, context(w), coder):
+        for token in new.tolist():
             sample.add(token)
         if sample.ended:
             break
     return sample.text
 
 
-def best_of(w: weights.Weights, samples: int) -> int:
-    """How many candidates there are for each line, unless --best is typed: for models of bytes,
-    which make few lines that one would read without it, 6."""
-    return 6 if is_of_bytes(w) and samples == 1 else 1
-
-
-def is_of_bytes(w: weights.Weights) -> bool:
-    """Whether tokens are bytes."""
-    return w.c.vocab == 257
-
-
 def unseen(w: weights.Weights, coder: SimpleNamespace) -> str:
     """The beginning of a document of the run's validation text, at most PROMPT characters, up to
     the end of a line: of the first 100, the first one that has 8 lines there, or else most lines.
-    "": there is no text."""
-    folder = weights.ROOT / w.config["data"]
-    found = sorted(folder.glob("[!.]*_val_*.bin")) if w.config["data"] else []
-    if not found:
+    "": there is no text in this model's tokens."""
+    found = sorted((weights.ROOT / w.config["data"]).glob("[!.]*_val_*.bin"))
+    shard = w.code.open_shard(found[0])[:1_000_000] if found else np.zeros(0, int)
+    starts = np.flatnonzero(shard == w.c.eot)[:100]
+    if len(starts) == 0 or shard.max() >= w.c.vocab:
         return ""
-    shard = w.code.open_shard(found[0])
-    if shard.max() >= w.c.vocab or not np.any(shard == w.c.eot):
-        weights.tell(f"begins a new document, because {folder} has other tokens")
-        return ""
-    starts = np.flatnonzero(shard[:1_000_000] == w.c.eot)[:100]
     prompts = []
     for start in starts.tolist():
         tokens = shard[start + 1 : start + 1 + PROMPT].tolist()
         if w.c.eot in tokens:
             continue
-        text = b"".join(coder.piece(token) for token in tokens).decode("utf-8", "replace")
-        text = text[:PROMPT]
-        text = text[: text.rfind("\n") + 1] or text[: text.rfind(" ")]
-        prompts.append((min(text.count("\n"), 8), -start, text))
-    return max(prompts, default=(0, 0, ""))[2]
+        text = b"".join(coder.piece(token) for token in tokens).decode("utf-8", "replace")[:PROMPT]
+        prompts.append(text[: text.rfind("\n") + 1] or text[: text.rfind(" ")])
+    return max(prompts, key=lambda text: min(text.count("\n"), 8), default="")
 
 
 def context(w: weights.Weights) -> int:
@@ -247,21 +212,21 @@ def context(w: weights.Weights) -> int:
 
 
 def print_samples(prompt: str, read: Callable, w: weights.Weights, coder: SimpleNamespace,
-                  args: argparse.Namespace, number: int = 0) -> None:  # fmt: skip
-    """Prints the prompt and its continuations: the first while it is made, the others at the end.
-    The rate excludes the first token or line, for which programs compile and the prompt is read."""
+                  args: argparse.Namespace, shown: str = "") -> None:  # fmt: skip
+    """Prints the prompt, or what is `shown` in its place, and its continuations: the first while it
+    is made, the others at the end. Ctrl-C ends them. The rate excludes the first token or line, for
+    which programs compile and the prompt is read."""
     tokens = [w.c.eot, *coder.encode(prompt)]
     samples = [Sample(w.c.eot, coder) for _ in range(args.samples)]
-    if args.rule:
-        prompt += f"{'' if prompt.endswith(NEWLINE) else NEWLINE}{RULE}{NEWLINE}"
     heading = "=" * 20 + " {}\n" if args.samples > 1 else ""
     times = []
-    made = 0  # tokens of each sample
-    print(heading.format(1) + prompt, end="", flush=True)
+    made = []  # tokens of each sample, by the time
+    shown = shown or prompt
+    print(heading.format(1) + shown, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for new in generate(read, tokens, args, context(w), number, coder):
-            times.append((time.perf_counter(), new.shape[1]))
-            made += new.shape[1]
+        for new in generate(read, tokens, args, context(w), coder):
+            times.append(time.perf_counter())
+            made.append(new.shape[1])
             for step in new.T.tolist():
                 pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
                 print(pieces[0], end="", flush=True)
@@ -269,18 +234,14 @@ def print_samples(prompt: str, read: Callable, w: weights.Weights, coder: Simple
                 break
     print()
     for i, sample in enumerate(samples[1:], 2):
-        print(f"{heading.format(i)}{prompt}{sample.text}")
-    rate = 0.0
-    if len(times) > 1:
-        seconds = times[-1][0] - times[0][0]
-        rate = args.samples * (made - times[0][1]) / seconds
-    print(f"[{args.samples} x {made} tokens, {rate:.1f} a second]", file=sys.stderr)
+        print(f"{heading.format(i)}{shown}{sample.text}")
+    rate = args.samples * sum(made[1:]) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    print(f"[{args.samples} x {sum(made)} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
-@shards.one_line("sample.py", status=2, replacement="replace")
-def main() -> None:
-    """Prints the samples that the command line asks for."""
-    cli = weights.parser(__doc__, prompt="PROMPT")
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    cli = weights.parser(__doc__)
     cli.add_argument("--tokens", type=int, help="largest number for each sample; default: 640 if "
                      "they are bytes, else 256")  # fmt: skip
     cli.add_argument("--samples", type=int, default=1, help="how many texts to make at once")
@@ -290,46 +251,51 @@ def main() -> None:
     cli.add_argument("--top_p", type=float, default=0.95, help="draw from the smallest set of "
                      "likeliest tokens with this probability together")  # fmt: skip
     cli.add_argument("--best", type=int, help="candidates for the next line, of which the one "
-                     "with the likeliest tokens is taken; default: 6 for bytes")  # fmt: skip
+                     "with the likeliest tokens is taken; default: 6 for bytes, whose models make "
+                     "few lines that one would read, else 1")  # fmt: skip
     cli.add_argument("--no_repeat", type=int, default=NO_REPEAT, help="make no run of this many "
                      "tokens twice, not counting white space, of which at most 17 tokens follow "
                      "each other; 0: any run")  # fmt: skip
     cli.add_argument("--go_on", action="store_true", help="the model cannot end the document")
-    cli.add_argument("--interactive", action="store_true", help="ask for prompts")
-    args = cli.parse_args()
-    counts = [n for n in (args.tokens, args.samples, args.best) if n is not None]
-    if min(counts) < 1 or min(args.top_k, args.seed) < 0:
-        refuse("--tokens, --samples and --best begin at 1, --top_k and --seed at 0")
-    if args.samples > 10_000:
-        refuse("--samples is at most 10,000: make more with another --seed")
-    if not args.temperature >= 0 or not 0 < args.top_p <= 1:  # refuses nan, too
-        refuse("--temperature begins at 0; --top_p is above 0 and at most 1")
-    if args.prompt and args.interactive:
-        refuse("give a prompt or --interactive, not both")
-    if (args.best or 1) > 1 and args.samples > 1:
-        refuse("--best chooses the lines of one sample: leave out --samples")
-    if args.no_repeat < 0 or args.no_repeat == 1:
-        refuse("--no_repeat is 0, or at least 2 tokens")
-    w = weights.open_weights(args.weights, args.script, checkpoints=True)
-    coder = weights.tokenizer(w)
+    return cli
+
+
+def choose_defaults(args: argparse.Namespace, w: weights.Weights, coder: SimpleNamespace) -> None:
+    """Sets what the model decides: tokens and best, unless they are typed; eot; and white_V, (V,),
+    whether each token is white space alone. Exits with status 2 for a value that cannot be."""
+    is_of_bytes = w.c.vocab == 257
+    if args.tokens is None:
+        args.tokens = 640 if is_of_bytes else 256
+    if args.best is None:
+        args.best = 6 if is_of_bytes and args.samples == 1 else 1
     args.eot = w.c.eot
-    args.white_V = white_tokens(w, coder)
-    args.rule = False
-    args.best = args.best or best_of(w, args.samples)
-    args.tokens = args.tokens or (640 if is_of_bytes(w) else 256)
+    is_white = [coder.piece(token).isspace() for token in range(w.c.vocab) if token != w.c.eot]
+    args.white_V = np.insert(is_white, w.c.eot, False)
+    if min(args.tokens, args.samples, args.best) < 1:
+        refuse("--tokens, --samples and --best begin at 1")
+    if min(args.top_k, args.seed, args.no_repeat) < 0 or not args.temperature >= 0:
+        refuse("--temperature, --top_k, --seed and --no_repeat begin at 0")
+    if not 0 < args.top_p <= 1:
+        refuse(f"--top_p {args.top_p} is not above 0 and at most 1")
+    if args.best > 1 and args.samples > 1:
+        refuse("--best chooses the lines of one sample: leave out --samples")
+
+
+@one_line("sample.py")
+def main() -> None:
+    """Prints the samples that the command line asks for."""
+    args = weights.parse(parser(), has_word=True)
+    w = weights.open_weights(args.weights, args.script)
+    coder = weights.tokenizer(w)
+    choose_defaults(args, w, coder)
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of the text
     read = incremental.Reader(w)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the text, not the process
-    if not args.interactive:
-        if args.prompt is None:
-            args.prompt = unseen(w, coder)
-            args.rule = bool(args.prompt)
-        print_samples(args.prompt, read, w, coder, args)
-        return
-    sys.stdin.reconfigure(errors="surrogateescape")  # as in a prompt on the command line
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        for number in itertools.count():
-            prompt = input("\n> ") or "\n"
-            print_samples(prompt, read, w, coder, args, number)
+    prompt = args.word
+    shown = ""
+    if prompt is None:
+        prompt = unseen(w, coder)
+        shown = prompt and "\n".join((prompt.rstrip("\n"), RULE, ""))
+    print_samples(prompt, read, w, coder, args, shown)
 
 
 if __name__ == "__main__":
