@@ -78,9 +78,7 @@ def main() -> None:
     S = min(stage.short if args.S is None else args.S, T)  # a longer window sees no more
     L = min(stage.long if args.L is None else args.L, T)
     if min(S, L) < 0 or T < 2 or count < 1:
-        refuse(
-            "a window has at least 0 tokens (--S, --L), a sequence 2 (--T), a text --T (--tokens)"
-        )
+        refuse("--S and --L begin at 0, --T at 2, --tokens at one sequence")
     shard = weights.val_shard(w, args.word and Path(args.word), T)
     if len(shard) <= count * T:
         refuse(f"{shard.filename} holds {len(shard)} tokens, not {count * T + 1}: lower --tokens")

@@ -2,11 +2,8 @@
 
 import dataclasses
 import functools
-import sys
-from types import SimpleNamespace
 
 import incremental
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import weights
@@ -75,40 +72,25 @@ def test_chunks_give_the_probabilities_of_a_whole_pass(opened):
         assert z is None or np.abs(found - z).max() < 1e-4
 
 
-def far(code):
-    """A sublayer also reads the stream 40 tokens back."""
-    mlp = code.mlp
-    back = lambda x: jnp.pad(x, ((0, 0), (40, 0), (0, 0)))[:, : x.shape[1]]
-    code.mlp = lambda x, *more, **options: mlp(x + back(x), *more, **options)
-
-
 def sink(code):
     """Attention may also attend to nothing."""
     attend = code.attend
     code.attend = lambda *arguments: 0.9 * attend(*arguments)
 
 
-@pytest.mark.parametrize("change", [far, sink])
-def test_a_part_that_chunks_do_not_have_is_noticed(change, opened, capsys):
+def without_dc(code):
+    """A copy of the script may have fewer functions."""
+    del code.dc_attention
+
+
+@pytest.mark.parametrize("change, why", [(sink, "random"), (without_dc, "AttributeError")])
+def test_with_parts_that_chunks_do_not_have_every_token_takes_a_whole_pass(
+    change, why, opened, capsys
+):
     w = opened(SMALL)
     change(w.code)
-    reader = incremental.Reader(w)
-    reader.test(1, 256)
-    assert reader.can_read_chunks is False
-    assert (
-        "so every token takes a whole pass (the log-probabilities of random"
-        in capsys.readouterr().err
-    )
-
-
-def test_with_other_functions_every_token_takes_a_whole_pass(opened, monkeypatch, capsys):
-    w = opened(SMALL)
-    positions = w.code.positions
-    w.code.positions = lambda *arguments: SimpleNamespace(**positions(*arguments)._asdict())
-    monkeypatch.setattr(sys, "argv", ["sample.py"])
     tokens = sequences(w.c, 98, count=1)
     z = incremental.Reader(w)(tokens)
     assert np.abs(z - whole(w, tokens)[:, -1]).max() < 1e-4
     err = capsys.readouterr().err
-    assert err.startswith("sample.py: train_gpt.py has parts that evals/incremental.py does not")
-    assert err.count("\n") == 1 and "(AttributeError: " in err
+    assert err.count("\n") == 1 and "so every token takes a whole pass" in err and why in err
