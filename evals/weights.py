@@ -219,8 +219,8 @@ def place(w: Weights, devices: int | None = None) -> tuple[jax.sharding.Mesh, di
         if name == "bigram":
             continue
         padded = np.zeros(param.shape, np.float32)
-        is_bank = param.sharding == w.code.BANK
-        rows = padded.reshape(-1, *param.shape[2:]) if is_bank else padded  # a view
+        # A view; of a bank, one of its matrices.
+        rows = padded.reshape(-1, *param.shape[2:]) if param.layers else padded
         rows[: len(w.arrays[name])] = w.arrays[name]
         specs[name] = param.sharding
         stored[name] = jax.device_put(padded, NamedSharding(mesh, param.sharding))

@@ -14,7 +14,7 @@ import weights
 import train_gpt
 from tests.test_export import TRAIN
 from tests.test_pointer import formula
-from tests.tools import bank_matrices, bigram_rows, write_shard
+from tests.tools import FLOAT32, bank_matrices, bigram_rows, noise, write_shard
 from train_gpt import Stage
 
 
@@ -61,6 +61,22 @@ def test_losses_are_those_by_hand_and_of_the_runs_own_validation(run):
     tokens, *found = loss.measure(w, run.tokens, 4, 60, 100, 5, 2)  # the last step is half empty
     assert tokens.shape == (5, 101)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_without_a_pointer_the_padding_is_part_of_the_softmax_as_in_training():
+    """train_gpt.head_loss() is the loss that training prints."""
+    c = dataclasses.replace(
+        train_gpt.PRESETS["tiny"], D=16, H=2, pointer=0, head_chunk=8, g_scale=1.0, **FLOAT32
+    )
+    x_BTD = train_gpt.norm(noise("x", (1, 8, 16)))
+    head = noise("head", (train_gpt.padded_vocab(c), 16))
+    tokens = np.arange(9, dtype=np.int32)[None]
+    model = SimpleNamespace(code=train_gpt, c=c)
+    log_p, alone = weights.target_log_p(model, {"head": head}, x_BTD, tokens, chunk=7)
+    ones = np.ones(1, "f4")
+    summed = train_gpt.head_loss(x_BTD[0], jax.numpy.array(head), tokens.T[1:], ones, None, c)
+    assert -log_p.sum() == pytest.approx(float(summed), rel=1e-3)
+    np.testing.assert_array_equal(log_p, alone)
 
 
 def positions_by_hand(inputs, losses) -> list[list[float]]:
