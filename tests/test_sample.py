@@ -214,7 +214,7 @@ BAD = {
     "another's": (lambda *x: edited(*x, config=None), "no weights of a run, logs/<run>.npz (KeyE"),
     "nan": (lambda *x: edited(*x, vo=np.full((4, 32, 32), np.nan)), "numbers in vo that are not"),
     "another width": (
-        lambda *x: edited(*x, config=dict(D=64)), "bigram is (512, 32), but in train_gpt.py"),
+        lambda *x: edited(*x, config=dict(D=64)), ", 32), but in train_gpt.py ("),
     "one more": (lambda *x: edited(*x, gain=np.ones(3, "f4")), "gain is (3,), but in"),
     "one less": (lambda *x: edited(*x, qk=None), "qk is not there, but in train_gpt.py (4, "),
     "a field more": (lambda *x: edited(*x, config=dict(more=1)), "one of them has the field more"),
