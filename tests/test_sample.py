@@ -21,7 +21,7 @@ import weights
 
 import train_gpt
 from tests.test_export import TRAIN
-from tests.tools import ALPHABET, write_shard
+from tests.tools import ALPHABET
 from train_gpt import Stage
 
 ROOT = TRAIN.parent
@@ -84,16 +84,6 @@ def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
     assert hot("--seed", "1") == hot("--seed", "1") != hot("--seed", "2")
 
 
-def test_without_a_prompt_it_goes_on_from_text_that_the_model_has_not_seen(w, tmp_path):
-    w = w._replace(config=w.config | {"data": str(tmp_path)})
-    assert sample.unseen(w, weights.tokenizer(w)) == ""
-    tokens = [256, *b"word " * 70, 256, *b"a b\n" * 100, *[256] * 300]
-    write_shard(tmp_path / "a_val_000000.bin", tokens)
-    assert sample.unseen(w, weights.tokenizer(w)) == "a b\n" * 75
-    write_shard(tmp_path / "a_val_000000.bin", [256, *[300] * 900])
-    assert sample.unseen(w, weights.tokenizer(w)) == ""
-
-
 def test_of_several_lines_the_likeliest_is_taken_if_it_is_new_and_its_brackets_close():
     likely = {b"xyx\n": 0.6, b"zzz\n": 0.5, b"(aa\n": 0.9, b"b)c\n": 0.8, b"   \n": 0.95,
               b"old\n": 0.9}  # fmt: skip
@@ -153,7 +143,6 @@ def test_the_window_moves_when_the_context_is_full(capsys):
 
 
 @pytest.mark.parametrize("change, p", [
-    (dict(temperature=1.0), [0.1, 0.5, 0.05, 0.35]),
     (dict(temperature=0.5), np.square([0.1, 0.5, 0.05, 0.35])),
     (dict(temperature=0.0), [0, 1, 0, 0]),
     (dict(temperature=1.0, top_k=2), [0, 0.5, 0, 0.35]),
@@ -297,16 +286,3 @@ def test_the_script_that_trained_weights_is_in_their_log(clone, run):
         assert found == (log if folder == "logs" else clone / "train_gpt.py")
         assert weights.find_script(Path(folder, "x.npz"), 1) == clone / "train_gpt.py"
     assert weights.open_script(Path("logs/x.txt")).SOURCE == train_gpt.SOURCE
-
-
-@pytest.mark.parametrize("words, path, prompt", [
-    (["none.npz"], "none.npz", None), (["a b"], "logs/x.npz", "a b"), ([], "logs/x.npz", None),
-    (["here"], "here", None), (["x" * 9999], "logs/x.npz", "x" * 9999),
-    (["--script", "s", "here", "here"], "here", "here"), (["a", "b"], "a", "b"),
-])  # fmt: skip
-def test_a_word_is_weights_if_it_names_a_file(words, path, prompt, clone, monkeypatch):
-    for name in "here", "logs/x.npz":
-        Path(name).touch()
-    monkeypatch.setattr(sys, "argv", ["sample.py", *words])
-    args = weights.parse(weights.parser(""), has_word=True)
-    assert (args.weights, args.word) == (Path(path), prompt)
