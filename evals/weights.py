@@ -23,6 +23,7 @@ import launch  # noqa: E402
 import shards  # noqa: E402
 from messages import refuse  # noqa: E402
 
+ABOUT = "config", "result", "source"  # JSON in a file of weights; see save_weights()
 POSITIONS = 64  # whose probabilities of all tokens are computed at once
 BORDER = b"=" * 100 + b"\n"  # in a log, it ends the source
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
@@ -130,9 +131,6 @@ def open_weights(path: Path, script: Path | None = None) -> Weights:
     stage = c.stage_at(result["steps"])
     c = code.fit_kernels(devices[0], c.for_validation())
     return Weights(path, code, script, c, devices, stage, arrays, config, result)
-
-
-ABOUT = "config", "result", "source"  # JSON in a file of weights; see save_weights()
 
 
 def find_script(path: Path, source: int) -> Path:
