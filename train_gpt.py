@@ -21,10 +21,11 @@ and runs NorMuon on the matrices of each device. Every adam_every steps, Adam up
 A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
 S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
 width of the MLP, R width of the gate nets, V rows of a table, J targets of a token, M microbatches,
-N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local; the
-exchange of n-grams explains its letters. The preset record is record 89 of the modded-nanogpt
-speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's.
-records/techniques.md explains the tags in brackets, and lists the differences.
+N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local, and the
+exchange of n-grams has letters of its own. The preset record is record 89 of the modded-nanogpt
+speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's. The
+pointer is that of upstream's pull request 379, with terms of ours. records/techniques.md explains
+the tags in brackets, and tests/differences.md lists what differs from upstream.
 """
 
 import argparse
@@ -221,11 +222,13 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the n-gram table: the record has pairs alone
     ngrams: tuple[int, ...] = (2,)  # lengths of n-grams; each has an equal part of the table
-    # [ngram-table] The table is stored in eighths. Of an eighth, a sequence may read as many
-    # different rows as this fraction of its n-grams. N-grams beyond that are lost: they read zeros,
-    # and the log counts them. 1: none is lost. 0.16 is about twice what real text needs.
+    # [ngram-table] The table lies on the devices in 8 parts. From each part, a sequence of T tokens
+    # reads at most ngram_capacity * T different rows for each length. N-grams beyond that are lost:
+    # they read zeros, and the log counts them. 1: none is lost. Real text needs about 0.08.
     ngram_capacity: float = 0.16
-    pointer: int = 0            # longest match that [pointer] counts, in tokens; 0: no pointer
+    # [pointer] An earlier place scores higher if its last 1, 2, ... tokens equal those of the token
+    # that reads; matches of up to so many tokens count. 0: no pointer.
+    pointer: int = 0
     pointer_D: int = 128        # width of its queries and keys
     pointer_band: int = 2048    # positions in a band: a token sees its own and the one before
     eot: int = 50256            # the token that starts every document
@@ -524,7 +527,7 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
-    # norm(x) @ w_qkv.T. The radial part of its gradient is cheaper to compute from x, see there.
+    # norm(x) @ w_qkv.T. From x, the radial part of its gradient is cheaper: see norm_linear().
     qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
     q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope[layer.paired_heads]
@@ -596,7 +599,7 @@ def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
 
     arrays = (q_BnWHK, in_two_bands(k_BTHK, W), in_two_bands(v_BTHK, W))
     arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
-    y_nBWHK = lax.map(lambda band: one_band(*band), (bands, *arrays))
+    y_nBWHK = lax.map(lambda args: one_band(*args), (bands, *arrays))
     return jnp.moveaxis(y_nBWHK, 0, 1).reshape(B, -1, H, K)[:, :T]
 
 
@@ -635,7 +638,8 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
     band_attention(), and no T x T array exists.
     """
     B, T, H, K = q_BTHK.shape
-    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))  # a power of two, or two bands
+    # A power of two, which fills the tiles of tensor cores; a short sequence is cut in two.
+    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))
     scores = scale * dc_scores(in_bands(q_BTHK, W), in_two_bands(k_BTHK, W))
     bands_n11 = jnp.arange(scores.shape[1])[:, None, None]
     mask_nij = band_mask(bands_n11, W, c.dc_window - 1)
@@ -829,7 +833,7 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
     arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
     arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
     bands = jnp.arange(len(arrays[0]))
-    votes_nBW3 = lax.map(lambda band: one_band(*band), (bands, *arrays), batch_size=8)
+    votes_nBW3 = lax.map(lambda args: one_band(*args), (bands, *arrays), batch_size=8)
     return jnp.moveaxis(votes_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
 
 
@@ -1446,8 +1450,8 @@ def param_table(c: Config) -> dict[str, Param]:
 def pointer_params(c: Config) -> dict[str, Param]:
     """[pointer] Queries and keys are at first the same projection of x, so a token finds those
     whose continuations are alike: a neural cache (Grave et al. 2016, arXiv:1612.04426). The
-    matrices are w_q, w_k and that of the token before. The biases of sink and share start near
-    where they end on `tiny`."""
+    matrices are w_q, w_k and that of the token before. The first biases of sentinel and share
+    were tuned on `tiny`."""
 
     def start(key, shape):
         rotation = jax.nn.initializers.orthogonal(0.5)(key, shape[1:])
@@ -1468,8 +1472,8 @@ ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul 
 
 def padded_vocab(c: Config) -> int:
     """Rows of the embedding and the head, V. The softmax includes the padding, so it is trained,
-    too. With [pointer] it does not; the first row of padding is the slot, whose logit sets the
-    pointer's share."""
+    too. With [pointer], the softmax leaves the padding out, and the first row of it is the share
+    row: its logit sets the share of the copies."""
     rows = c.vocab + 1 if c.pointer else c.vocab
     return -(-rows // 128) * 128
 
@@ -1746,7 +1750,8 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
-    # gathered when updated; varying() is outside of any vjp here, so their gradients stay local.
+    # gathered when they were updated. varying() is not differentiated here, so it sums nothing:
+    # reduce_scatter() below sums their gradients.
     gathered = (BANK, REPLICATED)
     owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
