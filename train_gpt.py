@@ -269,12 +269,12 @@ class Config:
         """First step after each stage. If `steps` is not the sum over the stages, they are
         stretched in proportion, but each that has steps keeps at least one: the record's stages
         with steps=100 end at 33, 66, 99, 100, 100."""
-        lengths = np.array([stage.steps for stage in self.stages])
-        one_each = np.cumsum(lengths > 0)
-        ideal = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
-        # What remains after one step each is shared out; no stage ends before an earlier one.
-        more = np.clip(ideal - one_each, 0, self.total_steps - one_each[-1])
-        return (one_each + np.maximum.accumulate(more)).astype(int)
+        lengths = [stage.steps for stage in self.stages]
+        ends = np.round(np.cumsum(lengths) * self.total_steps / sum(lengths)).astype(int)
+        earliest = np.cumsum(np.minimum(lengths, 1))  # with one step for each stage that has steps
+        for i in range(1, len(ends)):  # pushed apart
+            ends[i] = max(ends[i], ends[i - 1] + min(lengths[i], 1))
+        return np.clip(ends, earliest, earliest + self.total_steps - earliest[-1])
 
     def stage_at(self, step: int) -> int:
         """The stage of a step; the validation after the last step has the last stage."""
