@@ -305,12 +305,11 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """Returns the configuration of validation: no FP8, a pointer that sees twice as far, and
-        microbatches of as many tokens as in training, but of at least one sequence."""
+        """Returns the configuration of validation: no FP8, and microbatches of as many tokens as in
+        training, but of at least one sequence."""
         longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
         at_once = max(1, self.microbatch * longest // self.val_T)
-        band = 2 * self.pointer_band
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once, pointer_band=band)
+        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
 
     def without_fp8(self) -> "Config":
         """Returns the configuration with all matmuls in the dtype of activations."""
