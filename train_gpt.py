@@ -380,27 +380,32 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
+PREFIX = 0  # the number of the target [prefix]; the tokens ahead are 1, 2, ...
+
+
 def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     """Cross-entropy in nats, summed over tokens and targets. loss_weights has the weight of each
-    target by its number, as in target_weights()."""
+    target by its number: k for the token k ahead, or PREFIX."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
-    if c.pointer:
-        loss_weights = {1: loss_weights[1], **loss_weights}  # head_loss() mixes the first target
+    numbers = sorted(loss_weights)
+    if c.pointer:  # column 0 must be the next token: head_loss() mixes it with the copies
+        numbers.remove(1)
+        numbers.insert(0, 1)
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
-    ahead = max(loss_weights)
+    ahead = max(numbers)
     padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, ahead)), constant_values=-1)  # -1: no target
-    targets = {k: padded_BS[:, k : k + T] for k in loss_weights}
+    targets = {k: padded_BS[:, k : k + T] for k in numbers}
     if PREFIX in targets:  # a lookup replaces the slice; the table becomes part of the program
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
-    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
-    weights_J = jnp.stack([jnp.float32(weight) for weight in loss_weights.values()])
+    targets_NJ = jnp.stack([targets[k] for k in numbers], axis=-1).reshape(-1, len(numbers))
+    weights_J = jnp.stack([jnp.float32(loss_weights[k]) for k in numbers])
     x_BTD = norm(x_BTD)
-    votes_N3 = None
+    copies_N3 = None
     if c.pointer:
-        votes_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
-    return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, votes_N3, c)
+        copies_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
+    return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
@@ -1201,9 +1206,6 @@ def table_gradient(rows: RowGradients, table_RpD) -> Array:
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
-
-
 def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
     """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
     PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
@@ -1759,8 +1761,8 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
 
     # Gradients, added up over microbatches. The loss is a mean over the batch's sequences and a sum
     # over their positions: Muon and Adam do not see a factor. It is divided by T for the log.
-    ks = target_weights(c.stages[stage])
-    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
+    numbers = sorted(target_weights(c.stages[stage]))
+    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(numbers)}
 
     def microbatch(total, tokens_BS):
         request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
@@ -1973,7 +1975,7 @@ class ScheduleRow(NamedTuple):
     muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
-    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
+    loss_weights: Any  # (J,): of the targets, in the order of their numbers
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1996,8 +1998,8 @@ def schedule(c: Config) -> list[ScheduleRow]:
     rows = []
     for step in steps:
         stage = c.stages[stage_of[step]]
-        ramps = target_weights(stage).values()
-        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
+        ramps = target_weights(stage)
+        weights = [a + (b - a) * stage_progress[step] for _, (a, b) in sorted(ramps.items())]
         row = ScheduleRow(
             adam_lr=np.float32(c.adam_lr * lr[step]),
             muon_lr=np.float32(c.muon_lr * lr[step]),
