@@ -805,17 +805,21 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 
 # ---- Pointer -------------------------------------------------------------------------------------
 def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
-    """[pointer] (B, T, 3), in float32, of each token: the part of its attention that is on earlier
-    tokens with the right vote; the part on all earlier tokens, the rest being the sink's; and a
-    bias of the pointer's share, a logit. Merity et al. 2016, arXiv:1609.07843; pull request 379.
+    """[pointer] What head_loss() mixes into the prediction of each token, (B, T, 3), in float32:
 
-    The pointer is an attention head over the last x. Token t attends to earlier tokens j of its
-    document and to a sink, and j votes for token j + 1. head_loss() mixes the votes with the
-    model's prediction. Not in upstream: scores have a learned term for each n, which is added if
-    the last n tokens at t and at j are equal, and the share depends on the longest such match. A
-    token sees its own band of positions and the one before, so there is no (T, T) array.
+        right  attention on tokens whose successor is the target
+        every  attention on all earlier tokens; the sentinel has the rest
+        bias   added to the logit of the copies' share
+
+    The pointer is an attention head over the last x. It attends to earlier tokens of the document
+    and to a sentinel, and its map is read as a distribution of copies: token j stands for its
+    successor, j + 1. Token t sees keys j < t only, so the successor, token j + 1 <= t, has been
+    read. Merity et al. 2016, arXiv:1609.07843; pull request 379. Not in upstream: scores have a
+    learned term for each n, which is added if the last n tokens at t and at j are equal, and the
+    share depends on the longest such match. A token sees its own band of positions and the one
+    before, so there is no (T, T) array.
     """
-    targets_BT = tokens_BS[:, 1:]  # also what each token votes for
+    targets_BT = tokens_BS[:, 1:]  # the successor of each token
     T = targets_BT.shape[1]
     # A short sequence is cut in two, so that a token sees all earlier ones.
     W = min(c.pointer_band, -(-T // 2))
@@ -823,22 +827,24 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
     labels = pointer_labels(tokens_BS[:, :-1], c)
 
     @jax.checkpoint
-    def one_band(band, q, labels_q, target, k, labels_k, vote):
-        visible = band_mask(band, W, 2 * W, nearest=1)  # of both bands
-        scores, sink, longest = pointer_scores(q, labels_q, k, labels_k, visible, w, c)
-        top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sink))
+    def one_band(band, q, labels_q, target, k, labels_k, successor):
+        visible = band_mask(band, W, 2 * W, nearest=1)  # of both bands, but not the token itself
+        scores, sentinel, longest = pointer_scores(q, labels_q, k, labels_k, visible, w, c)
+        top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sentinel))
         weights = jnp.exp(scores - top[..., None])
         every = weights.sum(axis=-1)
-        right = jnp.where(vote[:, None] == target[..., None], weights, 0).sum(axis=-1)
-        total = every + jnp.exp(sink - top)
+        is_right = successor[:, None] == target[..., None]
+        right = jnp.where(is_right, weights, 0).sum(axis=-1)
+        total = every + jnp.exp(sentinel - top)
         return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
 
     arrays = [in_bands(x, W) for x in (q, labels, targets_BT)]
     arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
     arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
     bands = jnp.arange(len(arrays[0]))
-    votes_nBW3 = lax.map(lambda args: one_band(*args), (bands, *arrays), batch_size=8)
-    return jnp.moveaxis(votes_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
+    # Eight bands at once: one alone may be too little work for a device, and all too much memory.
+    copies_nBW3 = lax.map(lambda args: one_band(*args), (bands, *arrays), batch_size=8)
+    return jnp.moveaxis(copies_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
 
 
 def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
@@ -851,8 +857,8 @@ def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
 
 
 def pointer_labels(tokens_BT, c: Config) -> Array:
-    """(B, T, 1 + pointer): the number of a token's document, and hashes of the last 1, 2, ...
-    tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
+    """What makes tokens match, (B, T, 1 + pointer): the number of the document, and hashes of the
+    last 1, 2, ... tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
     labels = [jnp.cumsum(tokens_BT == c.eot, axis=1), tokens_BT + 1]
     for _ in range(1, c.pointer):
         shorter = jnp.pad(labels[-1][:, :-1], ((0, 0), (1, 0)))  # that of the token before
@@ -862,17 +868,17 @@ def pointer_labels(tokens_BT, c: Config) -> Array:
 
 def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> tuple:
     """Scores of queries i for keys j, (B, i, j), -inf if not visible or of another document; of
-    the sink, (B, i); in float32. And the length of the longest match, (B, i)."""
+    the sentinel, (B, i); in float32. And the length of the longest match, (B, i)."""
     scale = c.pointer_D**-0.5
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
-    sink = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
+    sentinel = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
-    longest = jnp.zeros(sink.shape, jnp.int32)
+    longest = jnp.zeros(sentinel.shape, jnp.int32)
     for n in range(1, c.pointer + 1):
         is_match = visible & (labels_q[:, :, None, n] == labels_k[:, None, :, n])
         scores += jnp.where(is_match, w["pointer_match"][n - 1], 0)
-        longest += is_match.any(axis=-1)
-    return jnp.where(visible, scores, -jnp.inf), sink, longest
+        longest += is_match.any(axis=-1)  # a match of n tokens is one of n - 1, too: this counts up
+    return jnp.where(visible, scores, -jnp.inf), sentinel, longest
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1109,73 +1115,74 @@ def random_signs(seed_BT, c: Config) -> Array:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes of the exchange: B sequences of a microbatch on this device, and Q on all devices of the
-# node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
-# device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
+# Letters of the exchange: B sequences of a microbatch on this device, and Q on all devices of the
+# node; U n-grams of a sequence; A rows of an eighth of the table; p of the 8 eighths on this
+# device; C slots in which a sequence has the rows that it reads of an eighth; L gradients of rows.
 class Request(NamedTuple):
     """The rows that a microbatch reads."""
 
-    slot_BN: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
-    wanted_QpC: Array  # row in each slot of this device's eighths; R: the slot is empty
+    slot_BU: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
+    wanted_QpC: Array  # row in each slot of this device's eighths; A: the slot is empty
 
 
 class RowGradients(NamedTuple):
     """Gradients of rows in this device's eighths. A row may occur more than once."""
 
-    rows: Array  # (p, S), numbers of rows in an eighth; R: none
-    gradients: Array  # (p, S, D)
+    rows: Array  # (p, L), numbers of rows in an eighth; A: none
+    gradients: Array  # (p, L, D)
 
 
-def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
+def request_rows(tokens_BT, table_ApD, c: Config) -> Request:
     """Sends the owners of the n-gram table what this device's tokens read."""
-    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), R=len(table_RpD))
-    slot_BN, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
+    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), A=len(table_ApD))
+    slot_BU, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
     wanted_QpC = lax.all_to_all(wanted_B8C, "fsdp", split_axis=1, concat_axis=0, tiled=True)
-    return Request(slot_BN, wanted_QpC)
+    return Request(slot_BU, wanted_QpC)
 
 
-def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
-    """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
-    highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
-    slots, (8, C), counted in their eighth; R: none.
+def assign_slots(rows_U, C: int, A: int) -> tuple[Array, Array]:
+    """Gives every row that occurs in rows_U one of C slots in its eighth. If there are too few, the
+    highest rows have none. Returns the slot of each row, (U,), 8 C for none, and the rows in the
+    slots, (8, C), counted in their eighth; A: none.
 
-    Row r is row r // 8 of eighth r % 8. With rows_N = [8, 3, 24, 8, 16] and C = 2, eighth 0 has
+    Row r is row r // 8 of eighth r % 8. With rows_U = [8, 3, 24, 8, 16] and C = 2, eighth 0 has
     three different rows, 1, 2 and 3, of which the third is lost: the slots are [0, 6, 16, 0, 1],
-    and the rows in them [1, 2] in eighth 0, [0, R] in eighth 3, and [R, R] elsewhere."""
-    place_N = rows_N % GROUP * R + rows_N // GROUP  # as if the eighths followed each other
-    order = jnp.argsort(place_N)
-    place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
-    is_first = jnp.concatenate((jnp.ones(1, bool), place[1:] != place[:-1]))
-    eighth = place // R
-    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
-    rank = jnp.cumsum(is_first) - 1  # of a row among all different rows
+    and the rows in them [1, 2] in eighth 0, [0, A] in eighth 3, and [A, A] elsewhere."""
+    place = rows_U % GROUP * A + rows_U // GROUP  # as if the eighths followed each other
+    order = jnp.argsort(place)
+    place_sorted = place[order]  # eighth by eighth, and equal rows are neighbors
+    is_first_sorted = jnp.concatenate((jnp.ones(1, bool), place_sorted[1:] != place_sorted[:-1]))
+    eighth_sorted = place_sorted // A
+    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth_sorted].add(is_first_sorted)
+    rank_sorted = jnp.cumsum(is_first_sorted) - 1  # of a row among all different rows
     before_8 = jnp.cumsum(distinct_8) - distinct_8  # how many the earlier eighths have
-    slot_in_eighth = rank - before_8[eighth]
-    slot = jnp.where(slot_in_eighth < C, eighth * C + slot_in_eighth, GROUP * C)
-    wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
-    return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
+    column_sorted = rank_sorted - before_8[eighth_sorted]  # place in the list of its eighth
+    slot_sorted = jnp.where(column_sorted < C, eighth_sorted * C + column_sorted, GROUP * C)
+    wanted = jnp.full(GROUP * C, A, jnp.int32).at[slot_sorted].set(place_sorted % A, mode="drop")
+    slot_U = jnp.zeros_like(slot_sorted).at[order].set(slot_sorted)
+    return slot_U, wanted.reshape(GROUP, C)
 
 
-def pull_rows(table_RpD, request: Request, c: Config) -> Array:
-    """The rows that were requested, (B, N, D); zeros for those that are lost."""
-    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+def pull_rows(table_ApD, request: Request, c: Config) -> Array:
+    """The rows that were requested, (B, U, D); zeros for those that are lost."""
+    eighth = jnp.arange(table_ApD.shape[1])[:, None]
     # An empty slot gets some row, which nothing reads.
-    rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
+    rows_QpCD = table_ApD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
     rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
     B = len(rows_B8CD)
     slots = rows_B8CD.reshape(B, -1, c.D)
     sequence = jnp.arange(B)[:, None]
-    return slots.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
+    return slots.at[sequence, request.slot_BU].get(mode="fill", fill_value=0)
 
 
-def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
+def push_gradients(gradients_BUD, request: Request, c: Config) -> RowGradients:
     """[sparse-grads] Sends the owners the gradients of the rows that were requested, summed within
     a sequence: a gradient of the whole table would be mostly zeros. Record 71."""
-    B, N, D = gradients_BND.shape
+    B, U, D = gradients_BUD.shape
     C = request.wanted_QpC.shape[-1]
     sequence = jnp.arange(B)[:, None]
     sums = jnp.zeros((B, GROUP * C, D), jnp.float32)
-    sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
+    sums = sums.at[sequence, request.slot_BU].add(gradients_BUD.astype(jnp.float32), mode="drop")
     if lax.axis_size("fsdp") > 1:  # on one device nothing is sent, so nothing is rounded
         sums = sums.astype(c.compute)
     sums_B8CD = sums.reshape(B, GROUP, C, D)
@@ -1195,13 +1202,13 @@ def join_sequences(x_QpC: Array) -> Array:
 
 def lost_ngrams(request: Request) -> Array:
     """How many n-grams of this device have no slot."""
-    return jnp.sum(request.slot_BN == GROUP * request.wanted_QpC.shape[-1])
+    return jnp.sum(request.slot_BU == GROUP * request.wanted_QpC.shape[-1])
 
 
-def table_gradient(rows: RowGradients, table_RpD) -> Array:
+def table_gradient(rows: RowGradients, table_ApD) -> Array:
     """The gradient of this device's eighths of the table. Gradients of equal rows are added."""
-    eighth = jnp.arange(table_RpD.shape[1])[:, None]
-    zeros = jnp.zeros_like(table_RpD)
+    eighth = jnp.arange(table_ApD.shape[1])[:, None]
+    zeros = jnp.zeros_like(table_ApD)
     return zeros.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
 
 
