@@ -526,14 +526,13 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     fewer bytes, in gradients as well.
     """
     layer = c.layers[i]
-    B, T, D = x_BTD.shape
-    K = D // c.H
+    B, T = x_BTD.shape[:2]
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
     # norm(x) @ w_qkv.T. From x, the radial part of its gradient is cheaper: see norm_linear().
     qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
-    q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
+    q, k, v = (in_heads(part, c) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
     q = norm_rotate(q, cos, sin, pos.doc_q)
@@ -549,24 +548,28 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
-        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K) for a in (q, k, v))
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, -1) for a in (q, k, v))
         y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(v.shape)
     else:
         y = attend(q, k, v, window, pos.score_scale, c)
     if layer.dc:
         y = y + dc_attention(q, k, v, gate.pop("dc_in"), gate.pop("dc_out"), pos.score_scale, c)
     if layer.xsa:
-        # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
-        v32 = v.astype(jnp.float32)
-        y_dot_v = (y.astype(jnp.float32) * v32).sum(axis=-1)
-        v_dot_v = jnp.maximum((v32 * v32).sum(axis=-1), 1e-8)
-        removed_BTH = jnp.tanh(gate.pop("xsa")) * y_dot_v / v_dot_v
-        y = weighted_sum((1.0, y), (-removed_BTH[..., None], v))
+        y = without_own_value(y, v, gate.pop("xsa"))
     if layer.head_gate:
         # [head-gate] Each token scales each head's output. Records 28 and 85.
         y = weighted_sum((gate.pop("head")[..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
+
+
+def without_own_value(y_BTHK, v_BTHK, gate_BTH) -> Array:
+    """[xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86."""
+    v = v_BTHK.astype(jnp.float32)
+    y_dot_v = (y_BTHK.astype(jnp.float32) * v).sum(axis=-1)
+    v_dot_v = jnp.maximum((v * v).sum(axis=-1), 1e-8)
+    removed_BTH = jnp.tanh(gate_BTH) * y_dot_v / v_dot_v
+    return weighted_sum((1.0, y_BTHK), (-removed_BTH[..., None], v_BTHK))
 
 
 def in_heads(x_BTD, c: Config) -> Array:
@@ -833,8 +836,7 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
         top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sentinel))
         weights = jnp.exp(scores - top[..., None])
         every = weights.sum(axis=-1)
-        is_right = successor[:, None] == target[..., None]
-        right = jnp.where(is_right, weights, 0).sum(axis=-1)
+        right = jnp.where(successor[:, None] == target[..., None], weights, 0).sum(axis=-1)
         total = every + jnp.exp(sentinel - top)
         return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
 
@@ -1255,16 +1257,17 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config) -> Array:
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
     tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
     computes the gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19. With [pointer], the first target is the next token; votes_N3 is pointer_votes()."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c)[0]
+    19. With [pointer], the first target is the next token; copies_N3 is pointer_votes()."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c)[0]
 
 
 def exp_of_tokens(s_NV, c: Config) -> Array:
-    """exp(s). With [pointer] it is 0 for the slot and the padding, which are no tokens."""
+    """exp(s), the summands of the softmax. With [pointer], only tokens have one: it is 0 for the
+    share row and the rest of the padding."""
     exp_NV = jnp.exp(s_NV)
     if c.pointer:
         column = lax.broadcasted_iota(jnp.int32, s_NV.shape, 1)
@@ -1272,90 +1275,108 @@ def exp_of_tokens(s_NV, c: Config) -> Array:
     return exp_NV
 
 
-def mixed_log_p(log_p, slot, votes_N3) -> Array:
+def mixed_log_p(log_p, share_logit, copies_N3) -> Array:
     """[pointer] The log-probability of the next token, (N,), with
         p = p_lm (1 - share * every) + share * right.
-    log_p is log p_lm, the head's alone; slot is the slot's logit less the logarithm of the
-    softmax's sum. The 1e-9 keeps the result finite; with GPT-2's vocabulary, probabilities then
+    log_p is log p_lm, the head's alone; share_logit is that of the share row less the logarithm of
+    the softmax's sum. The 1e-9 keeps the result finite; with GPT-2's vocabulary, probabilities then
     sum to 1.00005."""
-    right, every, bias = votes_N3[:, 0], votes_N3[:, 1], votes_N3[:, 2]
-    share = jax.nn.sigmoid(slot + bias)
+    right, every, bias = copies_N3[:, 0], copies_N3[:, 1], copies_N3[:, 2]
+    share = jax.nn.sigmoid(share_logit + bias)
     return jnp.log(jnp.exp(log_p) * (1 - share * every) + share * right + 1e-9)
 
 
-def head_loss_fwd(
-    x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config
-) -> tuple[Array, tuple]:
-    """The loss, and its gradients for x, w and votes_N3."""
+def loss_of_logits(z_NV, targets_NJ, weights_NJ, copies_N3, c: Config) -> tuple:
+    """The loss, summed over tokens, and what its gradient is made of. Let s = softcap(z), and total
+    the sum of exp(s), so that the log-probability of k is s[k] - log(total), whose gradient for s
+    is one_hot(k) - softmax(s). Then the gradient of the loss for s is
+
+        sum over targets k of weight_k * (softmax(s) - one_hot(k))
+
+    Returns the loss, the gradient for copies_N3, total (N, 1), and these targets and weights.
+    Without [pointer], they are the ones given. With it, the loss of the next token is a function f
+    of log_p and share_logit, which are s - log(total) of two rows. So the weight of the next token
+    is -df/dlog_p, and the share row is an extra target, with the weight -df/dshare_logit.
+    """
+    # Softcapped logits are bounded, so there is no maximum to subtract.
+    total = exp_of_tokens(softcap(z_NV), c).sum(axis=1, keepdims=True)
+    token = jnp.maximum(targets_NJ, 0)
+    z_target = jnp.take_along_axis(z_NV, token, axis=1, mode="promise_in_bounds")
+    log_total = jnp.log(total)
+    losses = log_total - softcap(z_target)
+    if not c.pointer:
+        return (weights_NJ * losses).sum(), None, total, targets_NJ, weights_NJ
+    share_logit = softcap(z_NV[:, c.vocab]) - log_total[:, 0]
+
+    def f(log_p, share_logit, copies):
+        return -(weights_NJ[:, 0] * mixed_log_p(log_p, share_logit, copies)).sum()
+
+    gradient = jax.value_and_grad(f, (0, 1, 2))
+    loss, (dlog_p, dshare_logit, dcopies) = gradient(-losses[:, 0], share_logit, copies_N3)
+    loss += (weights_NJ[:, 1:] * losses[:, 1:]).sum()
+    next_token_weight = -dlog_p[:, None]
+    extra_weight = -dshare_logit[:, None]
+    weights = jnp.concatenate((next_token_weight, weights_NJ[:, 1:], extra_weight), axis=1)
+    with_extra_target = jnp.pad(targets_NJ, ((0, 0), (0, 1)), constant_values=c.vocab)
+    return loss, dcopies, total, with_extra_target, weights
+
+
+def gradient_of_logits(z_NV, total, targets, weights, scale: float, c: Config) -> Array:
+    """The gradient of the loss for the logits z, times scale, (N, V) in float8. The arguments after
+    z are those of loss_of_logits(). It is dloss_ds * ds_dz, for s = softcap(z), with
+
+        dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
+        ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
+    """
+    # The constants and the scale of float8 are multiplied into the weights beforehand.
+    scaled_weights = scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+    softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
+    # The barriers keep XLA from storing exp in float32 between its two uses, and from computing all
+    # of the result a second time for its transpose.
+    z_NV, softmax_weight = lax.optimization_barrier((z_NV, softmax_weight))
+    s = softcap(z_NV)
+    column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    dloss_ds = softmax_weight * exp_of_tokens(s, c)
+    for j in range(targets.shape[1]):
+        dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
+    return lax.optimization_barrier(quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward))
+
+
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x, w and copies_N3."""
     # train_step() divides the loss by the batch. Undone here, so that gradients fill FP8's range.
     grad_scale = c.g_scale * c.batch
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
     def one_chunk(dw_VD, chunk):
-        x, targets, votes = chunk
+        x, targets, copies = chunk
         weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
         z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
-        # Softcapped logits are bounded, so there is no maximum to subtract.
-        total = exp_of_tokens(softcap(z), c).sum(axis=1, keepdims=True)
-        token = jnp.maximum(targets, 0)
-        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
-        log_total = jnp.log(total)
-        losses = log_total - softcap(z_target)
-        dvotes = None
-        if c.pointer:
-            slot = softcap(z[:, c.vocab]) - log_total[:, 0]
-
-            def mixed_loss(log_p, slot, votes):
-                return -(weights[:, 0] * mixed_log_p(log_p, slot, votes)).sum()
-
-            gradient = jax.value_and_grad(mixed_loss, (0, 1, 2))
-            loss, (dlog_p, dslot, dvotes) = gradient(-losses[:, 0], slot, votes)
-            loss += (weights[:, 1:] * losses[:, 1:]).sum()
-            # So the gradient of the logits is that of these weights, and of the slot as a target.
-            next_token, slot = -dlog_p[:, None], -dslot[:, None]
-            weights = jnp.concatenate((next_token, weights[:, 1:], slot), axis=1)
-            targets = jnp.pad(targets, ((0, 0), (0, 1)), constant_values=c.vocab)
-        else:
-            loss = (weights * losses).sum()
-        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
-        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
-        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
-        # The constants and the scale of float8 are multiplied into the weights beforehand.
-        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
-        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
-        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
-        # all of g8 a second time for its transpose.
-        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
-        s = softcap(z)
-        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * exp_of_tokens(s, c)
-        for j in range(targets.shape[1]):
-            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
-        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
-        g8 = lax.optimization_barrier(g8)
+        loss, dcopies, *parts = loss_of_logits(z, targets, weights, copies, c)
+        g8 = gradient_of_logits(z, *parts, grad_scale, c)
         dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
         dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
-        return dw_VD + dw, (loss, dx, dvotes)
+        return dw_VD + dw, (loss, dx, dcopies)
 
     N = len(x_ND)
     size = math.gcd(N, c.head_chunk)
-    arrays = (x_ND, targets_NJ, votes_N3)
+    arrays = (x_ND, targets_NJ, copies_N3)
     chunks = jax.tree.map(lambda x: x.reshape(-1, size, x.shape[1]), arrays)
     dw_VD, outputs = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
-    losses, dx, dvotes = outputs
+    losses, dx, dcopies = outputs
     loss = losses.sum()
-    dx, dvotes = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dvotes))
-    return loss, (dx, dw_VD, dvotes)
+    dx, dcopies = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dcopies))
+    return loss, (dx, dw_VD, dcopies)
 
 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD, dvotes_N3 = gradients
+    dx_ND, dw_VD, dcopies_N3 = gradients
     if c.pointer:
-        dvotes_N3 = dvotes_N3 * g
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dvotes_N3
+        dcopies_N3 = dcopies_N3 * g
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dcopies_N3
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
