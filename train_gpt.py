@@ -31,6 +31,7 @@ the tags in brackets, and tests/differences.md lists what differs from upstream.
 import argparse
 import collections
 import dataclasses
+import enum
 import functools
 import hashlib
 import importlib.metadata
@@ -1383,24 +1384,29 @@ head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-# The four kinds of parameters, by their sharding; Param explains them. To JAX, the first and the
-# third shard alike: only the last None tells them apart.
-BANK = P(None, "fsdp")
-LOOKUP = P("fsdp")
-EXCHANGED = P(None, "fsdp", None)
-REPLICATED = P()
-GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+class Kind(enum.Enum):
+    """The four kinds of parameters. A node has n devices.
 
-
-class Param(NamedTuple):
-    """How a parameter starts, is stored, sent and updated. A node has n devices.
-
-    sharding    stored               each device owns    sent in Config.compute
+    kind        stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
     LOOKUP      [rows, D]            some rows           all-gathered after its updates
     EXCHANGED   [rows / 8, 8, D]     8 / n eighths       the rows that tokens read, every step
     REPLICATED  any shape            all of it           never
     """
+
+    BANK = enum.auto()
+    LOOKUP = enum.auto()
+    EXCHANGED = enum.auto()
+    REPLICATED = enum.auto()
+
+
+BANK, LOOKUP, EXCHANGED, REPLICATED = Kind
+SHARDINGS = {BANK: P(None, "fsdp"), LOOKUP: P("fsdp"), EXCHANGED: P(None, "fsdp"), REPLICATED: P()}
+GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+
+
+class Param(NamedTuple):
+    """How a parameter starts, is stored, sent and updated."""
 
     shape: tuple[int, ...]  # of the master copy, padding included
     init: Callable  # (key, shape) -> array
@@ -1409,16 +1415,21 @@ class Param(NamedTuple):
     # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
-    sharding: P = REPLICATED
+    kind: Kind = REPLICATED
     every_step: bool = False  # updated in every step, or only where Config.is_adam_step()
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a table: rows without padding
 
     @property
+    def sharding(self) -> P:
+        """How its axes are sharded."""
+        return SHARDINGS[self.kind]
+
+    @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape without padding; of a bank, [matrices, rows, cols]."""
-        if self.sharding == BANK:
+        if self.kind == BANK:
             return (len(self.layers), *self.shape[2:])
         return (self.rows, self.shape[-1]) if self.rows else self.shape
 
@@ -1538,7 +1549,7 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     shape = (len(bounds), GROUP, rows, cols)
     return Param(
         shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
-        sharding=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
+        kind=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
     )  # fmt: skip
 
 
@@ -1614,12 +1625,12 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     table = param_table(c)
     weights = {}
     for name, x in owned.items():
-        if table[name].sharding == BANK:
+        if table[name].kind == BANK:
             matrices = [matrix for group in x for matrix in all_gather(group, c)]
             weights[name] = {layer: [] for layer in table[name].layers}
             for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
                 weights[name][layer].append(matrix)
-        elif table[name].sharding == LOOKUP:
+        elif table[name].kind == LOOKUP:
             weights[name] = all_gather(x, c)
         else:
             weights[name] = varying(x, mesh_axes())
@@ -1728,7 +1739,7 @@ def initial_state(seed: Array, c: Config) -> State:
     if c.adam_every > 1:
         rare = [name for name in params if not table[name].every_step]
         waiting = {name: jnp.zeros_like(params[name]) for name in rare}
-    tables = [name for name in params if table[name].sharding == LOOKUP]
+    tables = [name for name in params if table[name].kind == LOOKUP]
     lookups = {name: jnp.array(params[name], c.compute) for name in tables}
     return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
 
@@ -1747,8 +1758,8 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
         params=sharded(state.params),
         opt_state=sharded(state.opt_state),
         waiting_grads=sharded(state.waiting_grads),
-        lookups=shapes_on(mesh, REPLICATED, state.lookups),
-        lost_ngrams=shapes_on(mesh, REPLICATED, state.lost_ngrams),
+        lookups=shapes_on(mesh, P(), state.lookups),
+        lost_ngrams=shapes_on(mesh, P(), state.lost_ngrams),
     )
 
 
@@ -1782,7 +1793,7 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     # gathered when they were updated. varying() is not differentiated here, so it sums nothing:
     # reduce_scatter() below sums their gradients.
     gathered = (BANK, REPLICATED)
-    owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
+    owned = {name: p for name, p in state.params.items() if table[name].kind in gathered}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
@@ -1840,7 +1851,7 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
             grads[name], opt_state[name], params[name], momentum=row.momentum
         )
         lr = param.lr
-        if param.sharding == BANK:  # of each group, the matrices that this device owns
+        if param.kind == BANK:  # of each group, the matrices that this device owns
             n = update.shape[1]
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
@@ -2470,7 +2481,7 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     whole = {}
     for name, param in param_table(c).items():
         array = process_allgather(params[name], tiled=True)
-        if param.sharding in (BANK, EXCHANGED):
+        if param.kind in (BANK, EXCHANGED):
             array = array.reshape(-1, *param.model_shape[1:])
         whole[name] = array[: param.model_shape[0]]
     return whole
