@@ -34,14 +34,12 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
 import os
 import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -1384,8 +1382,14 @@ head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-class Kind(enum.Enum):
-    """The four kinds of parameters. A node has n devices.
+Kind = enum.Enum("Kind", ["BANK", "LOOKUP", "EXCHANGED", "REPLICATED"])  # of a parameter: see Param
+BANK, LOOKUP, EXCHANGED, REPLICATED = Kind
+SHARDINGS = {BANK: P(None, "fsdp"), LOOKUP: P("fsdp"), EXCHANGED: P(None, "fsdp"), REPLICATED: P()}
+GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
+
+
+class Param(NamedTuple):
+    """How a parameter starts, is stored, sent and updated. A node has n devices.
 
     kind        stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
@@ -1393,20 +1397,6 @@ class Kind(enum.Enum):
     EXCHANGED   [rows / 8, 8, D]     8 / n eighths       the rows that tokens read, every step
     REPLICATED  any shape            all of it           never
     """
-
-    BANK = enum.auto()
-    LOOKUP = enum.auto()
-    EXCHANGED = enum.auto()
-    REPLICATED = enum.auto()
-
-
-BANK, LOOKUP, EXCHANGED, REPLICATED = Kind
-SHARDINGS = {BANK: P(None, "fsdp"), LOOKUP: P("fsdp"), EXCHANGED: P(None, "fsdp"), REPLICATED: P()}
-GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
-
-
-class Param(NamedTuple):
-    """How a parameter starts, is stored, sent and updated."""
 
     shape: tuple[int, ...]  # of the master copy, padding included
     init: Callable  # (key, shape) -> array
@@ -1973,15 +1963,9 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
                 return compile_val_step(stage, c, mesh)
             return compile_train_step(stage, kind, c, mesh)
 
-    # On GPUs the first one alone fills the cache of autotuning, which takes memory in every thread.
-    tunes = mesh.devices.flat[0].platform == "gpu"
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
-    alone = 1 if tunes else 0
-    compiled = [compile_one(key) for key in keys[:alone]]
-    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
-    compiled += pool.map(compile_one, keys[alone:])
-    programs = dict(zip(keys, compiled, strict=True))
+    # Two at once: on a GPU, each one measures kernels in memory of its own.
+    with ThreadPoolExecutor(2) as pool:
+        programs = dict(zip(keys, pool.map(compile_one, keys), strict=True))
     log.facts({"compile": {"seconds": time.perf_counter() - start}})
     return programs
 
@@ -2275,53 +2259,19 @@ class Log:
 
 
 def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
-    """Returns what it takes to run this again, without secrets."""
-    secret = re.compile("TOKEN|KEY|SECRET|PASS")
-    relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
-    home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
-    environment = {
-        name: home.sub("~", value)
-        for name, value in os.environ.items()
-        if relevant.match(name) and not secret.search(name)
-    }
-    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    # Not a repository that the folder of this file is only a part of.
-    folder = Path(__file__).resolve().parent
-    git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
+    """Returns what it takes to run this again. ./run.sh adds what the machine is: run/launch.py."""
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
-    versions |= accelerator_wheels()
     return {
         "hosts": jax.process_count(),
         "versions": versions,
         "devices": [device.device_kind for device in devices],
-        "driver": "\n".join(re.findall(r"^\d[\d.]*$", drivers, re.MULTILINE)),
-        "git": output_of(*git, "describe", "--always", "--dirty", "--abbrev=40"),
-        "environment": environment,
         "argv": argv,
         "seed": c.seed,
         "config": {"preset": preset, **dataclasses.asdict(c)},
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
-
-
-def output_of(*command: str) -> str:
-    """What a command writes to stdout within a minute; "" if it cannot. It is not killed, because
-    a driver that hangs may keep a process that was killed, which would be waited for."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    try:
-        output, _ = subprocess.Popen(command, **pipes).communicate(timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return output.decode(errors="replace").strip()
-
-
-def accelerator_wheels() -> dict[str, str]:
-    """Versions of the installed wheels of cuDNN, cuBLAS with cuBLASLt, NCCL and libtpu, by name."""
-    wheels = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
-    wanted = re.compile("nvidia-(cudnn|cublas|nccl)|libtpu")
-    return {name: wheels[name] for name in sorted(filter(wanted.match, filter(None, wheels)))}
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -2375,7 +2325,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
     jax.block_until_ready(state)
-    stopwatch = Stopwatch(guard.seconds if guard else 0.0)
+    started = time.perf_counter() - (guard.seconds if guard else 0.0)
 
     def show_losses(wait=False):
         """Logs every tenth loss, as soon as the devices have computed it."""
@@ -2385,18 +2335,18 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 guard.step_ended(loss)
             if done % 10 == 0:
                 loss = float(loss)
-                ms = stopwatch.ms()
+                ms = 1e3 * (time.perf_counter() - started)
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
                 if jax.process_count() == 1:  # or the guard ends all processes at the same step
                     end_if_not_finite(loss, done, log)
 
     for step in range(start, c.total_steps + 1):
-        saves = guard and guard.wants(step)
+        saves = bool(guard and guard.wants(step))
         if c.validates_before(step) or saves:
             show_losses(wait=True)
             jax.block_until_ready(state)
-            stopwatch.stop()
-            ms = 1e3 * stopwatch.seconds
+            seconds = time.perf_counter() - started  # of training, so far
+            ms = 1e3 * seconds
             if c.validates_before(step):
                 val_loss, lost = validate(state.params, step, c, mesh, programs, shards)
                 lost += int(state.lost_ngrams)
@@ -2410,8 +2360,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 if val_loss <= c.target or step == c.total_steps:
                     break
             if saves:
-                guard.save(state, step, stopwatch.seconds)  # or ends the run, after a signal
-            stopwatch.start()
+                guard.save(state, step, seconds)  # or ends the run, after a signal
+            started = time.perf_counter() - seconds  # the clock stood still
         tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.is_adam_step(step)](state, tokens, row)
         pending.append((step + 1, loss))
@@ -2441,26 +2391,6 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     results = [jax.tree.map(float, program(weights, batch)) for batch in batches]
     losses, lost = zip(*results, strict=True)
     return float(np.mean(losses)), int(sum(lost))
-
-
-class Stopwatch:
-    """Counts the seconds of training."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds  # until it was last stopped
-        self.start()
-
-    def start(self) -> None:
-        """Starts counting."""
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Stops counting."""
-        self.seconds += time.perf_counter() - self.started
-
-    def ms(self) -> float:
-        """Milliseconds of training, while it runs."""
-        return 1e3 * (self.seconds + time.perf_counter() - self.started)
 
 
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
