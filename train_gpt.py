@@ -123,7 +123,6 @@ RECORD_STAGES = (
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
 )
 
-
 # A model of the basic parts, which trains in seconds on two CPU cores.
 TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
@@ -137,7 +136,6 @@ TINY_STAGES = (
     Stage(187, 384, short=64, long=192, max_doc=0, lr=1.0),
     Stage(0, 384, short=64, long=384, max_doc=0, lr=1.0),
 )
-
 
 # Between the record and tiny in size, for one GPU of 16 GB or a TPU. Nobody has run it on FineWeb.
 SMALL_LAYERS = (
@@ -154,7 +152,6 @@ SMALL_STAGES = (
     Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
 )
-
 
 # A model of GPT-2 medium's class, for modded-nanogpt's second track: records/medium.md.
 MEDIUM_LAYERS = (
@@ -221,13 +218,12 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the n-gram table: the record has pairs alone
     ngrams: tuple[int, ...] = (2,)  # lengths of n-grams; each has an equal part of the table
-    # [ngram-table] The table lies on the devices in 8 parts. From each part, a sequence of T tokens
-    # reads at most ngram_capacity * T different rows for each length. N-grams beyond that are lost:
-    # they read zeros, and the log counts them. 1: none is lost. Real text needs about 0.08.
+    # [ngram-table] The table lies on the devices in 8 parts. From each, a sequence reads at most
+    # ngram_capacity * T different rows per length. N-grams beyond that are lost: they read zeros,
+    # and the log counts them. 1: none is lost. Real text needs about 0.08.
     ngram_capacity: float = 0.16
-    # [pointer] An earlier place scores higher if its last 1, 2, ... tokens equal those of the token
-    # that reads; matches of up to so many tokens count. 0: no pointer.
-    pointer: int = 0
+    # [pointer] The last 1, 2, ... up to so many tokens at two places score if they are equal.
+    pointer: int = 0            # 0: no pointer
     pointer_D: int = 128        # width of its queries and keys
     pointer_band: int = 2048    # positions in a band: a token sees its own and the one before
     eot: int = 50256            # the token that starts every document
@@ -304,11 +300,8 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """Returns the configuration of validation: no FP8, and microbatches of as many tokens as in
-        training, but of at least one sequence."""
-        longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
-        at_once = max(1, self.microbatch * longest // self.val_T)
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once)
+        """Returns the configuration of validation: no FP8, and one sequence at a time."""
+        return dataclasses.replace(self.without_fp8(), microbatch=1)
 
     def without_fp8(self) -> "Config":
         """Returns the configuration with all matmuls in the dtype of activations."""
@@ -319,8 +312,7 @@ VAL_SEQUENCES = 8  # sequences in a validation step
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for layers and sizes with which a run would be silently wrong. ./run.sh
-    also refuses what would fail later: check_run() in run/guard.py."""
+    """Raises ValueError for layers and sizes with which a run would be wrong in silence."""
     if min(c.D, c.H, c.batch, c.val_T) < 1:
         raise ValueError("--D, --H, --batch and --val_T must be at least 1")
     K = c.D // c.H
@@ -389,8 +381,7 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     T = x_BTD.shape[1]
     numbers = sorted(loss_weights)
     if c.pointer:  # column 0 must be the next token: head_loss() mixes it with the copies
-        numbers.remove(1)
-        numbers.insert(0, 1)
+        numbers = [1, *(k for k in numbers if k != 1)]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
     ahead = max(numbers)
@@ -808,19 +799,16 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 # ---- Pointer -------------------------------------------------------------------------------------
 def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
     """[pointer] What head_loss() mixes into the prediction of each token, (B, T, 3), in float32:
-
         right  attention on tokens whose successor is the target
         every  attention on all earlier tokens; the sentinel has the rest
         bias   added to the logit of the copies' share
-
     The pointer is an attention head over the last x. It attends to earlier tokens of the document
     and to a sentinel, and its map is read as a distribution of copies: token j stands for its
     successor, j + 1. Token t sees keys j < t only, so the successor, token j + 1 <= t, has been
     read. Merity et al. 2016, arXiv:1609.07843; pull request 379. Not in upstream: scores have a
-    learned term for each n, which is added if the last n tokens at t and at j are equal, and the
-    share depends on the longest such match. A token sees its own band of positions and the one
-    before, so there is no (T, T) array.
-    """
+    learned term for each n, added if the last n tokens at t and at j are equal, and the share
+    depends on the longest such match. A token sees its own band of positions and the one before,
+    so there is no (T, T) array."""
     targets_BT = tokens_BS[:, 1:]  # the successor of each token
     T = targets_BT.shape[1]
     # A short sequence is cut in two, so that a token sees all earlier ones.
@@ -1287,20 +1275,17 @@ def mixed_log_p(log_p, share_logit, copies_N3) -> Array:
 
 def loss_of_logits(z_NV, targets_NJ, weights_NJ, copies_N3, c: Config) -> tuple:
     """The loss, summed over tokens, and what its gradient is made of. Let s = softcap(z), and total
-    the sum of exp(s), so that the log-probability of k is s[k] - log(total), whose gradient for s
-    is one_hot(k) - softmax(s). Then the gradient of the loss for s is
-
-        sum over targets k of weight_k * (softmax(s) - one_hot(k))
-
+    the sum of exp(s). The log-probability of k is s[k] - log(total), and its gradient for s is
+    one_hot(k) - softmax(s). So the gradient of the loss for s is
+        sum over targets k of weight_k * (softmax(s) - one_hot(k)).
     Returns the loss, the gradient for copies_N3, total (N, 1), and these targets and weights.
     Without [pointer], they are the ones given. With it, the loss of the next token is a function f
     of log_p and share_logit, which are s - log(total) of two rows. So the weight of the next token
-    is -df/dlog_p, and the share row is an extra target, with the weight -df/dshare_logit.
-    """
+    is -df/dlog_p, and the share row is an extra target, with the weight -df/dshare_logit."""
     # Softcapped logits are bounded, so there is no maximum to subtract.
     total = exp_of_tokens(softcap(z_NV), c).sum(axis=1, keepdims=True)
-    token = jnp.maximum(targets_NJ, 0)
-    z_target = jnp.take_along_axis(z_NV, token, axis=1, mode="promise_in_bounds")
+    tokens_NJ = jnp.maximum(targets_NJ, 0)
+    z_target = jnp.take_along_axis(z_NV, tokens_NJ, axis=1, mode="promise_in_bounds")
     log_total = jnp.log(total)
     losses = log_total - softcap(z_target)
     if not c.pointer:
@@ -1321,12 +1306,9 @@ def loss_of_logits(z_NV, targets_NJ, weights_NJ, copies_N3, c: Config) -> tuple:
 
 
 def gradient_of_logits(z_NV, total, targets, weights, scale: float, c: Config) -> Array:
-    """The gradient of the loss for the logits z, times scale, (N, V) in float8. The arguments after
-    z are those of loss_of_logits(). It is dloss_ds * ds_dz, for s = softcap(z), with
-
-        dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
-        ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
-    """
+    """The gradient of the loss for the logits z, times scale, (N, V) in float8: that for the
+    softcapped logits s, which loss_of_logits() explains, times
+        ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)."""
     # The constants and the scale of float8 are multiplied into the weights beforehand.
     scaled_weights = scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
     softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
@@ -1363,8 +1345,7 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> tu
     size = math.gcd(N, c.head_chunk)
     arrays = (x_ND, targets_NJ, copies_N3)
     chunks = jax.tree.map(lambda x: x.reshape(-1, size, x.shape[1]), arrays)
-    dw_VD, outputs = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
-    losses, dx, dcopies = outputs
+    dw_VD, (losses, dx, dcopies) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
     loss = losses.sum()
     dx, dcopies = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dcopies))
     return loss, (dx, dw_VD, dcopies)
@@ -1513,8 +1494,7 @@ def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: An
     normal distribution. lr and decay are upstream's lr_mul and wd_mul."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
-    weight_decay = ADAM_DECAY * lr * decay
-    return Param(shape, init, lr, weight_decay, optimizer, LOOKUP, rows=rows)
+    return Param(shape, init, lr, ADAM_DECAY * lr * decay, optimizer, LOOKUP, rows=rows)
 
 
 def ngram_table(c: Config) -> Param:
@@ -1729,8 +1709,8 @@ def initial_state(seed: Array, c: Config) -> State:
     if c.adam_every > 1:
         rare = [name for name in params if not table[name].every_step]
         waiting = {name: jnp.zeros_like(params[name]) for name in rare}
-    tables = [name for name in params if table[name].kind == LOOKUP]
-    lookups = {name: jnp.array(params[name], c.compute) for name in tables}
+    tables = {name: p for name, p in params.items() if table[name].kind == LOOKUP}
+    lookups = {name: jnp.array(p, c.compute) for name, p in tables.items()}
     return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
 
 
@@ -1741,7 +1721,6 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
 
     def sharded(arrays):
-        """The arrays of every parameter, sharded like it."""
         return {name: shapes_on(mesh, table[name].sharding, x) for name, x in arrays.items()}
 
     return State(
@@ -1782,8 +1761,7 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
     # gathered when they were updated. varying() is not differentiated here, so it sums nothing:
     # reduce_scatter() below sums their gradients.
-    gathered = (BANK, REPLICATED)
-    owned = {name: p for name, p in state.params.items() if table[name].kind in gathered}
+    owned = {name: p for name, p in state.params.items() if table[name].kind in (BANK, REPLICATED)}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
@@ -1887,8 +1865,7 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
         "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
-    # In jax 0.10, YNNPACK's kernels are slower than those that they replace. Since 0.11 they are
-    # faster. In 0.10.2 some are wrong: jax issue 39103.
+    # In jax 0.10, YNNPACK's kernels are slower than others, and some are wrong: jax issue 39103.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
 }
 
@@ -1912,10 +1889,9 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     from shapes."""
     params = state_shapes(c, mesh).params
     c = c.for_validation()
-    at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
 
     def step(params, tokens):
-        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
+        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
     return compile_program(step, mesh, (params, tokens), is_training=False)
@@ -1975,8 +1951,7 @@ def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     communication between devices. Returns a state of which only the memory is used again."""
     shapes = state_shapes(c, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
-    state = jax.jit(zeros, out_shardings=shardings)()
+    state = jax.jit(lambda: jax.tree.map(jnp.zeros_like, shapes), out_shardings=shardings)()
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
@@ -2149,9 +2124,8 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
         if found < len(shapes):
-            missing = f"the {split} shards hold {found} of {len(shapes)} batches"
-            cure = f"run with fewer {flag}, as in the line that ./run.sh tokenize prints"
-            refuse(f"{folder}: {missing}; get more (data/README.md), or {cure}")
+            held = f"the {split} shards hold {found} of {len(shapes)} batches"
+            refuse(f"{folder}: {held}; get more (data/README.md), or run with fewer {flag}")
     return shards
 
 
@@ -2282,10 +2256,9 @@ def main(argv: list[str]) -> Path | None:
     preset, c = parse_config(argv)
     devices, c = fit_devices(c)
     shards = find_data(c)
-    data = data_facts(shards, c)
     if c.seed < 0:
         c = dataclasses.replace(c, seed=secrets.randbits(31))
-    return run(preset, c, devices, shards, data, argv)
+    return run(preset, c, devices, shards, data_facts(shards, c), argv)
 
 
 def run(
@@ -2369,9 +2342,9 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             jax.block_until_ready(pending[0][1])
         show_losses()
 
-    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
-    result |= {"resumed": start > 0, "lost_ngrams": lost}
-    return state.params, result_facts(val_loss, step, c, mesh) | result
+    result = result_facts(val_loss, step, c, mesh)
+    result |= {"train_time_ms": ms, "resumed": start > 0, "lost_ngrams": lost}
+    return state.params, result
 
 
 def end_if_not_finite(loss: float, step: int, log: Log) -> None:
@@ -2394,9 +2367,11 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
 
 
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
-    """Returns what the RESULT line states beyond losses and times."""
+    """Returns what the RESULT line states beyond times."""
     memory = [device.memory_stats() or {} for device in mesh.local_devices]
     return {
+        "val_loss": val_loss,
+        "steps": step,
         "reason": "target reached" if val_loss <= c.target else "end of schedule",
         "target": c.target,
         "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
