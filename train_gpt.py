@@ -1057,7 +1057,7 @@ NGRAM_FACTORS = {
 
 def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
-    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
+    n-gram table and seeds for random signs, (B, T) each. Every length has an equal part of the
     table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
     upstream's, n-grams do not end at documents."""
     part = c.bigrams // len(c.ngrams)
@@ -1066,23 +1066,19 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     hashes = []
     for number, n in enumerate(c.ngrams):
         row_factors, sign_factors = NGRAM_FACTORS[n]
-        first = min(n - 1, T)  # the first token with n - 1 others before it
-        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
-        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
-        earlier = ngram[1:]
+        if len(c.ngrams) == 1:  # record 89, with pairs alone, has no factors for its signs
+            sign_factors = (1,) * n
+        # Tokens t, t - 1, ..., and zeros where there is none. Products of int32 may wrap around.
+        ngram = [jnp.pad(tokens_BT, ((0, 0), (k, 0)))[:, :T] for k in range(n)]
+        products = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, products) % 8192
         if n == 2:  # as upstream: in the pair of token 1, last_row stands in for token 0
-            earlier = [ngram[1].at[:, 0].set(last_row)]
-        for factor, token in zip(row_factors[1:], earlier, strict=True):
-            row = row ^ (factor * token)
-        pad_front = ((0, 0), (first, 0))
-        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
-        if number > 0:
-            index_BT = number * part + index_BT
-        seeds = ngram
-        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
-            seeds = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
-        seed = functools.reduce(jnp.bitwise_xor, seeds) % 8192
-        hashes.append((index_BT, jnp.pad(seed, pad_front)))
+            ngram[1] = ngram[1].at[:, 1:2].set(last_row)
+        products = [factor * token for factor, token in zip(row_factors, ngram, strict=True)]
+        row = functools.reduce(jnp.bitwise_xor, products) % last_row
+        is_whole = jnp.arange(T) >= n - 1
+        index_BT = number * part + jnp.where(is_whole, row, last_row)
+        hashes.append((index_BT, jnp.where(is_whole, seed, 0)))
     return hashes
 
 
