@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import P
 
 import train_gpt
 from tests.tools import (
     MINI,
     MINI32,
-    make_mesh,
-    schedule_row,
     sequences,
     whole_loss,
     whole_weights,
@@ -112,37 +109,25 @@ def test_a_gate_that_nothing_reads_is_refused(monkeypatch):
 
 
 # ---- Windows -------------------------------------------------------------------------------------
-def one_layer(window: int = 16, changes: dict | None = None, **marks) -> tuple:
-    """A model of one layer with these fields of Layer: its configuration, its attention as a
-    function of x and gates, and its weights."""
+@pytest.mark.parametrize("window, marks, reach", [
+    (16, {}, 16),
+    (3, {"key_offset": True}, 4),  # half of a key is the previous token's
+    (40, {"paired_heads": True}, 20),  # two positions a token
+], ids=["plain", "key offset", "paired"])  # fmt: skip
+def test_window_of_a_layer_by_its_jacobian(window, marks, reach):
     stages = (Stage(1, 512, window, window, 0, 1.0),)
-    one = dict(layers=(Layer(SHORT, **marks),), stages=stages, mudd_head=())
-    c = dataclasses.replace(MINI32, **one | (changes or {}))
+    layer = Layer(SHORT, **marks)
+    c = dataclasses.replace(MINI32, layers=(layer,), stages=stages, mudd_head=())
     w = whole_weights(c)
     pos = train_gpt.positions(jnp.zeros((1, T), bool), c, 0)
-
-    def attention(x, gate=None, w=w):
-        return train_gpt.attention(x, [], 0, w, gate or {}, pos, c)
-
-    return c, attention, w
-
-
-@pytest.mark.parametrize("window", [3, 16, 40])
-@pytest.mark.parametrize("marks, reach", [
-    ({}, lambda window: window),
-    ({"key_offset": True}, lambda window: window + 1),  # half of a key is the previous token's
-    ({"paired_heads": True}, lambda window: (window + 1) // 2),  # two positions a token
-], ids=["plain", "key offset", "paired"])  # fmt: skip
-def test_window_of_a_layer_by_its_jacobian(marks, reach, window):
-    c, attention, _ = one_layer(window, **marks)
     x = jax.random.normal(jax.random.key(1), (1, T, c.D))
-    sums = lambda x: attention(x)[0].sum(axis=-1)
+    sums = lambda x: train_gpt.attention(x, [], 0, w, {}, pos, c)[0].sum(axis=-1)
     depends = np.abs(np.asarray(jax.jit(jax.jacrev(sums))(x))).max(axis=(1, 3)) > 0
     q, k = np.indices((T, T))
-    np.testing.assert_array_equal(depends, (k <= q) & (q - k <= reach(window)))
+    np.testing.assert_array_equal(depends, (k <= q) & (q - k <= reach))
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [1])
 def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypatch, stage):
     """cuDNN needs both: for it, a window without is_causal is open to the right. On a CPU, the
     window alone would do."""
@@ -200,8 +185,9 @@ def attend(q, k, v, first, window, paired: bool, by_code: bool):
     return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("paired, dtype, tolerance", [
+    (True, "float32", 2e-5), (False, "bfloat16", 2e-2),
+])  # fmt: skip
 def test_document_code_is_an_exact_mask(paired, dtype, tolerance):
     first = np.zeros((len(LAYOUTS), T), bool)
     for row, starts in zip(first, LAYOUTS, strict=True):
@@ -217,11 +203,10 @@ def test_document_code_is_an_exact_mask(paired, dtype, tolerance):
             assert np.linalg.norm(a - b) < tolerance * max(np.linalg.norm(b), 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_4095_documents_are_still_apart(dtype):
+def test_4095_documents_are_still_apart():
     """Every token is a document, so attention returns v, but for 1e-11 of a neighbour's."""
     n = 4095
-    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 1, 16)).astype(dtype)
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 1, 16)).astype("bfloat16")
     alone = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, n), bool), n, False, True))
     got = np.asarray(alone(q, k, v), np.float32)
     np.testing.assert_allclose(got, np.asarray(v, np.float32), rtol=1e-6, atol=1e-9)
@@ -229,7 +214,7 @@ def test_4095_documents_are_still_apart(dtype):
 
 # ---- Banded attention against a mask -------------------------------------------------------------
 @pytest.mark.parametrize("T, window", [
-    (1, 0), (2, 1), (37, 5), (37, 18), (37, 100), (64, 1), (64, 16), (64, 31), (64, 32), (64, 63),
+    (1, 0), (37, 5), (37, 100), (64, 31), (64, 32),
 ])  # fmt: skip
 def test_banded_attention_is_attention_with_a_mask(T, window):
     """Values and gradients, for windows from 0 to beyond T, and for lengths beside bands."""
@@ -268,7 +253,7 @@ def test_banded_attention_makes_no_array_of_all_pairs():
 
 
 # ---- Beside plain attention ----------------------------------------------------------------------
-@pytest.mark.parametrize("length, window", [(64, 16), (64, 12), (48, 47), (30, 64), (37, 5)])
+@pytest.mark.parametrize("length, window", [(64, 12), (37, 64)])
 def test_dc_attention_is_its_formula(length, window):
     """The formula, with T x T arrays: the heads' softmaxes over the window are mixed by `source`,
     applied to v, and scaled by `target`."""
@@ -302,7 +287,6 @@ def test_signs_are_balanced_and_differ():
     assert abs(neighbours) < 5 / signs.size**0.5
 
 
-# ---- Small things --------------------------------------------------------------------------------
 # ---- Gradients written by hand -------------------------------------------------------------------
 def plain_norm(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 2.0**-23)
@@ -320,11 +304,9 @@ def close(got, expected, tolerance):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
 
-BOTH = pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
-
-
-@pytest.mark.parametrize("radial_from", ["x", "y"])
-@BOTH
+@pytest.mark.parametrize("radial_from, dtype, tolerance", [
+    ("x", "float32", 1e-5), ("y", "float32", 1e-5), ("y", "bfloat16", 1e-2),
+])  # fmt: skip
 def test_norm_linear_has_the_gradients_of_its_formula(radial_from, dtype, tolerance):
     x, dy = jax.random.normal(jax.random.key(6), (2, 2, 24, 64), jnp.float32)
     x *= jnp.exp(jax.random.normal(jax.random.key(7), (2, 24, 1)))  # rows of very different length
@@ -335,9 +317,9 @@ def test_norm_linear_has_the_gradients_of_its_formula(radial_from, dtype, tolera
     close(ours, gradients(lambda x, w: plain_norm(x) @ w.T, (x, w), dy), tolerance)
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("offset", [False, True])
-@BOTH
+@pytest.mark.parametrize("offset, paired, dtype, tolerance", [
+    (False, True, "float32", 1e-5), (True, False, "float32", 1e-5), (True, True, "bfloat16", 1e-2),
+])  # fmt: skip
 def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tolerance):
     """With offset, a key's channels that do not rotate come from the token before, also across
     documents; the first token keeps its own."""
@@ -366,32 +348,3 @@ def test_norm_rotate_has_the_gradients_of_its_formula(offset, paired, dtype, tol
 
     expected = gradients(formula, (x.astype("float32"),), dy.astype("float32"))
     close(gradients(ours, (x,), dy), expected, tolerance)
-
-
-@pytest.mark.parametrize("changes", [
-    dict(R=0),
-    dict(layers=(Layer(SHORT), Layer(LONG)), mudd_head=(), R=0),
-    dict(layers=(Layer(None),), mudd_head=()),
-    dict(layers=(Layer(SHORT, value_table=0), Layer(LONG, bigram=True, value_table=0)),
-         mudd_head=()),
-], ids=["no nets", "plain layers", "no attention", "a shared value table"])  # fmt: skip
-def test_what_layers_leave_out_may_be_missing(changes):
-    """A step can be traced, on one device and on 8, and weights can be saved."""
-    c = dataclasses.replace(MINI, **changes)
-    for devices in (1, 8):
-        mesh = make_mesh(devices)
-        state = train_gpt.state_shapes(c, mesh)
-        specs, row = jax.tree.map(lambda x: x.sharding.spec, state), schedule_row(c, 0, mesh)
-
-        def second_step(state, tokens, row):
-            return train_gpt.train_step(state, tokens[:, None], row, c, 0, True)
-
-        step = jax.shard_map(
-            second_step, mesh=mesh, in_specs=(specs, P("fsdp"), P()), out_specs=(specs, P())
-        )
-        tokens = jax.ShapeDtypeStruct((c.batch, c.sequence_length(0) + 1), "int32")
-        assert jax.eval_shape(step, state, tokens, row)[1].shape == ()
-    table = train_gpt.param_table(c)
-    saved = train_gpt.unpad({k: np.zeros(param.shape) for k, param in table.items()}, c)
-    shapes = {k: param.model_shape for k, param in table.items()}
-    assert {k: p.shape for k, p in saved.items()} == shapes

@@ -3,8 +3,7 @@ copies are what a slow search finds.
 
 The golden file has numbers of the original record's own functions, in float32: tokens (T,); for
 bigrams and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the
-rows of signs, (2, T) each; and, from a small table and signs of random numbers, the embedding
-(T, 8), and the norm of every row's gradient.
+rows of signs, (2, T) each.
 """
 
 import dataclasses
@@ -16,16 +15,15 @@ import pytest
 from jax import P
 
 import train_gpt
-from records.upstream92.golden_r92 import GOLDEN, META, normal
+from records.upstream92.golden_r92 import GOLDEN
 from tests.tools import (
     MINI32,
-    bigram_rows,
     make_mesh,
     make_random_state,
     place_on,
     schedule_row,
 )
-from train_gpt import EXCHANGED, SHORT, Layer, Stage
+from train_gpt import SHORT, Layer, Stage
 
 TOKENS = jnp.asarray(GOLDEN["ngram/tokens"])[None]
 SMALL_TABLE = GOLDEN["ngram/rows_small_of"].item()
@@ -34,17 +32,6 @@ SMALL = dataclasses.replace(
     MINI32, layers=(Layer(SHORT, bigram=True),), mudd_head=(), vocab=50257, eot=50256,
     bigrams=SMALL_TABLE, ngrams=(2, 3), pointer=0,
 )  # fmt: skip
-
-
-class GoldenTable(train_gpt.Config):
-    """A Config with as many columns as the golden table has, which a model may not have."""
-
-    def __post_init__(self):
-        pass
-
-
-FIELDS = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(SMALL)}
-GOLDEN_SMALL = GoldenTable(**FIELDS | {"D": META["Dt"]})
 
 
 def test_rows_and_signs_are_those_of_record_92():
@@ -64,29 +51,6 @@ def test_every_length_has_its_part_of_the_table():
         assert index.min() >= 100 * number and index.max() < 100 * (number + 1)
         assert (index[0, : n - 1] == 100 * number + 99).all() and not seed[0, : n - 1].any()
         assert len(np.unique(index)) > 50
-
-
-def test_the_embedding_and_its_gradient_are_those_of_record_92(monkeypatch):
-    signs = jnp.asarray(np.sign(normal("ngram/pool", (8192, GOLDEN_SMALL.D))))
-    monkeypatch.setattr(train_gpt, "random_signs", lambda seed, c: signs[seed])
-    weights = {
-        "embed": jnp.zeros((50304, GOLDEN_SMALL.D)),
-        "smear_gate": jnp.zeros(GOLDEN_SMALL.D),
-        "smear_lambda": 0.0,
-    }
-
-    def embedding(table):
-        w = bigram_rows(weights | {"bigram": table}, TOKENS, GOLDEN_SMALL)
-        saved = train_gpt.embed_tokens(w, TOKENS, GOLDEN_SMALL)
-        return saved["bigram"][0]
-
-    found, vjp = jax.vjp(
-        embedding, jnp.asarray(normal("ngram/table", (SMALL_TABLE, GOLDEN_SMALL.D)))
-    )
-    np.testing.assert_allclose(found, GOLDEN["ngram/embedding"], atol=1e-6)
-    (gradient,) = vjp(jnp.asarray(normal("ngram/dy", found.shape)))
-    norms = np.linalg.norm(gradient, axis=1)
-    np.testing.assert_allclose(norms, GOLDEN["ngram/embedding_drows_sum"], atol=1e-5)
 
 
 # ---- Exchange ------------------------------------------------------------------------------------
@@ -113,8 +77,9 @@ def exchange(devices: int, c: train_gpt.Config) -> tuple:
         lost = jax.lax.psum(train_gpt.lost_ngrams(request), "fsdp")
         return rows, dense, lost, request.wanted_QpC
 
-    specs = P("fsdp"), EXCHANGED, P("fsdp")
-    results = P("fsdp"), EXCHANGED, P(), P(None, "fsdp")
+    eighths = P(None, "fsdp")
+    specs = P("fsdp"), eighths, P("fsdp")
+    results = P("fsdp"), eighths, P(), eighths
     mesh = make_mesh(devices)
     program = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=results))
     return jax.tree.map(np.asarray, program(TEXT, TABLE, GRADIENTS))
@@ -146,7 +111,7 @@ def slow_exchange(slots: int, c: train_gpt.Config) -> tuple:
 
 
 @pytest.mark.parametrize("capacity, slots, counts", [
-    (0.02, 2, [8]), (0.08, 5, [1, 2, 4, 8]), (0.11, 7, [8]), (1.0, 58, [1, 8]),
+    (0.02, 2, [8]), (0.08, 5, [1, 2, 4, 8]), (1.0, 58, [8]),
 ])  # fmt: skip
 def test_devices_exchange_the_rows_for_which_there_are_slots(capacity, slots, counts):
     """Other n-grams read zeros, their gradients are dropped, and they are counted."""
@@ -166,11 +131,11 @@ def test_devices_exchange_the_rows_for_which_there_are_slots(capacity, slots, co
 
 
 def test_training_and_validation_count_what_is_lost():
-    """Two steps on the same tokens, one sequence after the other."""
+    """Two steps on the same tokens, a sequence for each device."""
     stages = (Stage(2, 8 * T, short=8, long=8, max_doc=0, lr=1.0),)
     c = dataclasses.replace(
-        EXCHANGE, stages=stages, batch=8, microbatch=1, adam_every=1, ngram_capacity=0.08,
-        head_chunk=1, val_T=T, val_tokens=8 * T,
+        EXCHANGE, stages=stages, batch=8, adam_every=1, ngram_capacity=0.08, head_chunk=T,
+        R=0, val_T=T, val_tokens=8 * T,
     )  # fmt: skip
     _, _, lost, _ = slow_exchange(5, c)
     mesh = make_mesh(8)

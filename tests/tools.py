@@ -177,10 +177,10 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
     zero would hide an error in what it multiplies."""
     weights = {}
     for name, param in train_gpt.param_table(c).items():
-        if param.sharding == BANK:
+        if param.kind == BANK:
             matrices = jnp.asarray(c.D**-0.5 * noise(name, param.model_shape, seed))
             weights[name] = bank_matrices(name, matrices, c)
-        elif param.sharding in (LOOKUP, EXCHANGED):
+        elif param.kind in (LOOKUP, EXCHANGED):
             weights[name] = jnp.asarray(0.3 * noise(name, param.shape, seed))
         else:  # near their first values, some of which keep the residual stream small
             first = np.asarray(param.init(jax.random.key(seed), param.shape))
