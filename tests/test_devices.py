@@ -30,9 +30,9 @@ from train_gpt import BANK, LONG, LOOKUP, REPLICATED, SHORT, Layer, Stage
 # Two layers that use every kind of parameter. The untie is between the first second step and the
 # next one.
 LAYERS = (
-    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, xsa=True, ngram=True, value_table=0),
     Layer(LONG, key_offset=True, xsa=True, head_gate=True, dc=True, value_table=1, attend_to=0,
-          x0=False, bigram=True, mudd=("input", "layer0"), skip_from=0, new_gates=True),
+          x0=False, ngram=True, mudd=("input", "layer0"), skip_from=0, new_gates=True),
 )  # fmt: skip
 STAGES = (
     Stage(1, 512, short=4, long=12, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
@@ -249,7 +249,7 @@ def test_all_of_the_model_changes_and_none_of_its_padding(devices):
         assert not (changed & ~real).any(), f"padding of {name}"
         if name in BANKS:  # every matrix
             assert changed[: param.model_shape[0]].any(axis=(1, 2)).all(), name
-        elif name in LOOKUPS or name == "bigram":
+        elif name in LOOKUPS or name == "ngram":
             assert changed.any(), name
         else:
             used = USED_ROWS.get(name, [*range(len(changed))])

@@ -101,7 +101,7 @@ def recorded(patch) -> dict:
         patch.setattr(train_gpt, name, watched)
 
     def record_embeddings(arguments, options, result):
-        results.update(x0=result["x0"], bigram=result["bigram"])
+        results.update(x0=result["x0"], bigram=result["ngram"])
 
     def record_block(arguments, options, result):
         results.setdefault("c0", arguments[0])
@@ -309,7 +309,7 @@ def test_the_schedule():
 
 
 PLACES = dict(  # of our parameters, the rows in the fixture's table of rates
-    head="lm_head", embed="embed", bigram="bigram_embed", vo_lambdas="scalars",
+    head="lm_head", embed="embed", ngram="bigram_embed", vo_lambdas="scalars",
     skip_lambdas="scalars", smear_lambda="scalars", smear_gate="smear_gate",
     value_gates="ve_gate_bank", gate_scale="_mudd_gate_scale",
     **{f"value{i}": "value_embeds" for i in range(5)},
@@ -352,8 +352,8 @@ def test_rates_and_decays_of_every_parameter():
 
 
 # Our names of the fixture's tensors in the test of the optimizers, where they differ.
-OURS = dict(lm_head="head", bigram_embed="bigram")
-THEIRS = dict(head="lm_head", bigram="bigram_embed")
+OURS = dict(lm_head="head", bigram_embed="ngram")
+THEIRS = dict(head="lm_head", ngram="bigram_embed")
 
 
 def optimizer_table() -> tuple[dict[str, Param], dict[str, np.ndarray]]:

@@ -45,7 +45,7 @@ def test_rates_and_momentum_are_those_of_record_18():
 def test_the_model_has_the_parameters_that_were_counted_by_hand():
     """16 layers of width 1,024 with 4 + 8 matrices of 1,024 x 1,024 each; two tables of 50,304
     rows, five of values, and one of 251,520 pairs."""
-    expected = {"matrices": 201.3, "embed": 51.5, "head": 51.5, "value": 257.6, "bigram": 257.6}
+    expected = {"matrices": 201.3, "embed": 51.5, "head": 51.5, "value": 257.6, "ngram": 257.6}
     expected["rest"] = 0.4
     millions = dict.fromkeys(expected, 0.0)
     for name, param in train_gpt.param_table(MEDIUM).items():

@@ -25,10 +25,10 @@ T = 64
 RECORD = train_gpt.PRESETS["record"]
 # Every technique, and every kind of source of a MUDD layer, in as few layers as possible.
 SMALL_LAYERS = (
-    Layer(SHORT, paired_heads=True, xsa=True, bigram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, xsa=True, ngram=True, value_table=0),
     Layer(None, skip_from=0, x0=False),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, xsa=True, new_gates=True, attend_to=0,
-          value_table=1, x0=False, bigram=True, mudd=("input", "layer0")),
+          value_table=1, x0=False, ngram=True, mudd=("input", "layer0")),
 )  # fmt: skip
 SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
 SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)
@@ -42,11 +42,11 @@ def changed(before, after):
 # ---- The whole model -----------------------------------------------------------------------------
 @functools.cache
 def activations(c: train_gpt.Config):
-    """A function of tokens (8, T + 1): the final activations (8, T, D). Key offsets, bigrams and
+    """A function of tokens (8, T + 1): the final activations (8, T, D). Key offsets, n-grams and
     the smear cross the borders of documents; if no layer has a key offset, the others are off."""
     weights = whole_weights(c)
     if not any(layer.key_offset for layer in c.layers):
-        weights |= dict(bigram=0 * weights["bigram"], smear_lambda=jnp.zeros(1))
+        weights |= dict(ngram=0 * weights["ngram"], smear_lambda=jnp.zeros(1))
 
     def final(tokens):
         with pytest.MonkeyPatch.context() as patch:

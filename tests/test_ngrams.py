@@ -2,7 +2,7 @@
 copies are what a slow search finds.
 
 The golden file has numbers of the original record's own functions, in float32: tokens (T,); for
-bigrams and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the
+pairs and trigrams their rows in a table of 84,602,880 rows, the rows in a small table, and the
 rows of signs, (2, T) each.
 """
 
@@ -27,10 +27,10 @@ from train_gpt import SHORT, Layer, Stage
 
 TOKENS = jnp.asarray(GOLDEN["ngram/tokens"])[None]
 SMALL_TABLE = GOLDEN["ngram/rows_small_of"].item()
-FULL = dataclasses.replace(train_gpt.PRESETS["record"], bigrams=84_602_880, ngrams=(2, 3))
+FULL = dataclasses.replace(train_gpt.PRESETS["record"], ngram_buckets=84_602_880, ngrams=(2, 3))
 SMALL = dataclasses.replace(
-    MINI32, layers=(Layer(SHORT, bigram=True),), mudd_head=(), vocab=50257, eot=50256,
-    bigrams=SMALL_TABLE, ngrams=(2, 3), pointer=0,
+    MINI32, layers=(Layer(SHORT, ngram=True),), mudd_head=(), vocab=50257, eot=50256,
+    ngram_buckets=SMALL_TABLE, ngrams=(2, 3), pointer=0,
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_rows_and_signs_are_those_of_record_92():
 
 
 def test_every_length_has_its_part_of_the_table():
-    c = dataclasses.replace(SMALL, bigrams=400, ngrams=(2, 3, 4, 5))
+    c = dataclasses.replace(SMALL, ngram_buckets=400, ngrams=(2, 3, 4, 5))
     hashes = train_gpt.hash_ngrams(TOKENS, c)
     for number, (n, (index, seed)) in enumerate(zip(c.ngrams, hashes, strict=True)):
         assert index.shape == seed.shape == TOKENS.shape
@@ -55,7 +55,7 @@ def test_every_length_has_its_part_of_the_table():
 
 # ---- Exchange ------------------------------------------------------------------------------------
 T = 29
-EXCHANGE = dataclasses.replace(SMALL, D=32, vocab=257, eot=256, bigrams=400)
+EXCHANGE = dataclasses.replace(SMALL, D=32, vocab=257, eot=256, ngram_buckets=400)
 R = 64  # rows in an eighth of its table, padding included
 # Eight sequences of few different tokens, so that n-grams occur more than once.
 TEXT = np.random.default_rng(5).integers(0, 6, (8, T)).astype(np.int32)

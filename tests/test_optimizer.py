@@ -71,7 +71,7 @@ def test_every_array_of_the_state_is_where_its_parameter_is():
 
 
 def test_first_values_are_those_of_the_spec():
-    sizes = {"D": 64, "H": 2, "F": 256, "vocab": 2000, "eot": 1999, "bigrams": 256}
+    sizes = {"D": 64, "H": 2, "F": 256, "vocab": 2000, "eot": 1999, "ngram_buckets": 256}
     c = dataclasses.replace(RECORD, **sizes)
     params = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)
     bound = 0.5 * (3 / c.D) ** 0.5
@@ -80,7 +80,7 @@ def test_first_values_are_those_of_the_spec():
     for w, edge in drawn:  # uniform between -edge and edge
         assert 0.98 * edge < np.abs(w).max() <= edge and abs(w.mean()) < 0.03 * edge
         assert w.std() == pytest.approx(edge / 3**0.5, rel=0.05)
-    assert not params["mlp"][1::2].any() and not params["bigram"].any()
+    assert not params["mlp"][1::2].any() and not params["ngram"].any()
     for name, std in {"head": 0.005, **{f"value{i}": 0.01 for i in range(5)}}.items():
         assert params[name].std() == pytest.approx(std, rel=0.02)
     np.testing.assert_array_equal(params["embed"], params["head"])
@@ -92,7 +92,7 @@ def test_first_values_are_those_of_the_spec():
     for name, value in first.items():
         np.testing.assert_allclose(params[name], np.broadcast_to(value, params[name].shape))
     outputs = {
-        "bigram": 0.05, "x0": 0, "skip": 0.5, "xsa": 0, "head": 0.25, "dc_in": 1, "dc_out": 0,
+        "ngram": 0.05, "x0": 0, "skip": 0.5, "xsa": 0, "head": 0.25, "dc_in": 1, "dc_out": 0,
         "v": 0, "x": 0, "value": 2, "attn": [1.1**0.5, 1, 0, 0.05], "mlp": [1.1**0.5, 1],
     }  # fmt: skip
     for net, sizes in train_gpt.nets(c).items():
@@ -107,7 +107,7 @@ def test_no_number_takes_a_first_step_that_a_rounding_error_decides():
     """Adam's first step is as long for a gradient that is 0 but for rounding as for any other. It
     would go one way on one device, and the other way on eight."""
     layers = (TINY.layers[0], TINY.layers[1])
-    c = dataclasses.replace(TINY, layers=layers, attention="band", bigrams=512, **FLOAT32)
+    c = dataclasses.replace(TINY, layers=layers, attention="band", ngram_buckets=512, **FLOAT32)
     table = train_gpt.param_table(c)
     weights = dict(train_gpt.initial_state(np.uint32(1), c).params)
     for name, matrices in train_gpt.unpad(weights, c).items():

@@ -11,7 +11,7 @@ import pytest
 import weights
 
 import train_gpt
-from tests.tools import FLOAT32, MINI32, bigram_rows, noise, whole_loss, whole_weights
+from tests.tools import FLOAT32, MINI32, ngram_rows, noise, whole_loss, whole_weights
 from train_gpt import norm, softcap
 
 # ---- Against the formula -------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_probabilities_obey_the_law():
 
     @jax.jit
     def probabilities(tokens_BT):
-        x_BTD = train_gpt.forward(bigram_rows(whole, tokens_BT, c), tokens_BT, c, 1)
+        x_BTD = train_gpt.forward(ngram_rows(whole, tokens_BT, c), tokens_BT, c, 1)
         read = lambda prediction, _: jnp.exp(prediction.log_p)
         return weights.predict_all(model, whole, norm(x_BTD), tokens_BT, read)
 

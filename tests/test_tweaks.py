@@ -20,7 +20,7 @@ ROOT = Path(train_gpt.__file__).parent
 FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
 PATCHES = sorted((ROOT / "records/changes").glob("*.patch"))
 SMALL = FLOAT32 | dict(
-    D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8
+    D=32, H=2, F=64, R=8, ngram_buckets=512, head_chunk=32, dc_window=12, batch=8
 )
 SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band", pointer=0)
 
@@ -92,7 +92,7 @@ def test_a_patch_runs(name, tmp_path):
     module = patched(name, tmp_path)
     layers = [module.Layer(module.SHORT)]
     if name == "value_residual":
-        layers = [*layers, *layers, module.Layer("long", x0=False, bigram=True, mudd=("input",))]
+        layers = [*layers, *layers, module.Layer("long", x0=False, ngram=True, mudd=("input",))]
     c = config(module, *layers)
     params = two_steps(module, c)
     for step in (1, 2):
