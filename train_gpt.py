@@ -394,7 +394,7 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     x_BTD = norm(x_BTD)
     copies_N3 = None
     if c.pointer:
-        copies_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
+        copies_N3 = pointer_copies(x_BTD, tokens_BS, w, c).reshape(-1, 3)
     return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
@@ -797,7 +797,7 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 
 
 # ---- Pointer -------------------------------------------------------------------------------------
-def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
+def pointer_copies(x_BTD, tokens_BS, w, c: Config) -> Array:
     """[pointer] What head_loss() mixes into the prediction of each token, (B, T, 3), in float32:
         right  attention on tokens whose successor is the target
         every  attention on all earlier tokens; the sentinel has the rest
@@ -825,7 +825,7 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
         every = weights.sum(axis=-1)
         right = jnp.where(successor[:, None] == target[..., None], weights, 0).sum(axis=-1)
         total = every + jnp.exp(sentinel - top)
-        return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
+        return jnp.stack((right / total, every / total, w["pointer_share"][longest]), axis=-1)
 
     arrays = [in_bands(x, W) for x in (q, labels, targets_BT)]
     arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
@@ -860,7 +860,7 @@ def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> t
     the sentinel, (B, i); in float32. And the length of the longest match, (B, i)."""
     scale = c.pointer_D**-0.5
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
-    sentinel = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
+    sentinel = scale * (jnp.float32(q_BiE) @ w["pointer_sentinel"]) + w["pointer_sentinel_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
     longest = jnp.zeros(sentinel.shape, jnp.int32)
     for n in range(1, c.pointer + 1):
@@ -1244,7 +1244,7 @@ def head_loss(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
     tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
     computes the gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19. With [pointer], the first target is the next token; copies_N3 is pointer_votes()."""
+    19. With [pointer], the first target is the next token; copies_N3 is pointer_copies()."""
     return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c)[0]
 
 
@@ -1467,9 +1467,9 @@ def pointer_params(c: Config) -> dict[str, Param]:
     return {
         "pointer_qk": replicated((3, c.pointer_D, c.D), start, 0.1),
         "pointer_gain": replicated((1,), 1.0, 1),
-        "pointer_sink": replicated((c.pointer_D,), 0.0, 0.1),
-        "pointer_sink_bias": replicated((1,), 4.0, 5),
-        "pointer_slot": replicated((c.pointer + 1,), [-2.0] + [0.0] * c.pointer, 5),
+        "pointer_sentinel": replicated((c.pointer_D,), 0.0, 0.1),
+        "pointer_sentinel_bias": replicated((1,), 4.0, 5),
+        "pointer_share": replicated((c.pointer + 1,), [-2.0] + [0.0] * c.pointer, 5),
         "pointer_match": replicated((c.pointer,), 0.5, 5),
     }
 

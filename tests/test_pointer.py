@@ -62,13 +62,15 @@ def formula(x_BTD, head_VD, w: dict, tokens_BS, c) -> tuple:
     k_BTE = norm(x_BTD @ w_k.T + before_BTD @ w_p.T)
     sees, lengths = pairs(np.asarray(tokens_BS), c)
     longest_BT = np.where(sees, lengths, 0).max(axis=-1)
-    a_BT = jax.nn.sigmoid(z_BTV[..., c.vocab] - total_BT + w["pointer_slot"][longest_BT])
+    a_BT = jax.nn.sigmoid(z_BTV[..., c.vocab] - total_BT + w["pointer_share"][longest_BT])
     a_BT1 = a_BT[..., None]
     terms = jnp.concatenate((jnp.zeros(1), jnp.cumsum(w["pointer_match"])))
     scores_BTT = q_BTE @ k_BTE.transpose(0, 2, 1) * c.pointer_D**-0.5 + terms[lengths]
     scores_BTT = jnp.where(sees, scores_BTT, -jnp.inf)
-    sink_BT1 = q_BTE @ w["pointer_sink"][:, None] * c.pointer_D**-0.5 + w["pointer_sink_bias"]
-    shares = jax.nn.softmax(jnp.concatenate((scores_BTT, sink_BT1), axis=-1))
+    sentinel_BT1 = (
+        q_BTE @ w["pointer_sentinel"][:, None] * c.pointer_D**-0.5 + w["pointer_sentinel_bias"]
+    )
+    shares = jax.nn.softmax(jnp.concatenate((scores_BTT, sentinel_BT1), axis=-1))
     copied_BTV = shares[..., :-1] @ jax.nn.one_hot(tokens_BS[:, 1:], c.vocab)
     s_BT1 = shares[..., -1:]
     p_BTV = jnp.exp(alone_BTV) * (1 - a_BT1 * (1 - s_BT1)) + a_BT1 * copied_BTV
@@ -91,7 +93,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(band):
     c = dataclasses.replace(C, pointer_band=band)
 
     def ours(x_BTD, head_VD, w):
-        votes_N3 = train_gpt.pointer_votes(x_BTD, tokens_BS, w, c).reshape(B * T, -1)
+        votes_N3 = train_gpt.pointer_copies(x_BTD, tokens_BS, w, c).reshape(B * T, -1)
         x_ND = x_BTD.reshape(-1, C.D)
         return train_gpt.head_loss(x_ND, head_VD, targets_NJ, WEIGHTS_J, votes_N3, c)
 
