@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import P
-from jax.sharding import NamedSharding
 
 import train_gpt
 from tests.golden import (
@@ -40,7 +38,7 @@ from tests.golden import (
     unstacked,
     untied,
 )
-from tests.tools import FLOAT32, make_mesh, whole_loss
+from tests.tools import FLOAT32, whole_loss
 from train_gpt import BANK, EXCHANGED, LOOKUP, REPLICATED, Param, Stage
 
 TOKENS = GOLDEN["tokens"]
@@ -462,65 +460,3 @@ def test_eight_steps_of_the_optimizers(monkeypatch):
     get = lambda name: GOLDEN[f"optim/state/qk_bank/{name}"]
     assert relative(buffer[0], get("momentum_buffer")) < 1e-5
     assert relative(average[0], get("second_momentum_buffer")) < 1e-4
-
-
-# ---- The whole -----------------------------------------------------------------------------------
-def test_two_steps_and_the_validation_after_them(monkeypatch):
-    """The first step updates the matrices, the second one everything, with microbatches of one
-    sequence. Training has the kernel of GPUs, in whose place is XLA's, and validation has banded
-    attention. One program has both kinds of updates, because it takes long to compile."""
-    kernel = jax.nn.dot_product_attention
-    update = train_gpt.update_parameters
-
-    def xla_kernel(*qkv, **options):
-        return kernel(*qkv, **options | {"implementation": "xla"})
-
-    def either_update(state, grads, row, c, adam_step):
-        of_all = functools.partial(update, state, grads, row, c, True)
-        of_matrices = functools.partial(update, state, grads, row, c, False)
-        return jax.lax.cond(adam_step, of_all, of_matrices)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", xla_kernel)
-    monkeypatch.setattr(train_gpt, "update_parameters", either_update)
-    settings = GOLDEN["traj/schedule"]
-    columns = str(GOLDEN["traj/schedule_columns"]).split()
-    # A stage has two steps, so every second row of the settings is that of a new stage.
-    of_stages = lambda name: settings[::2, columns.index(name)].astype(int).tolist()
-    names = ("ws_short_tokens", "ws_long_tokens", "tokens_per_step", "max_doc")
-    sizes = zip(*map(of_stages, names), strict=True)
-    stages = []
-    for stage, (short, long, tokens, max_doc) in zip(RECORD.stages, sizes, strict=False):
-        size = {"tokens": tokens, "short": short, "long": long, "max_doc": max_doc}
-        stages.append(dataclasses.replace(stage, steps=2, **size))
-    c = dataclasses.replace(
-        C, stages=tuple(stages), batch=2, cooldown_start=2 / 8, cooldown_end=6 / 8,
-        attention="cudnn", momentum_warmup=4 / 8, momentum_cooldown=2 / 8, untie=5 / 8,
-    )  # fmt: skip
-    state = train_gpt.initial_state(np.uint32(0), c)
-    start = {name: jnp.asarray(p) for name, p in params("tied").items()}
-    state = state._replace(params=start, lookups={name: start[name] for name in state.lookups})
-    state = jax.device_put(state, NamedSharding(make_mesh(1), P()))  # or it compiles twice
-
-    @on_one_device
-    def step(state, tokens, row, adam_step):
-        return train_gpt.train_step(state, tokens, row, c, 0, adam_step)
-
-    rows = train_gpt.schedule(c)
-    shapes = train_gpt.batch_shapes("train", c)
-    batches = train_gpt.read_batches([GOLDEN["traj/shard0"]], shapes, c)
-    for i, tokens in zip(range(2), batches, strict=False):
-        for n in range(2):
-            np.testing.assert_array_equal(tokens[n], GOLDEN[f"traj/step{i}/tokens{n}"])
-        state, loss = step(state, tokens[:, None], rows[i], c.is_adam_step(i))
-        got = float(loss) * c.sequence_length(0)
-        assert got == pytest.approx(GOLDEN["traj/autodiff/train_loss"][i], rel=2e-4)
-
-    def val_loss(params, tokens):
-        banded = dataclasses.replace(c, attention="band")
-        weights = train_gpt.whole_weights(params, banded)
-        return whole_loss(weights, tokens[None], {1: 1 / T}, banded, c.stage_at(2))
-
-    run = on_one_device(val_loss)
-    want = GOLDEN["traj/autodiff/val_loss_before_step"][2]
-    got = [float(run(state.params, tokens)) for tokens in TOKENS[: len(want)]]
-    np.testing.assert_allclose(got, want, rtol=2e-4)
