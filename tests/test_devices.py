@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
 from tests import tools
@@ -129,6 +130,22 @@ def test_the_stream_of_tokens_is_the_same(devices):
             assert len(parts) == devices and tokens.dtype == jnp.int32
             np.testing.assert_array_equal(np.concatenate([p.data for p in parts]), expected_tokens)
             jax.tree.map(np.testing.assert_array_equal, row, expected_row)
+
+
+def test_the_stream_is_two_steps_ahead_and_ends():
+    taken = []
+
+    def source():
+        for i in range(5):
+            taken.append(i)
+            yield np.full((8, 3), i, np.int32)
+
+    sharding = NamedSharding(make_mesh(2), PartitionSpec("fsdp"))
+    numbers = []
+    for array in train_gpt.prefetch(source(), sharding):
+        numbers.append(int(array[0, 0]))
+        assert len(taken) == min(5, numbers[-1] + 3)
+    assert numbers == [0, 1, 2, 3, 4]
 
 
 def test_the_first_state_is_the_same():

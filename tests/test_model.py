@@ -32,6 +32,7 @@ SMALL_LAYERS = (
 )  # fmt: skip
 SMALL_HEAD = (("input", 0.0), ("layer0", -0.5), ("layer1", 0.0), ("value0", 0.0))
 SMALL = dataclasses.replace(MINI32, layers=SMALL_LAYERS, mudd_head=SMALL_HEAD)
+ONE = dataclasses.replace(MINI32, layers=(Layer(SHORT),), mudd_head=())
 
 
 def changed(before, after):
@@ -134,22 +135,33 @@ def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypat
 
 
 # ---- Documents and bands -------------------------------------------------------------------------
+def attend(q, k, v, starts_BT, c, code=1):
+    """Attention over all tokens of q, k and v (B, T, H, K), with the document code or without."""
+    pos = train_gpt.positions(jnp.asarray(starts_BT), c, 0)
+    q = train_gpt.norm_rotate(q, *pos.rope[False], code * pos.doc_q)
+    k = train_gpt.norm_rotate(k, *pos.rope[False], code * pos.doc_k)
+    if code:
+        return train_gpt.attend(q, k, v, q.shape[1], pos.score_scale, c)
+    i, j = np.indices((q.shape[1],) * 2)
+    document = np.cumsum(starts_BT, axis=1)
+    mask = (j <= i) & (document[:, :, None] == document[:, None, :])
+    return jax.nn.dot_product_attention(q, k, v, scale=pos.score_scale, mask=mask[:, None])
+
+
+def test_the_document_code_is_an_exact_mask():
+    """Of more documents than a sequence of golden numbers has."""
+    starts = np.arange(T)[None] % 3 == 0
+    q, k, v = jax.random.normal(jax.random.key(2), (3, 1, T, 2, 16))
+    by_code, by_mask = (attend(q, k, v, starts, ONE, code) for code in (1, 0))
+    assert np.linalg.norm(by_code - by_mask) < 2e-5 * np.linalg.norm(by_mask)
+
+
 def test_4095_documents_are_still_apart():
-    """Every token is a document, so attention returns v, but for 1e-11 of a neighbour's. Values
-    and gradients of fewer documents are golden."""
-    n = 4095
-    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, n, 2, 16)).astype("bfloat16")
-    c = dataclasses.replace(MINI, layers=(Layer(SHORT),), mudd_head=(), compute="bfloat16")
-    pos = train_gpt.positions(jnp.ones((1, n), bool), c, 0)
-
-    @jax.jit
-    def attend(q, k, v):
-        q = train_gpt.norm_rotate(q, *pos.rope[False], pos.doc_q)
-        k = train_gpt.norm_rotate(k, *pos.rope[False], pos.doc_k)
-        return train_gpt.attend(q, k, v, n, pos.score_scale, c)
-
-    got = np.asarray(attend(q, k, v), np.float32)
-    np.testing.assert_allclose(got, np.asarray(v, np.float32), rtol=1e-6, atol=1e-9)
+    """Every token is a document, so attention returns v, but for 1e-11 of a neighbour's."""
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 4095, 2, 16)).astype("bfloat16")
+    c = dataclasses.replace(ONE, compute="bfloat16")
+    got = jax.jit(lambda q, k, v: attend(q, k, v, np.ones((1, 4095), bool), c))(q, k, v)
+    np.testing.assert_allclose(got.astype("f4"), v.astype("f4"), rtol=1e-6, atol=1e-9)
 
 
 def gradients(function, arguments, cotangent):
