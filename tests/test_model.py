@@ -150,10 +150,10 @@ def attend(q, k, v, starts_BT, c, code=1):
 
 def test_the_document_code_is_an_exact_mask():
     """Of more documents than a sequence of golden numbers has."""
-    starts = np.arange(T)[None] % 3 == 0
-    q, k, v = jax.random.normal(jax.random.key(2), (3, 1, T, 2, 16))
+    starts = np.arange(600)[None] % 3 == 0
+    q, k, v = jax.random.normal(jax.random.key(2), (3, 1, 600, 2, 16))
     by_code, by_mask = (attend(q, k, v, starts, ONE, code) for code in (1, 0))
-    assert np.linalg.norm(by_code - by_mask) < 2e-5 * np.linalg.norm(by_mask)
+    assert np.linalg.norm(by_code - by_mask) < 8e-5 * np.linalg.norm(by_mask)
 
 
 def test_4095_documents_are_still_apart():
