@@ -1,14 +1,7 @@
 """Protects a run of train_gpt.py: checkpoints, resume, signals and stalls.
 
-run/launch.py makes a Guard and passes it to run() of train_gpt.py, which trains without one as well
-and calls it in four places:
-
-    begin(state, ...)    before the first step: returns the state to begin with
-    wants(step)          before each step: whether to save the state
-    save(state, ...)     saves it, and ends the run if a signal has asked for that
-    step_ended(loss)     after each step
-
-The run also reads its attributes start, seconds, log_path and facts. A checkpoint is a file
+run() of train_gpt.py calls begin() before the first step, wants() before every step, step_ended()
+after it, and save(). It also reads start, seconds, log_path and facts. A checkpoint is a file
 logs/RUN/STEP.state: a NumPy archive of raw arrays, with facts of the run as JSON.
 """
 
