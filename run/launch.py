@@ -133,7 +133,7 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
 # ---- What evals/, records/ and lab/ use as well --------------------------------------------------
 def load_script(path: Path) -> ModuleType:
     """Imports a script from its file, as if it had been started itself."""
-    sys.path[0] = str(path.resolve().parent)
+    sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = script  # dataclasses look it up
