@@ -1,4 +1,4 @@
-"""Processes of run/launch.py, which ./run.sh executes, and code that tests add to their scripts."""
+"""Runs of run/launch.py in processes, as ./run.sh executes it, and code for their scripts."""
 
 import os
 import signal
@@ -13,30 +13,16 @@ MAIN = 'if __name__ == "__main__":'
 # Programs that compute nothing, so that a run takes no time. HOOK(step) runs in every step.
 STAND_INS = """
 def compile_all(c, mesh, log):
-    print("compiling", flush=True)
     steps = itertools.count(1)
     def train_program(state, tokens, row):
         HOOK(next(steps))
         return state, jnp.float32(3)
-    def val_program(params, tokens):
-        return 9.0, 0
-    stages = range(len(c.stages))
-    programs = dict.fromkeys(itertools.product(stages, (False, True)), train_program)
-    return programs | {(stage, "val"): val_program for stage in stages}
+    keys = itertools.product(range(len(c.stages)), (False, True, "val"))
+    val_program = lambda params, tokens: (9.0, 0)
+    return {key: val_program if key[1] == "val" else train_program for key in keys}
 
 def warm_up(programs, c, mesh):
     return None
-
-def HOOK(step):
-    pass
-"""
-# HANG() waits in C, as in XLA, where no Python signal handler runs.
-HUNG = """
-import ctypes
-def HANG():
-    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-    lock(mutex)
-    lock(mutex)
 """
 
 
@@ -46,14 +32,17 @@ def with_code(source: str, code: str) -> str:
     return source.replace(MAIN, f"{code}\n\n{MAIN}")
 
 
+def heed_ctrl_c() -> None:
+    """For a child: a shell's background job ignores Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(folder: Path, *argv, devices: int, **pipes) -> subprocess.Popen:
     """Starts the launcher in a folder. argv begins with a script."""
-    # A shell's background job ignores Ctrl-C, and its children inherit that.
-    heed = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **pipes}
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
     command = [sys.executable, LAUNCH, *argv]
-    return subprocess.Popen(command, cwd=folder, env=env, preexec_fn=heed, **pipes)
+    return subprocess.Popen(command, cwd=folder, env=env, preexec_fn=heed_ctrl_c, **pipes)
 
 
 def wait_for_line(process: subprocess.Popen, text: str) -> None:
@@ -62,9 +51,3 @@ def wait_for_line(process: subprocess.Popen, text: str) -> None:
         if text in line:
             return
     raise AssertionError(f"the process ended without printing {text!r}")
-
-
-def end(process: subprocess.Popen, seconds: int = 300) -> tuple[int, str, str]:
-    """Waits for a process: its exit status, stdout and stderr."""
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
