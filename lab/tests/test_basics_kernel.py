@@ -36,14 +36,6 @@ def test_it_runs_and_shows_two_lines_that_race(tmp_path, wait, first, second):
     assert first in one and second in other
 
 
-@interprets
-@pytest.mark.slow
-def test_a_fault_is_found(tmp_path):
-    """All steps of b are multiplied by the first one of a."""
-    done = basic(tmp_path, "kernel", plant=("a_g.at[rows, step]", "a_g.at[rows, pl.ds(0, STEP)]"))
-    assert done.returncode == 1 and "WRONG by the kernel" in done.stdout, done.stdout + done.stderr
-
-
 # ---- Exercises -----------------------------------------------------------------------------------
 def changed(*changes: tuple[str, str]) -> ModuleType:
     """The file with other texts in place of some."""
