@@ -79,10 +79,8 @@ def test_the_last_table_is_what_the_logs_say():
         _, _, gpt2, tiny, _ = row.split("|")
         tokens_of_tiny = tiny.partition("±")[0]
         fewer.append(int(gpt2.replace(",", "")) / int(tokens_of_tiny.replace(",", "")))
-    readme = (BASICS.parent / "README.md").read_text(encoding="utf-8")
-    assert f"with {fewer[0]:.0f}, {fewer[1]:.0f} and {fewer[2]:.0f} times fewer tokens" in " ".join(
-        readme.split()
-    )
+    times = f"with {fewer[0]:.0f}, {fewer[1]:.0f} and {fewer[2]:.0f} times fewer tokens"
+    assert times in " ".join(README.split())
     for search, name, rates in ("brief_rate", "brief_seed", 4), ("rate", "long", 6):
         losses = compare.searched(search)
         assert len(losses) == rates

@@ -99,22 +99,18 @@ def ranks(values: list[float]) -> np.ndarray:
 
 
 def board(rows: list[Row]) -> str:
-    """Returns the table."""
+    """Returns the table. A star is at those whose rate is at the end of its grid."""
     cells = []
-    for place, row in enumerate(rows, 1):
+    for row in rows:
         p = stats.below(row.losses, verify.TRACKS[TRACK].target).p
-        numbers = ", ".join(f"{name} {value:g}" for name, value in row.numbers.items())
         rates = tune.grid(row.name)["lr"]
-        if row.numbers["lr"] in (rates[0], rates[-1]):
-            numbers = numbers.replace(",", "*,", 1)
-        link = f"[{row.name}]({row.name}.py)"
+        star = "*" if row.numbers["lr"] in (rates[0], rates[-1]) else ""
+        link = f"[{row.name}]({row.name}.py){star}"
         loss = f"{fmean(row.losses):.4f} ± {stdev(row.losses):.4f}"
         same = f"{comparable_steps(row):.0f}"
         upstream = "{} ({})".format(*UPSTREAM[row.name]) if row.name in UPSTREAM else ""
-        n = len(row.losses)
-        cells.append([place, link, row.steps, loss, n, verify.p_value(p), same, numbers, upstream])
-    title = ["", "optimizer", "steps", "final loss", "n", "p", f"for {COMMON:.2f}", "numbers"]
-    title.append("upstream's steps (n)")
+        cells.append([link, row.steps, loss, verify.p_value(p), same, upstream])
+    title = ["optimizer", "steps", "final loss", "p", f"for {COMMON:.2f}", "upstream's steps (n)"]
     return "\n".join(verify.table(title, cells))
 
 
