@@ -432,7 +432,8 @@ def main() -> None:
     mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
-    print("gpt2.py", vars(args) | dict(jax=jax.__version__))
+    data = args.data and args.data.name
+    print("gpt2.py", vars(args) | dict(data=data, jax=jax.__version__))
     if args.size in HUB:
         args.source = download(HUB[args.size])
     if args.data:
