@@ -234,11 +234,6 @@ def write_folder(folder, file, **keys):
     save_file(file, folder / "model.safetensors", {"format": "pt"})
 
 
-def logits_of(folder, tokens):
-    c, params = gpt2.read_folder(folder)
-    return gpt2.forward(jax.device_put(params), tokens, c._replace(compute="float32"))
-
-
 OTHER_MODELS = {
     "activation_function": "relu",
     "layer_norm_epsilon": 0.1,
@@ -252,7 +247,6 @@ OTHER_MODELS = {
     "auto_map": {"AutoModelForCausalLM": "modeling.Other"},
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
-CHANGES = [*OTHER_MODELS][:7]  # of others, transformers can load no such file, or reads code
 NO_CHANGES = dict(activation_function="gelu_pytorch_tanh", n_inner=4 * SMALL.D, n_ctx=8, dtype=None)
 NO_CHANGES |= dict(reorder_and_upcast_attn=True, attn_pdrop=0.5, hidden_act="relu", task="none")
 
@@ -379,54 +373,6 @@ def test_what_it_saves_is_what_transformers_saved(tmp_path):
         np.testing.assert_array_equal(p, theirs[f"transformer.{name}"], strict=True)
     about = json.loads((SAVED / "config.json").read_text())
     assert json.loads((tmp_path / "config.json").read_text()).items() <= about.items()
-
-
-# ---- transformers, where it is installed ---------------------------------------------------------
-@pytest.fixture
-def theirs(folder, monkeypatch):
-    """The folder as transformers loads it."""
-    pytest.importorskip("transformers", reason="to compare: pip install transformers torch")
-    with monkeypatch.context() as patch:  # torch needs Python's profile.py, not that of lab/
-        patch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "lab"])
-        patch.delitem(sys.modules, "profile", raising=False)
-        from transformers import GPT2LMHeadModel
-
-        sys.modules.pop("profile", None)
-    return GPT2LMHeadModel.from_pretrained(folder).eval()
-
-
-def their_logits(model, tokens):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.double().numpy()
-
-
-TOKENS = np.random.default_rng(2).integers(0, SMALL.V, (2, SMALL.T))
-
-
-@pytest.mark.parametrize("part", ["model", "model.transformer"])
-def test_a_folder_that_transformers_saves_has_its_logits(theirs, part, tmp_path):
-    model = theirs if part == "model" else theirs.transformer
-    model.save_pretrained(tmp_path / "saved")
-    expected = their_logits(theirs, TOKENS)
-    gap = np.abs(logits_of(tmp_path / "saved", TOKENS) - expected).max()
-    print(f"largest difference of logits {gap:.2e}, their standard deviation {expected.std():.2f}")
-    assert gap < 1e-4
-
-
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_key_that_is_refused_changes_transformers(theirs, folder, key):
-    expected = their_logits(theirs, TOKENS)
-    write_folder(folder, openai_names(SMALL, 0), **{key: OTHER_MODELS[key]})
-    changed = their_logits(type(theirs).from_pretrained(folder).eval(), TOKENS)
-    assert np.abs(changed - expected).max() > 1e-3
-
-
-def test_keys_that_are_not_refused_do_not_change_transformers(theirs, folder):
-    write_folder(folder, openai_names(SMALL, 0), **NO_CHANGES)
-    same = their_logits(type(theirs).from_pretrained(folder).eval(), TOKENS)
-    assert np.abs(same - their_logits(theirs, TOKENS)).max() < 1e-4
 
 
 # ---- Training ------------------------------------------------------------------------------------
