@@ -16,7 +16,7 @@ In train_gpt.py  `param_table` is the table, `block` the layer. `norm` has no we
         updates matrices, `whole_weights` gathers what is sharded, `pack_documents` packs documents
 """
 
-import contextlib
+import argparse
 import functools
 import itertools
 import json
@@ -37,9 +37,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 sys.path.append(str(DATA))
-import messages  # noqa: E402
 import shards  # noqa: E402
 import source_code  # noqa: E402
+from messages import one_line, refuse  # noqa: E402
 
 
 class Config(NamedTuple):
@@ -51,15 +51,11 @@ class Config(NamedTuple):
     compute: str = "bfloat16"  # format of activations; the weights themselves are float32
 
 
-CONVERT = "save it again by transformers, as basics/README.md shows"
 # The fields of Config, and their names in the config.json of GPT-2s on the hub.
 NAMES = dict(L="n_layer", H="n_head", D="n_embd", T="n_positions", V="vocab_size")
-OTHER_NAMES = dict(L="num_hidden_layers", H="num_attention_heads", D="hidden_size",
-                   T="max_position_embeddings")  # fmt: skip
 SIZES = {"small": Config(L=6, H=2, D=128, T=256, V=257), "124M": Config()}
 HUB = {"openai": "openai-community/gpt2"}  # OpenAI's weights, 124M to 1.6B
 HUB |= {f"openai-{size}": f"openai-community/gpt2-{size}" for size in ("medium", "large", "xl")}
-HUB_TIMEOUT = 5.0  # seconds
 # What the flags of training are if they are not passed, and with loaded weights.
 SCRATCH = dict(steps=184, batch=4, accumulate=1, lr=2e-3, val_every=92, val_tokens=65536)
 TUNING = SCRATCH | dict(steps=200, batch=1, lr=3e-5, val_every=50)
@@ -188,7 +184,7 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
 
     def validate(params):
         part = itertools.islice(batches(val_text, args.batch, args.context), val_batches)
-        return np.mean([val_step(params, split(batch)) for batch in part])
+        return np.mean([float(val_step(params, split(batch))) for batch in part])
 
     train_batches = batches(train_text, args.batch, args.context)
     state = tx.init(params)
@@ -200,13 +196,14 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
         if step % args.val_every == 0 or step == args.steps:
             losses[step] = validate(params)
             if not np.isfinite(losses[step]):
-                raise shards.Fault(f"the loss is {losses[step]} at step {step}: pass a lower --lr")
+                refuse(f"the loss is {losses[step]} at step {step}: pass a lower --lr")
             about = f"val_loss:{losses[step]:.4f}"
-            if args.save and losses[step] == min(losses.values()):
+            has_learned = step > 0 or args.source  # not the random weights of the beginning
+            if args.save and has_learned and losses[step] == min(losses.values()):
                 save(args.save, params, c)
                 about += " saved"
         elif step % 10 == 0:
-            about = f"train_loss:{np.mean(recent):.4f}"
+            about = f"train_loss:{np.mean([float(loss) for loss in recent]):.4f}"
         if about:
             recent = []
             tokens = step * args.accumulate * microbatch_tokens
@@ -220,80 +217,52 @@ def train(params: dict, c: Config, mesh: Mesh, texts: list[np.ndarray], args) ->
     fall = f"the loss falls by {losses[0] - losses[best]:.4f}, and is lowest at step {best}"
     if args.source is None:
         check(f"the first loss is about log {c.V}", abs(losses[0] - math.log(c.V)) < 0.2)
-    if args.source is None and args.steps:
-        check(fall, best > 0)
+        check(fall, best > 0 or not args.steps)
     elif args.steps:
-        cure = "the loss has not fallen: pass a lower --lr, or more --steps, or take more text"
-        print(fall if best else cure)
+        print(fall)
     return params
 
 
 # ---- Files ---------------------------------------------------------------------------------------
 def download(repo: str) -> Path:
     """The folder of a model in the hub's cache, which is fetched if it is not there."""
-    from cached_fineweb10B import explain
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import snapshot_download
 
-    files = dict(allow_patterns=["config.json", "model.safetensors"])
-    with contextlib.suppress(Exception):
-        return Path(snapshot_download(repo, local_files_only=True, **files))
+    files = ["config.json", "model.safetensors"]
     try:
-        # First this question, because snapshot_download waits for an answer without an end.
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
-        return Path(snapshot_download(repo, **files))
-    except Exception as error:
-        cure = "Or pass --from FOLDER: a copy of that model's folder, from another machine"
-        raise shards.Fault(f"{repo}: {explain(error, repo, 'main')}. {cure}") from None
+        return Path(snapshot_download(repo, allow_patterns=files))
+    except Exception as error:  # of the network, the hub, or the disk
+        refuse(f"{repo}: {error}. Or pass --from FOLDER: a copy of that model's folder")
 
 
 def read_folder(folder: Path) -> tuple[Config, dict[str, np.ndarray]]:
-    """What save() or transformers has written. Raises Fault unless it is a GPT-2 in float32."""
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            present = sorted(path.name for path in folder.iterdir())
-            raise shards.Fault(f"has no file {name}, but {present[:20]}: {CONVERT}")
-    try:
-        name = "config.json"
-        c = read_config(json.loads((folder / name).read_bytes()))
-        name = "model.safetensors"
-        return c, read(folder / name, c)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        with shards.open_file(folder / name) as file:
-            what = f"{name} that begins with {file.read(40)} ({error!s:.150})"
-        raise shards.Fault(f"has a broken {what}: get it again") from None
+    """What save() or transformers has written. Refuses what is not a GPT-2 in float32."""
+    if not (folder / "model.safetensors").is_file():
+        refuse(f"there is no {folder}/model.safetensors: basics/README.md says how to make one")
+    c = read_config(folder)
+    return c, read(folder / "model.safetensors", c)
 
 
 def check_tokens(folder: Path) -> None:
-    """Raises Fault if a folder has a tokenizer of other tokens than GPT-2's."""
+    """Refuses a folder that has a tokenizer of other tokens than GPT-2's."""
     ids = {b"the": 262, b"world": 995, b"language": 3303}  # with a space before the word
     for name in ("tokenizer.json", "vocab.json"):
-        if not (folder / name).is_file():
-            continue
-        content = (folder / name).read_bytes()
-        for word, number in ids.items():
+        for word, number in ids.items() if (folder / name).is_file() else ():
             pattern = rb'(\xc4\xa0|\\u0120)%b" ?: ?%d\b' % (word, number)  # U+0120 is the space
-            if not re.search(pattern, content):
-                raise shards.Fault(f"has a {name} of other tokens than GPT-2's: use transformers")
+            if not re.search(pattern, (folder / name).read_bytes()):
+                refuse(f"{folder} has a {name} of other tokens than GPT-2's: use transformers")
     for name in ("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
         if (folder / name).exists():
-            raise shards.Fault(f"has a {name}, so its tokens are not GPT-2's: use transformers")
+            refuse(f"{folder} has a {name}, so its tokens are not GPT-2's: use transformers")
 
 
-def read_config(about: dict) -> Config:
-    """The sizes in a config.json. Raises Fault if another key changes transformers' GPT-2."""
-    for key, other_name in OTHER_NAMES.items():
-        if other_name in about:
-            about.setdefault(NAMES[key], about[other_name])
-    sizes = {name: about.get(name, Config._field_defaults[key]) for key, name in NAMES.items()}
-    are_positive = all(type(size) is int and 0 < size < 2**31 for size in sizes.values())
-    c = Config(**{key: sizes[name] for key, name in NAMES.items()})
-    if not are_positive or c.D % c.H or c.T < 16:
-        raise shards.Fault(f"has unusable sizes in config.json: {sizes!r:.300}")
+def read_config(folder: Path) -> Config:
+    """The sizes in a folder's config.json. Refuses other keys that change transformers' GPT-2."""
+    about = json.loads((folder / "config.json").read_bytes())
+    c = Config(**{key: about[name] for key, name in NAMES.items() if name in about})
     computed = {  # the values with which transformers' model is this one; the first is the default
         "model_type": ["gpt2"],
         "architectures": [None, [], ["GPT2LMHeadModel"], ["GPT2Model"]],
-        "transformers_weights": [None],  # another file than model.safetensors
         "tokenizer_class": [None, "GPT2Tokenizer", "GPT2TokenizerFast"],
         "auto_map": [None],  # code in place of transformers'
         "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh"],
@@ -301,19 +270,12 @@ def read_config(about: dict) -> Config:
         "scale_attn_weights": [True],
         "scale_attn_by_inverse_layer_idx": [False],
         "is_causal": [True],
-        "add_cross_attention": [False],
         "tie_word_embeddings": [True],
-        "n_inner": [None, 4 * c.D],
-        "pruned_heads": [None, {}],
-        "quantization_config": [None],
-        "dtype": ["float32", None],
-        "torch_dtype": ["float32", None],  # of older versions
-    } | {other_name: [getattr(c, key)] for key, other_name in OTHER_NAMES.items()}
+        "num_attention_heads": [c.H],  # another name; other sizes show in the shapes of arrays
+    }
     for key, values in computed.items():
-        value = about.get(key, values[0])
-        if value not in values:
-            what = f"{key} {value!r:.80} in config.json, and this file computes {values}"
-            raise shards.Fault(f"has {what}: use transformers")
+        if about.get(key, values[0]) not in values:
+            refuse(f"{folder}: config.json has {key} {about[key]}, and this file computes {values}")
     return c
 
 
@@ -323,29 +285,17 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
     content = np.fromfile(path, np.uint8)
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:begin].tobytes())
-    data = content[begin:]
     header.pop("__metadata__", None)
-    spans = sorted(about["data_offsets"] for about in header.values())
-    if [start for start, _ in spans] + [len(data)] != [0] + [end for _, end in spans]:
-        raise shards.Fault(f"has a {path.name} whose arrays do not fill it: get it again")
     prefix = "transformer." if "transformer.wpe.weight" in header else ""
-    if "lm_head.weight" in header:  # tied, so either name is enough
-        header.setdefault(f"{prefix}wte.weight", header["lm_head.weight"])
 
     def array(name: str, shape: tuple) -> np.ndarray:
-        if name not in header:
-            raise shards.Fault(f"has no {name}, but {[*header][:5]}: use transformers")
         found = header.pop(name)
-        start = found["data_offsets"][0]
-        end = start + 4 * math.prod(shape)
-        expected = dict(dtype="F32", shape=[*shape], data_offsets=[start, end])
-        if found != expected:
-            what = f"{name} as {found!r:.200}, and config.json needs {expected}"
-            cure = "get both files again" if found.get("dtype") == "F32" else CONVERT
-            raise shards.Fault(f"has {what}: {cure}")
-        values = data[start:end].view("<f4").reshape(shape)
+        if (found["dtype"], found["shape"]) != ("F32", [*shape]):
+            refuse(f"{path} has {name} as {found}, not in float32 and {shape}: use transformers")
+        start, end = found["data_offsets"]
+        values = content[begin + start : begin + end].view("<f4").reshape(shape)
         if not np.isfinite(values).all():
-            raise shards.Fault(f"has NaN or infinity in {name}: take another model")
+            refuse(f"{path} has NaN or infinity in {name}: take another model")
         return values
 
     params = {}
@@ -359,12 +309,11 @@ def read(path: Path, c: Config) -> dict[str, np.ndarray]:
     if "lm_head.weight" in header:
         head = array("lm_head.weight", (c.V, c.D))
         if not np.array_equal(head, params["wte.weight"]):
-            raise shards.Fault("has an lm_head.weight that is not wte.weight: use transformers")
+            refuse(f"{path} has an lm_head.weight that is not wte.weight: use transformers")
     mask = prefix + "h[.][0-9]+[.]attn[.](bias|masked_bias)"  # of older versions: constants
     others = [name for name in header if not re.fullmatch(mask, name)]
     if others:
-        what = f"other arrays than GPT-2, {len(others)} in all: {others[:5]}"
-        raise shards.Fault(f"has {what}: use transformers")
+        refuse(f"{path} has arrays that GPT-2 has not, as {others[0]}: use transformers")
     return params
 
 
@@ -426,17 +375,8 @@ def read_text(folder: Path) -> tuple[int, list[np.ndarray]]:
     vocab = (shards.read_manifest(folder) or shards.GPT2)["vocab"]
     largest = max(int(text.max()) for text in texts)
     if largest >= vocab:
-        raise shards.Fault(f"has token {largest}, but a vocabulary of {vocab}: make it again")
+        refuse(f"{folder} has token {largest}, but a vocabulary of {vocab}: make it again")
     return vocab, texts
-
-
-@contextlib.contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """Puts a folder's name before a message."""
-    try:
-        yield
-    except shards.Fault as fault:
-        raise shards.Fault(f"{folder} {fault}") from None
 
 
 def check(what: str, right: bool) -> None:
@@ -445,18 +385,16 @@ def check(what: str, right: bool) -> None:
         sys.exit(1)
 
 
-def main() -> None:
-    cli = messages.Parser(description=__doc__)
+def parse() -> argparse.Namespace:
+    """Reads the flags. Those of training, if they are not passed, are SCRATCH's or TUNING's."""
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    cli.error = refuse
     add = cli.add_argument
-    folder = shards.folder_name
-    add("--size", choices=[*SIZES, *HUB], help="default: small; openai has 124M parameters "
-        "(0.5 GB), openai-xl 1.6B (6.4 GB)")  # fmt: skip
-    add("--from", dest="source", type=folder, metavar="FOLDER",
-        help="begin with weights that transformers or --save wrote")  # fmt: skip
-    add("--data", type=folder, help="folder of shards, as in data/; default: the embedded text; "
-        "loaded weights are trained only if this is passed")  # fmt: skip
-    add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"),
-        help="devices over which batches, and layers, are split")  # fmt: skip
+    add("--size", choices=[*SIZES, *HUB], help="openai has 124M parameters, openai-xl 1.6B")
+    add("--from", dest="source", type=Path, metavar="FOLDER", help="begin with weights from here")
+    add("--data", type=Path, help="shards; loaded weights are trained only if this is passed")
+    add("--mesh", type=int, nargs=2, default=(1, 1), metavar=("DATA", "MODEL"), help="devices")
     add("--steps", type=int, help="updates of the weights; 0: only print the loss")
     add("--batch", type=int, help="sequences in a microbatch: a multiple of DATA")
     add("--context", type=int, help="tokens of a sequence; default: the model's positions")
@@ -465,67 +403,58 @@ def main() -> None:
     add("--val_every", type=int, help="steps between two validations")
     add("--val_tokens", type=int, help="tokens to validate on, at most, but a microbatch")
     add("--seed", type=int, default=0, help="of the initial weights and of the samples")
-    add("--prompt", help="what the sample continues; default: the first tokens of the validation "
-        "text, or The")  # fmt: skip
-    add("--save", type=folder, metavar="FOLDER", help="write the weights for transformers to load")
+    add("--prompt", help="what the sample continues; default: the first validation tokens, or The")
+    add("--save", type=Path, metavar="FOLDER", help="write the weights, for transformers to load")
     args = cli.parse_args()
+    if args.size and args.source:
+        refuse("pass --size or --from: the folder has its own size")
     loaded = args.source is not None or args.size in HUB
     for name in (*SCRATCH, "context"):
         if loaded and not args.data and getattr(args, name) is not None:
-            cli.error(f"--{name} needs --data: there is no text to train on")
+            refuse(f"--{name} needs --data: there is no text to train on")
+    if not loaded:
+        args.data = args.data or DATA / "source_code"
     for name, value in (TUNING if loaded else SCRATCH).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in ("batch", "accumulate", "lr", "val_every", "val_tokens"):
-        if not getattr(args, name) > 0:
-            cli.error(f"--{name} {getattr(args, name)} is not above 0")
-    if args.steps < 0:
-        cli.error(f"--steps {args.steps} is below 0")
-    if args.size and args.source:
-        cli.error(f"--size {args.size} and --from {args.source}: the folder has its own size")
-    if min(args.mesh) < 1 or args.batch % args.mesh[0]:
-        cli.error(f"--mesh {args.mesh}: DATA and MODEL begin at 1, and DATA divides --batch")
-    if not 0 <= args.seed < 2**32:
-        cli.error(f"--seed {args.seed} is not from 0 to 4294967295")
+        least = 0 if name in ("steps", "lr") else 1
+        if not getattr(args, name) >= least:
+            refuse(f"--{name} {getattr(args, name)} is not at least {least}")
+    for name in ("config.json", "model.safetensors"):
+        if args.save and (args.save / name).exists():
+            refuse(f"{args.save} has a {name} already: pass another --save, or move it away")
+    return args
+
+
+def main() -> None:
+    args = parse()
     jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))  # read on CPUs only
     mesh = jax.make_mesh(args.mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     size = sum(math.prod(shape) for shape, *_ in table(SIZES["124M"]).values())
     check(f"GPT-2 124M has {size:,} parameters", size == 124_439_808)
-    c = SIZES.get(args.size or "small")
+    data = args.data and args.data.name
+    print("gpt2.py", vars(args) | dict(data=data, jax=jax.__version__))
     if args.size in HUB:
         args.source = download(HUB[args.size])
-    if not loaded:
-        args.data = args.data or DATA / "source_code"
-    about = dict(data=args.data and args.data.name, jax=jax.__version__)
-    print("gpt2.py", vars(args) | about)
-    if args.save:  # now, because an error after the training would cost a run
-        args.save.mkdir(parents=True, exist_ok=True)
     if args.data:
-        with named(args.data):
-            vocab, texts = read_text(args.data)
-    if loaded:
-        with named(args.source):
-            c, weights = read_folder(args.source)
-            check_tokens(args.source)
+        vocab, texts = read_text(args.data)
+    if args.source:
+        c, weights = read_folder(args.source)
+        check_tokens(args.source)
         if jax.default_backend() == "cpu":
             c = c._replace(compute="float32")  # there as fast as bfloat16
     else:
+        c = SIZES[args.size or "small"]
         c = c._replace(V=vocab, T=args.context or c.T)
         weights = initial(c, args.seed)
     if args.data and vocab != c.V:
-        cure = "GPT-2's tokens are made by ./run.sh tokenize without --bytes"
-        what = f"{args.data} has {vocab} different tokens, and {args.source} {c.V}"
-        raise shards.Fault(f"{what}: {cure}")
+        refuse(f"{args.data} has {vocab} different tokens, and {args.source} {c.V}: GPT-2's are "
+               "made by ./run.sh tokenize without --bytes")  # fmt: skip
     args.context = args.context or c.T
-    if not 16 <= args.context <= c.T:
-        cli.error(f"--context {args.context} is not from 16 to the model's {c.T} positions")
-    if c.D % args.mesh[1]:
-        cli.error(f"--mesh {args.mesh}: MODEL must divide the width {c.D}")
     needed = args.batch * args.context + 1
-    if args.data and len(texts[1]) < needed:
-        what = f"{args.data} has {len(texts[1]):,} tokens to validate on, and a microbatch of"
-        what += f" {args.batch} x {args.context} needs {needed:,}"
-        raise shards.Fault(f"{what}: pass a smaller --batch or --context")
+    if args.data and len(texts[1]) < needed:  # it would be read around its end
+        refuse(f"{args.data} has {len(texts[1]):,} tokens to validate on, and a microbatch of "
+               f"{args.batch} x {args.context} needs {needed:,}")  # fmt: skip
     coder = shards.coder(c.V, c.V - 1)
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(weights, split)
@@ -534,9 +463,9 @@ def main() -> None:
     two[1, 8] = 99  # the two sequences differ in one token
     logits = jax.jit(functools.partial(forward, c=c))(params, two)
     if not np.isfinite(logits).all():
-        raise shards.Fault(f"{args.source}: its weights are too large for {c.compute}: use another")
+        refuse(f"{args.source}: its weights are too large for {c.compute}: use another")
     change = np.abs(logits[0] - logits[1]).max(axis=-1)
-    right = not change[:8].any() and (loaded or change[8:].all())
+    right = not change[:8].any() and (args.source or change[8:].all())
     check("a token changes logits at its position and at all later ones, nothing before", right)
     prompt = coder.encode("The" if args.prompt is None else args.prompt)
     if args.prompt is None and args.data:
@@ -547,18 +476,19 @@ def main() -> None:
         text = b"".join(map(coder.piece, tokens)).decode(errors="replace")
         print(f"---- {title}\n{text}", flush=True)
 
-    if loaded and args.data and args.steps:
+    if args.source and args.data and args.steps:
         print_sample("before")
     if args.data:
         params = train(params, c, mesh, texts, args)
     elif args.save:
         save(args.save, params, c)
-    if args.save:
+    if args.save and (args.save / "config.json").exists():
         params = jax.device_put(read_folder(args.save)[1], split)
         print(f"{args.save} is for GPT2LMHeadModel.from_pretrained and for --from")
     print_sample("sample")
 
 
 if __name__ == "__main__":
-    with shards.one_line("gpt2.py"):  # \u4e2d is printed where a terminal lacks 中
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a terminal lacks a character
+    with one_line("gpt2.py"):
         main()

@@ -149,9 +149,8 @@ def read_rows(split: str) -> np.ndarray:
     import shards
     import source_code
 
-    with shards.one_line("muon.py"):
-        source_code.make(source_code.FOLDER)
-        tokens = shards.tokens(source_code.FOLDER, split).astype(np.int32)
+    source_code.make(source_code.FOLDER)
+    tokens = shards.tokens(source_code.FOLDER, split).astype(np.int32)
     return np.lib.stride_tricks.sliding_window_view(tokens, CONTEXT + 1)
 
 

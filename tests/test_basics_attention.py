@@ -6,12 +6,10 @@ import attention
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.tools import basic
 
 
-@pytest.mark.slow
 def test_it_runs(tmp_path):
     run = basic(tmp_path, "attention", "--draw", "attention.svg")
     assert run.returncode == 0 and run.stderr == "", run.stderr
@@ -19,15 +17,6 @@ def test_it_runs(tmp_path):
     assert (tmp_path / "attention.svg").stat().st_size < 80_000
 
 
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    run = basic(tmp_path, "attention", plant=("(window - 1, 0)", "(window, 0)"))
-    assert run.returncode == 1 and run.stderr == "", run.stderr
-    assert run.stdout.splitlines()[-1].startswith("WRONG window 8 "), run.stdout
-
-
-@pytest.mark.slow
 def test_exercise_1_seven_layers_of_window_8_reach_the_first_of_48_tokens():
     """A layer reaches 7 tokens further back: token 47 sees 40, with 6 layers 5, with 7 layers 0."""
     window = partial(attention.attend, window=8)

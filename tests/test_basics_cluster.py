@@ -27,14 +27,6 @@ def test_it_runs(run):
     assert ran.stdout.count("ok   ") == 5 and "WRONG" not in ran.stdout
 
 
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(run):
-    """Another one is in lab/faults/basics.toml."""
-    ran = run(('"different": jax.process_index()', '"different": 0'))
-    assert ran.returncode == 1 and "WRONG every row" in ran.stdout, ran.stdout + ran.stderr
-
-
-@pytest.mark.slow
 def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
     whole = "jax.make_array_from_process_local_data(spread, rows, rows.shape) for rows in data"
     ran = run((FEED, f"arrays = [{whole}]"))
@@ -42,7 +34,6 @@ def test_exercise_1_a_process_that_has_all_rows_says_how_many_there_are(run):
     assert "WRONG the same half twice" in ran.stdout  # both processes have all rows
 
 
-@pytest.mark.slow
 def test_exercise_2_who_is_left_ends_too():
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

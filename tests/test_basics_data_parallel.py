@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 from data_parallel import SPECS, by_hand, loss_and_grads, loss_sum, make
 from jax import lax
 from jax.sharding import AxisType
@@ -14,17 +13,6 @@ def test_it_runs(tmp_path):
     run = basic(tmp_path, "data_parallel")
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.count("ok   ") == 5 and "WRONG" not in run.stdout
-
-
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    plant = (
-        'copy = lax.pcast(params, "data", to="varying")',
-        "copy = params",
-    )
-    done = basic(tmp_path, "data_parallel", plant=plant)
-    assert done.returncode == 1 and "WRONG by hand" in done.stdout, done.stdout + done.stderr
 
 
 def assert_right(function):

@@ -4,7 +4,6 @@ import fp8
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.tools import basic
 
@@ -13,14 +12,6 @@ def test_it_runs(tmp_path):
     done = basic(tmp_path, "fp8")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("ok   ") == 11 and "WRONG" not in done.stdout
-
-
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    plant = '(scales["g"] * scales["x"])', '(scales["g"] * scales["w"])'
-    done = basic(tmp_path, "fp8", plant=plant)
-    assert done.returncode == 1 and "WRONG FP8" in done.stdout, done.stdout + done.stderr
 
 
 def rows(seed: int = 0, size: int = fp8.SIZE):

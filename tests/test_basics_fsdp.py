@@ -5,7 +5,6 @@ import functools
 import jax
 import numpy as np
 import optax
-import pytest
 from fsdp import EIGHTH, ROWS, gather, loss_of, make
 from jax import lax
 from jax.sharding import AxisType
@@ -17,14 +16,6 @@ def test_it_runs(tmp_path):
     run = basic(tmp_path, "fsdp")
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.count("ok   ") == 9 and "WRONG" not in run.stdout
-
-
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    plant = ("(BATCH * WIDTH)", "x.size")
-    done = basic(tmp_path, "fsdp", plant=plant)
-    assert done.returncode == 1 and "WRONG all" in done.stdout, done.stdout + done.stderr
 
 
 def spread(function, ins=(EIGHTH, ROWS, ROWS)):

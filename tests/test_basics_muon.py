@@ -11,21 +11,12 @@ import pytest
 from tests.tools import basic
 
 
-@pytest.mark.slow
 def test_it_runs(tmp_path):
     done = basic(tmp_path, "muon")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("ok   ") == 5 and "WRONG" not in done.stdout
     (loss,) = re.findall(r"AdamW, (\S+) with Muon", done.stdout)
     assert float(loss) < 2.19  # 2.144 here
-
-
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    plant = 'matrices=P("fsdp")', 'matrices=P(None, "fsdp")'
-    done = basic(tmp_path, "muon", plant=plant)
-    assert done.returncode == 1 and "WRONG by matrices" in done.stdout, done.stdout + done.stderr
 
 
 def polar(G):

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import tensor_parallel as tp
 from jax import P
 
@@ -19,14 +18,6 @@ def test_it_runs(tmp_path):
     assert rows[0] == ["196.6", "344.1", "0.0"]
     assert rows[2] == ["49.2", "49.2", "196.6"]
     assert rows[3] == ["49.2", "49.2", "641.3"]
-
-
-@pytest.mark.slow  # lab/faults.py plants another one
-def test_a_fault_is_found(tmp_path):
-    """Another one is in lab/faults/basics.toml."""
-    plant = '(split, P("data"), P("data"))', "(split, P(), P())"
-    done = basic(tmp_path, "tensor_parallel", plant=plant)
-    assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
 
 
 def arguments():

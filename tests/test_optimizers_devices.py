@@ -22,7 +22,6 @@ SIZE = dataclasses.replace(
 TOKENS = np.random.default_rng(0).integers(0, 50, (STEPS + 1) * SIZE.batch * SIZE.T + 1)
 OPTIMIZERS = {"muon": muon.optimizer, "adamw": simple.optimizer}
 RUNS = [("muon", 1), ("muon", 8), ("adamw", 1), ("adamw", 8)]
-RUNS += [pytest.param("muon", count, marks=pytest.mark.slow) for count in (2, 4)]
 
 
 def make_mesh(devices: int) -> Mesh:

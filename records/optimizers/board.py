@@ -2,12 +2,12 @@
 
     python records/optimizers/board.py
 
-It writes the table and the correlation into README.md, between their comments, and upstream.svg. A
-contestant that was packed several times has the row of its newest runs.
+It prints the table and the correlation for README.md, and draws upstream.svg. A contestant that was
+packed several times has the row of its newest runs.
 """
 
+import json
 import math
-import re
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
@@ -61,16 +61,14 @@ def read_rows() -> list[Row]:
     with flags, have none."""
     rows = {}
     for plan in HERE.parent.glob(f"tracks/{TRACK}/*/plan.json"):
-        for name in verify.read_plan_file(plan)["arms"]:
+        for name in json.loads(plan.read_text("utf-8"))["arms"]:
             if not (HERE / f"{name}.py").is_file():
                 continue
             found = [runs.read(log) for log in runs.log_files(plan.parent / name)]
             losses = [run.loss for run in found]
-            numbers = found[0].config["numbers"]
             began = min(run.began for run in found)
-            row = Row(found[0].steps, name, losses, numbers, began)
-            if name not in rows or rows[name].began < began:
-                rows[name] = row
+            row = Row(found[0].steps, name, losses, found[0].config["numbers"], began)
+            rows[name] = max(row, rows.get(name, row), key=lambda row: row.began)
     return sorted(rows.values())
 
 
@@ -100,24 +98,19 @@ def ranks(values: list[float]) -> np.ndarray:
     return below + (equal + 1) / 2
 
 
-def board(rows: list[Row], target: float) -> str:
-    """Returns the table."""
+def board(rows: list[Row]) -> str:
+    """Returns the table. A star is at those whose rate is at the end of its grid."""
     cells = []
-    for place, row in enumerate(rows, 1):
-        upstream = UPSTREAM.get(row.name)
+    for row in rows:
+        p = stats.below(row.losses, verify.TRACKS[TRACK].target).p
+        rates = tune.grid(row.name)["lr"]
+        star = "*" if row.numbers["lr"] in (rates[0], rates[-1]) else ""
+        link = f"[{row.name}]({row.name}.py){star}"
         loss = f"{fmean(row.losses):.4f} ± {stdev(row.losses):.4f}"
-        p = verify.p_value(stats.below(row.losses, target).p)
-        numbers = ", ".join(f"{name} {value:g}" for name, value in row.numbers.items())
-        rate, *_ = row.numbers.values()
-        rates, *_ = tune.GRIDS[row.name].values()
-        if rate in (rates[0], rates[-1]):
-            numbers = numbers.replace(",", "*,", 1)
-        link = f"[{row.name}]({row.name}.py)"
-        steps = f"{upstream[0]} ({upstream[1]})" if upstream else ""
         same = f"{comparable_steps(row):.0f}"
-        cells.append([place, link, row.steps, loss, len(row.losses), p, same, numbers, steps])
-    title = ["", "optimizer", "steps", "final loss", "n", "p", f"for {COMMON:.2f}", "numbers"]
-    title.append("upstream's steps (n)")
+        upstream = "{} ({})".format(*UPSTREAM[row.name]) if row.name in UPSTREAM else ""
+        cells.append([link, row.steps, loss, verify.p_value(p), same, upstream])
+    title = ["optimizer", "steps", "final loss", "p", f"for {COMMON:.2f}", "upstream's steps (n)"]
     return "\n".join(verify.table(title, cells))
 
 
@@ -131,47 +124,30 @@ def correlation(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], out: Path) -> None:
-    """Draws our comparable steps against upstream's, with names."""
-    both = sorted((comparable_steps(row), row) for row in rows if row.name in UPSTREAM)
+def draw(rows: list[Row]) -> None:
+    """Draws our comparable steps against upstream's, with names, to upstream.svg."""
     with plot.plt.rc_context(plot.STYLE):
         figure, axes = plot.plt.subplots(figsize=(7, 5.2), layout="constrained")
-        last = {"left": 0.0, "right": 0.0}  # where the last name stands, on either side
-        for y, row in both:
-            x = UPSTREAM[row.name][0]
+        highest = {"left": 0.0, "right": 0.0}  # name on either side so far
+        for y, row in sorted((comparable_steps(row), row) for row in rows):
+            x, _ = UPSTREAM.get(row.name, (None, 0))
+            if x is None:
+                continue
             axes.plot(x, y, "o", color="tab:blue", markersize=5)
-            side = "right" if x < 3200 else "left"  # of the name, which is aligned by it
-            last[side] = max(y, 1.03 * last[side])  # names of near points are moved apart
-            place = (x * (0.98 if side == "right" else 1.02), last[side])
+            side = "right" if x < 3200 else "left"
+            highest[side] = max(y, 1.03 * highest[side])  # names of near points are moved apart
+            place = (x * (0.98 if side == "right" else 1.02), highest[side])
             axes.annotate(row.name, place, ha=side, va="center", fontsize=8)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks([3000, 4000, 6000, 8000], ["3,000", "4,000", "6,000", "8,000"], minor=False)
-        axes.set_yticks([1000, 1500, 2000, 3000], ["1,000", "1,500", "2,000", "3,000"], minor=False)
+        axes.set(xscale="log", yscale="log", xlim=(2500, 9800))
+        axes.set_xticks([3000, 4000, 6000, 8000], ["3,000", "4,000", "6,000", "8,000"])
+        axes.set_yticks([1000, 1500, 2000, 3000], ["1,000", "1,500", "2,000", "3,000"])
         axes.minorticks_off()
-        axes.set_xlim(2500, 9800)
         axes.set_xlabel("upstream's steps to 3.28 on FineWeb, 124 million parameters")
         axes.set_ylabel(f"our steps on tiny, for a mean loss of {COMMON:.2f}")
-        plot.save(figure, out)
-
-
-def filled(page: str) -> str:
-    """Returns a page with the table and the correlation between their comments."""
-    rows = read_rows()
-    target = verify.TRACKS[TRACK].target
-    parts = {"board": board(rows, target), "correlation": correlation(rows) + "\n"}
-    for name, new in parts.items():
-        form = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-        page = re.sub(form, lambda match, new=new: match[1] + new + match[2], page, flags=re.S)
-    return page
-
-
-def main() -> None:
-    """Writes the page and the picture."""
-    page = HERE / "README.md"
-    page.write_text(filled(page.read_text("utf-8")), "utf-8")
-    draw(read_rows(), HERE / "upstream")
+        plot.save(figure, HERE / "upstream")
 
 
 if __name__ == "__main__":
-    main()
+    print(board(read_rows()))
+    print(correlation(read_rows()))
+    draw(read_rows())
