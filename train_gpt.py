@@ -21,25 +21,25 @@ and runs NorMuon on the matrices of each device. Every adam_every steps, Adam up
 A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
 S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
 width of the MLP, R width of the gate nets, V rows of a table, J targets of a token, M microbatches,
-N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local; the
-exchange of n-grams explains its letters. The preset record is record 89 of the modded-nanogpt
-speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's.
-records/techniques.md explains the tags in brackets, and lists the differences.
+N tokens of a flat batch, G groups of 8 matrices, E any width. Lower-case letters are local, and the
+exchange of n-grams has letters of its own. The preset record is record 89 of the modded-nanogpt
+speedrun, rewritten in JAX; the exchange, and n-grams of more than two tokens, are record 92's. The
+pointer is that of upstream's pull request 379, with terms of ours. records/techniques.md explains
+the tags in brackets, and tests/differences.md lists what differs from upstream.
 """
 
 import argparse
 import collections
 import dataclasses
+import enum
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
 import os
 import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -123,7 +123,6 @@ RECORD_STAGES = (
     Stage(0, 24 * 16384, short=768, long=2560, max_doc=2048, lr=1.73),
 )
 
-
 # A model of the basic parts, which trains in seconds on two CPU cores.
 TINY_LAYERS = (
     Layer(SHORT, bigram=True, value_table=0),
@@ -137,7 +136,6 @@ TINY_STAGES = (
     Stage(187, 384, short=64, long=192, max_doc=0, lr=1.0),
     Stage(0, 384, short=64, long=384, max_doc=0, lr=1.0),
 )
-
 
 # Between the record and tiny in size, for one GPU of 16 GB or a TPU. Nobody has run it on FineWeb.
 SMALL_LAYERS = (
@@ -154,7 +152,6 @@ SMALL_STAGES = (
     Stage(500, 8 * 8192, short=128, long=384, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
     Stage(1000, 8 * 8192, short=256, long=768, max_doc=0, lr=1.0),
 )
-
 
 # A model of GPT-2 medium's class, for modded-nanogpt's second track: records/medium.md.
 MEDIUM_LAYERS = (
@@ -221,11 +218,12 @@ class Config:
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
     bigrams: int = 377280       # rows of the n-gram table: the record has pairs alone
     ngrams: tuple[int, ...] = (2,)  # lengths of n-grams; each has an equal part of the table
-    # [ngram-table] The table is stored in eighths. Of an eighth, a sequence may read as many
-    # different rows as this fraction of its n-grams. N-grams beyond that are lost: they read zeros,
-    # and the log counts them. 1: none is lost. 0.16 is about twice what real text needs.
+    # [ngram-table] The table lies on the devices in 8 parts. From each, a sequence reads at most
+    # ngram_capacity * T different rows per length. N-grams beyond that are lost: they read zeros,
+    # and the log counts them. 1: none is lost. Real text needs about 0.08.
     ngram_capacity: float = 0.16
-    pointer: int = 0            # longest match that [pointer] counts, in tokens; 0: no pointer
+    # [pointer] The last 1, 2, ... up to so many tokens at two places score if they are equal.
+    pointer: int = 0            # 0: no pointer
     pointer_D: int = 128        # width of its queries and keys
     pointer_band: int = 2048    # positions in a band: a token sees its own and the one before
     eot: int = 50256            # the token that starts every document
@@ -266,12 +264,12 @@ class Config:
         """First step after each stage. If `steps` is not the sum over the stages, they are
         stretched in proportion, but each that has steps keeps at least one: the record's stages
         with steps=100 end at 33, 66, 99, 100, 100."""
-        lengths = np.array([stage.steps for stage in self.stages])
-        one_each = np.cumsum(lengths > 0)
-        ideal = np.round(np.cumsum(lengths) * self.total_steps / lengths.sum())
-        # What remains after one step each is shared out; no stage ends before an earlier one.
-        more = np.clip(ideal - one_each, 0, self.total_steps - one_each[-1])
-        return (one_each + np.maximum.accumulate(more)).astype(int)
+        lengths = [stage.steps for stage in self.stages]
+        ends = np.round(np.cumsum(lengths) * self.total_steps / sum(lengths)).astype(int)
+        earliest = np.cumsum(np.minimum(lengths, 1))  # with one step for each stage that has steps
+        for i in range(1, len(ends)):  # pushed apart
+            ends[i] = max(ends[i], ends[i - 1] + min(lengths[i], 1))
+        return np.clip(ends, earliest, earliest + self.total_steps - earliest[-1])
 
     def stage_at(self, step: int) -> int:
         """The stage of a step; the validation after the last step has the last stage."""
@@ -302,12 +300,8 @@ class Config:
         return [i for i, layer in enumerate(self.layers) if layer.window]
 
     def for_validation(self) -> "Config":
-        """Returns the configuration of validation: no FP8, a pointer that sees twice as far, and
-        microbatches of as many tokens as in training, but of at least one sequence."""
-        longest = max(self.sequence_length(stage) for stage in range(len(self.stages)))
-        at_once = max(1, self.microbatch * longest // self.val_T)
-        band = 2 * self.pointer_band
-        return dataclasses.replace(self.without_fp8(), microbatch=at_once, pointer_band=band)
+        """Returns the configuration of validation: no FP8, and one sequence at a time."""
+        return dataclasses.replace(self.without_fp8(), microbatch=1)
 
     def without_fp8(self) -> "Config":
         """Returns the configuration with all matmuls in the dtype of activations."""
@@ -318,8 +312,7 @@ VAL_SEQUENCES = 8  # sequences in a validation step
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for layers and sizes with which a run would be silently wrong. ./run.sh
-    also refuses what would fail later: check_run() in run/guard.py."""
+    """Raises ValueError for layers and sizes with which a run would be wrong in silence."""
     if min(c.D, c.H, c.batch, c.val_T) < 1:
         raise ValueError("--D, --H, --batch and --val_T must be at least 1")
     K = c.D // c.H
@@ -378,27 +371,31 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 
 
 # ---- Model ---------------------------------------------------------------------------------------
+PREFIX = 0  # the number of the target [prefix]; the tokens ahead are 1, 2, ...
+
+
 def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     """Cross-entropy in nats, summed over tokens and targets. loss_weights has the weight of each
-    target by its number, as in target_weights()."""
+    target by its number: k for the token k ahead, or PREFIX."""
     x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
     T = x_BTD.shape[1]
-    if c.pointer:
-        loss_weights = {1: loss_weights[1], **loss_weights}  # head_loss() mixes the first target
+    numbers = sorted(loss_weights)
+    if c.pointer:  # column 0 must be the next token: head_loss() mixes it with the copies
+        numbers = [1, *(k for k in numbers if k != 1)]
     # [mtp] Early in training, later tokens are targets as well. arXiv:2404.19737, record 53.
     # [prefix] So is the longest token that the next token begins with. Record 88.
-    ahead = max(loss_weights)
+    ahead = max(numbers)
     padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, ahead)), constant_values=-1)  # -1: no target
-    targets = {k: padded_BS[:, k : k + T] for k in loss_weights}
+    targets = {k: padded_BS[:, k : k + T] for k in numbers}
     if PREFIX in targets:  # a lookup replaces the slice; the table becomes part of the program
         targets[PREFIX] = jnp.take(prefix_table(c), tokens_BS[:, 1:], axis=0)
-    targets_NJ = jnp.stack(list(targets.values()), axis=-1).reshape(-1, len(targets))
-    weights_J = jnp.stack([jnp.float32(weight) for weight in loss_weights.values()])
+    targets_NJ = jnp.stack([targets[k] for k in numbers], axis=-1).reshape(-1, len(numbers))
+    weights_J = jnp.stack([jnp.float32(loss_weights[k]) for k in numbers])
     x_BTD = norm(x_BTD)
-    votes_N3 = None
+    copies_N3 = None
     if c.pointer:
-        votes_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
-    return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, votes_N3, c)
+        copies_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
+    return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
 def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
@@ -519,14 +516,13 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
     fewer bytes, in gradients as well.
     """
     layer = c.layers[i]
-    B, T, D = x_BTD.shape
-    K = D // c.H
+    B, T = x_BTD.shape[:2]
     w_v, w_o = w["vo"][i]
     v_lambda, o_lambda = w["vo_lambdas"][i]
     w_qkv = jnp.concatenate((*w["qk"][i], v_lambda * w_v)).astype(x_BTD.dtype)
-    # norm(x) @ w_qkv.T. The radial part of its gradient is cheaper to compute from x, see there.
+    # norm(x) @ w_qkv.T. From x, the radial part of its gradient is cheaper: see norm_linear().
     qkv = norm_linear(x_BTD, w_qkv, radial_from="x")
-    q, k, v = (part.reshape(B, T, c.H, K) for part in jnp.split(qkv, 3, axis=-1))
+    q, k, v = (in_heads(part, c) for part in jnp.split(qkv, 3, axis=-1))
     cos, sin = pos.rope[layer.paired_heads]
     # [qk-norm] Scores stay bounded, so the rate can be high. Henry et al. 2020, arXiv:2010.04245.
     q = norm_rotate(q, cos, sin, pos.doc_q)
@@ -542,24 +538,28 @@ def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_
         # positions covers n / 2 tokens. The angle of head h is that of position 2 t + h % 2, which
         # is not always its place: with H = 6, head 1 is at 2 t and has the angle of 2 t + 1. This
         # looks like a bug, but upstream does the same, and ours must give its numbers. Record 58.
-        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, K) for a in (q, k, v))
+        q2, k2, v2 = (a.reshape(B, 2 * T, c.H // 2, -1) for a in (q, k, v))
         y = attend(q2, k2, v2, window, pos.score_scale, c).reshape(v.shape)
     else:
         y = attend(q, k, v, window, pos.score_scale, c)
     if layer.dc:
         y = y + dc_attention(q, k, v, gate.pop("dc_in"), gate.pop("dc_out"), pos.score_scale, c)
     if layer.xsa:
-        # [xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86.
-        v32 = v.astype(jnp.float32)
-        y_dot_v = (y.astype(jnp.float32) * v32).sum(axis=-1)
-        v_dot_v = jnp.maximum((v32 * v32).sum(axis=-1), 1e-8)
-        removed_BTH = jnp.tanh(gate.pop("xsa")) * y_dot_v / v_dot_v
-        y = weighted_sum((1.0, y), (-removed_BTH[..., None], v))
+        y = without_own_value(y, v, gate.pop("xsa"))
     if layer.head_gate:
         # [head-gate] Each token scales each head's output. Records 28 and 85.
         y = weighted_sum((gate.pop("head")[..., None], y))
     w_o = (out_scale * o_lambda * w_o).astype(x_BTD.dtype)
     return jnp.einsum("BTE,DE->BTD", y.reshape(B, T, -1), w_o)
+
+
+def without_own_value(y_BTHK, v_BTHK, gate_BTH) -> Array:
+    """[xsa] Each head may take out of y what is parallel to its own v. Records 82 and 86."""
+    v = v_BTHK.astype(jnp.float32)
+    y_dot_v = (y_BTHK.astype(jnp.float32) * v).sum(axis=-1)
+    v_dot_v = jnp.maximum((v * v).sum(axis=-1), 1e-8)
+    removed_BTH = jnp.tanh(gate_BTH) * y_dot_v / v_dot_v
+    return weighted_sum((1.0, y_BTHK), (-removed_BTH[..., None], v_BTHK))
 
 
 def in_heads(x_BTD, c: Config) -> Array:
@@ -596,7 +596,7 @@ def band_attention(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float) -> Array:
 
     arrays = (q_BnWHK, in_two_bands(k_BTHK, W), in_two_bands(v_BTHK, W))
     arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
-    y_nBWHK = lax.map(lambda band: one_band(*band), (bands, *arrays))
+    y_nBWHK = lax.map(lambda args: one_band(*args), (bands, *arrays))
     return jnp.moveaxis(y_nBWHK, 0, 1).reshape(B, -1, H, K)[:, :T]
 
 
@@ -635,7 +635,8 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
     band_attention(), and no T x T array exists.
     """
     B, T, H, K = q_BTHK.shape
-    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))  # a power of two, or two bands
+    # A power of two, which fills the tiles of tensor cores; a short sequence is cut in two.
+    W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))
     scores = scale * dc_scores(in_bands(q_BTHK, W), in_two_bands(k_BTHK, W))
     bands_n11 = jnp.arange(scores.shape[1])[:, None, None]
     mask_nij = band_mask(bands_n11, W, c.dc_window - 1)
@@ -797,17 +798,18 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 
 # ---- Pointer -------------------------------------------------------------------------------------
 def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
-    """[pointer] (B, T, 3), in float32, of each token: the part of its attention that is on earlier
-    tokens with the right vote; the part on all earlier tokens, the rest being the sink's; and a
-    bias of the pointer's share, a logit. Merity et al. 2016, arXiv:1609.07843; pull request 379.
-
-    The pointer is an attention head over the last x. Token t attends to earlier tokens j of its
-    document and to a sink, and j votes for token j + 1. head_loss() mixes the votes with the
-    model's prediction. Not in upstream: scores have a learned term for each n, which is added if
-    the last n tokens at t and at j are equal, and the share depends on the longest such match. A
-    token sees its own band of positions and the one before, so there is no (T, T) array.
-    """
-    targets_BT = tokens_BS[:, 1:]  # also what each token votes for
+    """[pointer] What head_loss() mixes into the prediction of each token, (B, T, 3), in float32:
+        right  attention on tokens whose successor is the target
+        every  attention on all earlier tokens; the sentinel has the rest
+        bias   added to the logit of the copies' share
+    The pointer is an attention head over the last x. It attends to earlier tokens of the document
+    and to a sentinel, and its map is read as a distribution of copies: token j stands for its
+    successor, j + 1. Token t sees keys j < t only, so the successor, token j + 1 <= t, has been
+    read. Merity et al. 2016, arXiv:1609.07843; pull request 379. Not in upstream: scores have a
+    learned term for each n, added if the last n tokens at t and at j are equal, and the share
+    depends on the longest such match. A token sees its own band of positions and the one before,
+    so there is no (T, T) array."""
+    targets_BT = tokens_BS[:, 1:]  # the successor of each token
     T = targets_BT.shape[1]
     # A short sequence is cut in two, so that a token sees all earlier ones.
     W = min(c.pointer_band, -(-T // 2))
@@ -815,22 +817,23 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
     labels = pointer_labels(tokens_BS[:, :-1], c)
 
     @jax.checkpoint
-    def one_band(band, q, labels_q, target, k, labels_k, vote):
-        visible = band_mask(band, W, 2 * W, nearest=1)  # of both bands
-        scores, sink, longest = pointer_scores(q, labels_q, k, labels_k, visible, w, c)
-        top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sink))
+    def one_band(band, q, labels_q, target, k, labels_k, successor):
+        visible = band_mask(band, W, 2 * W, nearest=1)  # of both bands, but not the token itself
+        scores, sentinel, longest = pointer_scores(q, labels_q, k, labels_k, visible, w, c)
+        top = lax.stop_gradient(jnp.maximum(scores.max(axis=-1), sentinel))
         weights = jnp.exp(scores - top[..., None])
         every = weights.sum(axis=-1)
-        right = jnp.where(vote[:, None] == target[..., None], weights, 0).sum(axis=-1)
-        total = every + jnp.exp(sink - top)
+        right = jnp.where(successor[:, None] == target[..., None], weights, 0).sum(axis=-1)
+        total = every + jnp.exp(sentinel - top)
         return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
 
     arrays = [in_bands(x, W) for x in (q, labels, targets_BT)]
     arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
     arrays = [jnp.moveaxis(x, 1, 0) for x in arrays]
     bands = jnp.arange(len(arrays[0]))
-    votes_nBW3 = lax.map(lambda band: one_band(*band), (bands, *arrays), batch_size=8)
-    return jnp.moveaxis(votes_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
+    # Eight bands at once: one alone may be too little work for a device, and all too much memory.
+    copies_nBW3 = lax.map(lambda args: one_band(*args), (bands, *arrays), batch_size=8)
+    return jnp.moveaxis(copies_nBW3, 0, 1).reshape(-1, len(arrays[0]) * W, 3)[:, :T]
 
 
 def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
@@ -843,8 +846,8 @@ def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
 
 
 def pointer_labels(tokens_BT, c: Config) -> Array:
-    """(B, T, 1 + pointer): the number of a token's document, and hashes of the last 1, 2, ...
-    tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
+    """What makes tokens match, (B, T, 1 + pointer): the number of the document, and hashes of the
+    last 1, 2, ... tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
     labels = [jnp.cumsum(tokens_BT == c.eot, axis=1), tokens_BT + 1]
     for _ in range(1, c.pointer):
         shorter = jnp.pad(labels[-1][:, :-1], ((0, 0), (1, 0)))  # that of the token before
@@ -854,17 +857,17 @@ def pointer_labels(tokens_BT, c: Config) -> Array:
 
 def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> tuple:
     """Scores of queries i for keys j, (B, i, j), -inf if not visible or of another document; of
-    the sink, (B, i); in float32. And the length of the longest match, (B, i)."""
+    the sentinel, (B, i); in float32. And the length of the longest match, (B, i)."""
     scale = c.pointer_D**-0.5
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
-    sink = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
+    sentinel = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
-    longest = jnp.zeros(sink.shape, jnp.int32)
+    longest = jnp.zeros(sentinel.shape, jnp.int32)
     for n in range(1, c.pointer + 1):
         is_match = visible & (labels_q[:, :, None, n] == labels_k[:, None, :, n])
         scores += jnp.where(is_match, w["pointer_match"][n - 1], 0)
-        longest += is_match.any(axis=-1)
-    return jnp.where(visible, scores, -jnp.inf), sink, longest
+        longest += is_match.any(axis=-1)  # a match of n tokens is one of n - 1, too: this counts up
+    return jnp.where(visible, scores, -jnp.inf), sentinel, longest
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -1054,7 +1057,7 @@ NGRAM_FACTORS = {
 
 def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     """Hashes each token with the n - 1 before it, for every length n in c.ngrams: indices into the
-    bigram table and seeds for random signs, (B, T) each. Every length has an equal part of the
+    n-gram table and seeds for random signs, (B, T) each. Every length has an equal part of the
     table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
     upstream's, n-grams do not end at documents."""
     part = c.bigrams // len(c.ngrams)
@@ -1063,23 +1066,19 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     hashes = []
     for number, n in enumerate(c.ngrams):
         row_factors, sign_factors = NGRAM_FACTORS[n]
-        first = min(n - 1, T)  # the first token with n - 1 others before it
-        ngram = [tokens_BT[:, first - k : T - k] for k in range(n)]  # tokens t, t - 1, ...
-        row = row_factors[0] * ngram[0]  # products of int32 may wrap around
-        earlier = ngram[1:]
+        if len(c.ngrams) == 1:  # record 89, with pairs alone, has no factors for its signs
+            sign_factors = (1,) * n
+        # Tokens t, t - 1, ..., and zeros where there is none. Products of int32 may wrap around.
+        ngram = [jnp.pad(tokens_BT, ((0, 0), (k, 0)))[:, :T] for k in range(n)]
+        products = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
+        seed = functools.reduce(jnp.bitwise_xor, products) % 8192
         if n == 2:  # as upstream: in the pair of token 1, last_row stands in for token 0
-            earlier = [ngram[1].at[:, 0].set(last_row)]
-        for factor, token in zip(row_factors[1:], earlier, strict=True):
-            row = row ^ (factor * token)
-        pad_front = ((0, 0), (first, 0))
-        index_BT = jnp.pad(row % last_row, pad_front, constant_values=last_row)
-        if number > 0:
-            index_BT = number * part + index_BT
-        seeds = ngram
-        if len(c.ngrams) > 1:  # record 89, with bigrams alone, has no factors for its signs
-            seeds = [factor * token for factor, token in zip(sign_factors, ngram, strict=True)]
-        seed = functools.reduce(jnp.bitwise_xor, seeds) % 8192
-        hashes.append((index_BT, jnp.pad(seed, pad_front)))
+            ngram[1] = ngram[1].at[:, 1:2].set(last_row)
+        products = [factor * token for factor, token in zip(row_factors, ngram, strict=True)]
+        row = functools.reduce(jnp.bitwise_xor, products) % last_row
+        is_whole = jnp.arange(T) >= n - 1
+        index_BT = number * part + jnp.where(is_whole, row, last_row)
+        hashes.append((index_BT, jnp.where(is_whole, seed, 0)))
     return hashes
 
 
@@ -1101,73 +1100,74 @@ def random_signs(seed_BT, c: Config) -> Array:
 # not depend on the text. A row is sent once for each sequence, however often the sequence reads it.
 # Record 92.
 #
-# Shapes of the exchange: B sequences of a microbatch on this device, and Q on all devices of the
-# node; N n-grams of a sequence; R rows of an eighth of the table; p of the 8 eighths on this
-# device; C slots in which a sequence has the rows that it reads of an eighth; S gradients of rows.
+# Letters of the exchange: B sequences of a microbatch on this device, and Q on all devices of the
+# node; U n-grams of a sequence; A rows of an eighth of the table; p of the 8 eighths on this
+# device; C slots in which a sequence has the rows that it reads of an eighth; L gradients of rows.
 class Request(NamedTuple):
     """The rows that a microbatch reads."""
 
-    slot_BN: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
-    wanted_QpC: Array  # row in each slot of this device's eighths; R: the slot is empty
+    slot_BU: Array  # slot of each n-gram's row, of the 8 C of its sequence; 8 C: it is lost
+    wanted_QpC: Array  # row in each slot of this device's eighths; A: the slot is empty
 
 
 class RowGradients(NamedTuple):
     """Gradients of rows in this device's eighths. A row may occur more than once."""
 
-    rows: Array  # (p, S), numbers of rows in an eighth; R: none
-    gradients: Array  # (p, S, D)
+    rows: Array  # (p, L), numbers of rows in an eighth; A: none
+    gradients: Array  # (p, L, D)
 
 
-def request_rows(tokens_BT, table_RpD, c: Config) -> Request:
+def request_rows(tokens_BT, table_ApD, c: Config) -> Request:
     """Sends the owners of the n-gram table what this device's tokens read."""
-    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), R=len(table_RpD))
-    slot_BN, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
+    slots = functools.partial(assign_slots, C=c.ngram_slots(tokens_BT.shape[1]), A=len(table_ApD))
+    slot_BU, wanted_B8C = jax.vmap(slots)(ngram_rows(tokens_BT, c))
     wanted_QpC = lax.all_to_all(wanted_B8C, "fsdp", split_axis=1, concat_axis=0, tiled=True)
-    return Request(slot_BN, wanted_QpC)
+    return Request(slot_BU, wanted_QpC)
 
 
-def assign_slots(rows_N, C: int, R: int) -> tuple[Array, Array]:
-    """Gives every row that occurs in rows_N one of C slots in its eighth. If there are too few, the
-    highest rows have none. Returns the slot of each row, (N,), 8 C for none, and the rows in the
-    slots, (8, C), counted in their eighth; R: none.
+def assign_slots(rows_U, C: int, A: int) -> tuple[Array, Array]:
+    """Gives every row that occurs in rows_U one of C slots in its eighth. If there are too few, the
+    highest rows have none. Returns the slot of each row, (U,), 8 C for none, and the rows in the
+    slots, (8, C), counted in their eighth; A: none.
 
-    Row r is row r // 8 of eighth r % 8. With rows_N = [8, 3, 24, 8, 16] and C = 2, eighth 0 has
+    Row r is row r // 8 of eighth r % 8. With rows_U = [8, 3, 24, 8, 16] and C = 2, eighth 0 has
     three different rows, 1, 2 and 3, of which the third is lost: the slots are [0, 6, 16, 0, 1],
-    and the rows in them [1, 2] in eighth 0, [0, R] in eighth 3, and [R, R] elsewhere."""
-    place_N = rows_N % GROUP * R + rows_N // GROUP  # as if the eighths followed each other
-    order = jnp.argsort(place_N)
-    place = place_N[order]  # ascending: eighth by eighth, and equal rows are neighbors
-    is_first = jnp.concatenate((jnp.ones(1, bool), place[1:] != place[:-1]))
-    eighth = place // R
-    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth].add(is_first)
-    rank = jnp.cumsum(is_first) - 1  # of a row among all different rows
+    and the rows in them [1, 2] in eighth 0, [0, A] in eighth 3, and [A, A] elsewhere."""
+    place = rows_U % GROUP * A + rows_U // GROUP  # as if the eighths followed each other
+    order = jnp.argsort(place)
+    place_sorted = place[order]  # eighth by eighth, and equal rows are neighbors
+    is_first_sorted = jnp.concatenate((jnp.ones(1, bool), place_sorted[1:] != place_sorted[:-1]))
+    eighth_sorted = place_sorted // A
+    distinct_8 = jnp.zeros(GROUP, jnp.int32).at[eighth_sorted].add(is_first_sorted)
+    rank_sorted = jnp.cumsum(is_first_sorted) - 1  # of a row among all different rows
     before_8 = jnp.cumsum(distinct_8) - distinct_8  # how many the earlier eighths have
-    slot_in_eighth = rank - before_8[eighth]
-    slot = jnp.where(slot_in_eighth < C, eighth * C + slot_in_eighth, GROUP * C)
-    wanted = jnp.full(GROUP * C, R, jnp.int32).at[slot].set(place % R, mode="drop")
-    return jnp.zeros_like(slot).at[order].set(slot), wanted.reshape(GROUP, C)
+    column_sorted = rank_sorted - before_8[eighth_sorted]  # place in the list of its eighth
+    slot_sorted = jnp.where(column_sorted < C, eighth_sorted * C + column_sorted, GROUP * C)
+    wanted = jnp.full(GROUP * C, A, jnp.int32).at[slot_sorted].set(place_sorted % A, mode="drop")
+    slot_U = jnp.zeros_like(slot_sorted).at[order].set(slot_sorted)
+    return slot_U, wanted.reshape(GROUP, C)
 
 
-def pull_rows(table_RpD, request: Request, c: Config) -> Array:
-    """The rows that were requested, (B, N, D); zeros for those that are lost."""
-    eighth = jnp.arange(table_RpD.shape[1])[:, None]
+def pull_rows(table_ApD, request: Request, c: Config) -> Array:
+    """The rows that were requested, (B, U, D); zeros for those that are lost."""
+    eighth = jnp.arange(table_ApD.shape[1])[:, None]
     # An empty slot gets some row, which nothing reads.
-    rows_QpCD = table_RpD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
+    rows_QpCD = table_ApD.at[request.wanted_QpC, eighth].get(mode="clip").astype(c.compute)
     rows_B8CD = lax.all_to_all(rows_QpCD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
     B = len(rows_B8CD)
     slots = rows_B8CD.reshape(B, -1, c.D)
     sequence = jnp.arange(B)[:, None]
-    return slots.at[sequence, request.slot_BN].get(mode="fill", fill_value=0)
+    return slots.at[sequence, request.slot_BU].get(mode="fill", fill_value=0)
 
 
-def push_gradients(gradients_BND, request: Request, c: Config) -> RowGradients:
+def push_gradients(gradients_BUD, request: Request, c: Config) -> RowGradients:
     """[sparse-grads] Sends the owners the gradients of the rows that were requested, summed within
     a sequence: a gradient of the whole table would be mostly zeros. Record 71."""
-    B, N, D = gradients_BND.shape
+    B, U, D = gradients_BUD.shape
     C = request.wanted_QpC.shape[-1]
     sequence = jnp.arange(B)[:, None]
     sums = jnp.zeros((B, GROUP * C, D), jnp.float32)
-    sums = sums.at[sequence, request.slot_BN].add(gradients_BND.astype(jnp.float32), mode="drop")
+    sums = sums.at[sequence, request.slot_BU].add(gradients_BUD.astype(jnp.float32), mode="drop")
     if lax.axis_size("fsdp") > 1:  # on one device nothing is sent, so nothing is rounded
         sums = sums.astype(c.compute)
     sums_B8CD = sums.reshape(B, GROUP, C, D)
@@ -1187,20 +1187,17 @@ def join_sequences(x_QpC: Array) -> Array:
 
 def lost_ngrams(request: Request) -> Array:
     """How many n-grams of this device have no slot."""
-    return jnp.sum(request.slot_BN == GROUP * request.wanted_QpC.shape[-1])
+    return jnp.sum(request.slot_BU == GROUP * request.wanted_QpC.shape[-1])
 
 
-def table_gradient(rows: RowGradients, table_RpD) -> Array:
+def table_gradient(rows: RowGradients, table_ApD) -> Array:
     """The gradient of this device's eighths of the table. Gradients of equal rows are added."""
-    eighth = jnp.arange(table_RpD.shape[1])[:, None]
-    zeros = jnp.zeros_like(table_RpD)
+    eighth = jnp.arange(table_ApD.shape[1])[:, None]
+    zeros = jnp.zeros_like(table_ApD)
     return zeros.at[rows.rows, eighth].add(rows.gradients.astype(jnp.float32), mode="drop")
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
-PREFIX = 0  # the number of this target; the tokens ahead are 1, 2, ...
-
-
 def target_weights(stage: Stage) -> dict[int, tuple[float, float]]:
     """Loss weights at the beginning and the end of a stage, by target: k is the token k ahead,
     PREFIX the longest proper prefix of the next token. Targets without weight are left out."""
@@ -1243,16 +1240,17 @@ def scaled_matmul(a, b, axes: tuple, scale: float, dtype: str, precision=None) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def head_loss(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config) -> Array:
+def head_loss(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
     tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
     computes the gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19. With [pointer], the first target is the next token; votes_N3 is pointer_votes()."""
-    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, votes_N3, c)[0]
+    19. With [pointer], the first target is the next token; copies_N3 is pointer_votes()."""
+    return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c)[0]
 
 
 def exp_of_tokens(s_NV, c: Config) -> Array:
-    """exp(s). With [pointer] it is 0 for the slot and the padding, which are no tokens."""
+    """exp(s), the summands of the softmax. With [pointer], only tokens have one: it is 0 for the
+    share row and the rest of the padding."""
     exp_NV = jnp.exp(s_NV)
     if c.pointer:
         column = lax.broadcasted_iota(jnp.int32, s_NV.shape, 1)
@@ -1260,109 +1258,117 @@ def exp_of_tokens(s_NV, c: Config) -> Array:
     return exp_NV
 
 
-def mixed_log_p(log_p, slot, votes_N3) -> Array:
+def mixed_log_p(log_p, share_logit, copies_N3) -> Array:
     """[pointer] The log-probability of the next token, (N,), with
         p = p_lm (1 - share * every) + share * right.
-    log_p is log p_lm, the head's alone; slot is the slot's logit less the logarithm of the
-    softmax's sum. The 1e-9 keeps the result finite; with GPT-2's vocabulary, probabilities then
+    log_p is log p_lm, the head's alone; share_logit is that of the share row less the logarithm of
+    the softmax's sum. The 1e-9 keeps the result finite; with GPT-2's vocabulary, probabilities then
     sum to 1.00005."""
-    right, every, bias = votes_N3[:, 0], votes_N3[:, 1], votes_N3[:, 2]
-    share = jax.nn.sigmoid(slot + bias)
+    right, every, bias = copies_N3[:, 0], copies_N3[:, 1], copies_N3[:, 2]
+    share = jax.nn.sigmoid(share_logit + bias)
     return jnp.log(jnp.exp(log_p) * (1 - share * every) + share * right + 1e-9)
 
 
-def head_loss_fwd(
-    x_ND, w_VD, targets_NJ, weights_J, votes_N3, c: Config
-) -> tuple[Array, tuple]:
-    """The loss, and its gradients for x, w and votes_N3."""
+def loss_of_logits(z_NV, targets_NJ, weights_NJ, copies_N3, c: Config) -> tuple:
+    """The loss, summed over tokens, and what its gradient is made of. Let s = softcap(z), and total
+    the sum of exp(s). The log-probability of k is s[k] - log(total), and its gradient for s is
+    one_hot(k) - softmax(s). So the gradient of the loss for s is
+        sum over targets k of weight_k * (softmax(s) - one_hot(k)).
+    Returns the loss, the gradient for copies_N3, total (N, 1), and these targets and weights.
+    Without [pointer], they are the ones given. With it, the loss of the next token is a function f
+    of log_p and share_logit, which are s - log(total) of two rows. So the weight of the next token
+    is -df/dlog_p, and the share row is an extra target, with the weight -df/dshare_logit."""
+    # Softcapped logits are bounded, so there is no maximum to subtract.
+    total = exp_of_tokens(softcap(z_NV), c).sum(axis=1, keepdims=True)
+    tokens_NJ = jnp.maximum(targets_NJ, 0)
+    z_target = jnp.take_along_axis(z_NV, tokens_NJ, axis=1, mode="promise_in_bounds")
+    log_total = jnp.log(total)
+    losses = log_total - softcap(z_target)
+    if not c.pointer:
+        return (weights_NJ * losses).sum(), None, total, targets_NJ, weights_NJ
+    share_logit = softcap(z_NV[:, c.vocab]) - log_total[:, 0]
+
+    def f(log_p, share_logit, copies):
+        return -(weights_NJ[:, 0] * mixed_log_p(log_p, share_logit, copies)).sum()
+
+    gradient = jax.value_and_grad(f, (0, 1, 2))
+    loss, (dlog_p, dshare_logit, dcopies) = gradient(-losses[:, 0], share_logit, copies_N3)
+    loss += (weights_NJ[:, 1:] * losses[:, 1:]).sum()
+    next_token_weight = -dlog_p[:, None]
+    extra_weight = -dshare_logit[:, None]
+    weights = jnp.concatenate((next_token_weight, weights_NJ[:, 1:], extra_weight), axis=1)
+    with_extra_target = jnp.pad(targets_NJ, ((0, 0), (0, 1)), constant_values=c.vocab)
+    return loss, dcopies, total, with_extra_target, weights
+
+
+def gradient_of_logits(z_NV, total, targets, weights, scale: float, c: Config) -> Array:
+    """The gradient of the loss for the logits z, times scale, (N, V) in float8: that for the
+    softcapped logits s, which loss_of_logits() explains, times
+        ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)."""
+    # The constants and the scale of float8 are multiplied into the weights beforehand.
+    scaled_weights = scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
+    softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
+    # The barriers keep XLA from storing exp in float32 between its two uses, and from computing all
+    # of the result a second time for its transpose.
+    z_NV, softmax_weight = lax.optimization_barrier((z_NV, softmax_weight))
+    s = softcap(z_NV)
+    column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    dloss_ds = softmax_weight * exp_of_tokens(s, c)
+    for j in range(targets.shape[1]):
+        dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
+    return lax.optimization_barrier(quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward))
+
+
+def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> tuple[Array, tuple]:
+    """The loss, and its gradients for x, w and copies_N3."""
     # train_step() divides the loss by the batch. Undone here, so that gradients fill FP8's range.
     grad_scale = c.g_scale * c.batch
     w8_VD = quantize(w_VD, c.w_scale, c.head_forward)
     w8_DV = w8_VD.T  # once for all chunks: a float8 product wants the summed axis last
 
     def one_chunk(dw_VD, chunk):
-        x, targets, votes = chunk
+        x, targets, copies = chunk
         weights = jnp.where(targets < 0, 0, weights_J)
         x8 = quantize(x, c.x_scale, c.head_forward)
         z = scaled_matmul(x8, w8_VD, (1, 1), c.x_scale * c.w_scale, c.compute)
-        # Softcapped logits are bounded, so there is no maximum to subtract.
-        total = exp_of_tokens(softcap(z), c).sum(axis=1, keepdims=True)
-        token = jnp.maximum(targets, 0)
-        z_target = jnp.take_along_axis(z, token, axis=1, mode="promise_in_bounds")
-        log_total = jnp.log(total)
-        losses = log_total - softcap(z_target)
-        dvotes = None
-        if c.pointer:
-            slot = softcap(z[:, c.vocab]) - log_total[:, 0]
-
-            def mixed_loss(log_p, slot, votes):
-                return -(weights[:, 0] * mixed_log_p(log_p, slot, votes)).sum()
-
-            gradient = jax.value_and_grad(mixed_loss, (0, 1, 2))
-            loss, (dlog_p, dslot, dvotes) = gradient(-losses[:, 0], slot, votes)
-            loss += (weights[:, 1:] * losses[:, 1:]).sum()
-            # So the gradient of the logits is that of these weights, and of the slot as a target.
-            next_token, slot = -dlog_p[:, None], -dslot[:, None]
-            weights = jnp.concatenate((next_token, weights[:, 1:], slot), axis=1)
-            targets = jnp.pad(targets, ((0, 0), (0, 1)), constant_values=c.vocab)
-        else:
-            loss = (weights * losses).sum()
-        # The gradient of the loss with respect to z is, for s = softcap(z), dloss_ds * ds_dz with
-        #     dloss_ds = sum over targets of weight * (softmax(s) - one_hot(target))
-        #     ds_dz = s (SOFTCAP - s) / (SOFTCAP * SOFTCAP_WIDTH)
-        # The constants and the scale of float8 are multiplied into the weights beforehand.
-        scaled_weights = grad_scale / (SOFTCAP * SOFTCAP_WIDTH) * weights
-        softmax_weight = scaled_weights.sum(axis=1, keepdims=True) / total
-        # The barriers keep XLA from storing exp in float32 between its two uses, and from computing
-        # all of g8 a second time for its transpose.
-        z, softmax_weight = lax.optimization_barrier((z, softmax_weight))
-        s = softcap(z)
-        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        dloss_ds = softmax_weight * exp_of_tokens(s, c)
-        for j in range(targets.shape[1]):
-            dloss_ds -= jnp.where(column == targets[:, j, None], scaled_weights[:, j, None], 0)
-        g8 = quantize(dloss_ds * s * (SOFTCAP - s), 1, c.head_backward)
-        g8 = lax.optimization_barrier(g8)
+        loss, dcopies, *parts = loss_of_logits(z, targets, weights, copies, c)
+        g8 = gradient_of_logits(z, *parts, grad_scale, c)
         dx = scaled_matmul(g8, w8_DV, (1, 1), grad_scale * c.w_scale, c.compute, "highest")
         dw = scaled_matmul(g8, x8, (0, 0), grad_scale * c.x_scale, "float32", "highest")
-        return dw_VD + dw, (loss, dx, dvotes)
+        return dw_VD + dw, (loss, dx, dcopies)
 
     N = len(x_ND)
     size = math.gcd(N, c.head_chunk)
-    arrays = (x_ND, targets_NJ, votes_N3)
+    arrays = (x_ND, targets_NJ, copies_N3)
     chunks = jax.tree.map(lambda x: x.reshape(-1, size, x.shape[1]), arrays)
-    dw_VD, outputs = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
-    losses, dx, dvotes = outputs
+    dw_VD, (losses, dx, dcopies) = lax.scan(one_chunk, jnp.zeros_like(w_VD, jnp.float32), chunks)
     loss = losses.sum()
-    dx, dvotes = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dvotes))
-    return loss, (dx, dw_VD, dvotes)
+    dx, dcopies = jax.tree.map(lambda x: x.reshape(N, -1), (dx, dcopies))
+    return loss, (dx, dw_VD, dcopies)
 
 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD, dvotes_N3 = gradients
+    dx_ND, dw_VD, dcopies_N3 = gradients
     if c.pointer:
-        dvotes_N3 = dvotes_N3 * g
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dvotes_N3
+        dcopies_N3 = dcopies_N3 * g
+    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dcopies_N3
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
-# The four kinds of parameters, by their sharding; Param explains them. To JAX, the first and the
-# third shard alike: only the last None tells them apart.
-BANK = P(None, "fsdp")
-LOOKUP = P("fsdp")
-EXCHANGED = P(None, "fsdp", None)
-REPLICATED = P()
+Kind = enum.Enum("Kind", ["BANK", "LOOKUP", "EXCHANGED", "REPLICATED"])  # of a parameter: see Param
+BANK, LOOKUP, EXCHANGED, REPLICATED = Kind
+SHARDINGS = {BANK: P(None, "fsdp"), LOOKUP: P("fsdp"), EXCHANGED: P(None, "fsdp"), REPLICATED: P()}
 GROUP = 8  # matrices in a group of a bank, and eighths of an exchanged table
 
 
 class Param(NamedTuple):
     """How a parameter starts, is stored, sent and updated. A node has n devices.
 
-    sharding    stored               each device owns    sent in Config.compute
+    kind        stored               each device owns    sent in Config.compute
     BANK        [G, 8, rows, cols]   whole matrices      all-gathered every step
     LOOKUP      [rows, D]            some rows           all-gathered after its updates
     EXCHANGED   [rows / 8, 8, D]     8 / n eighths       the rows that tokens read, every step
@@ -1376,16 +1382,21 @@ class Param(NamedTuple):
     # An optax transform without rate or minus sign, which apply_update() adds. It gets one array,
     # the shard of the parameter that a device owns; the arrays of its state are sharded likewise.
     optimizer: optax.GradientTransformation
-    sharding: P = REPLICATED
+    kind: Kind = REPLICATED
     every_step: bool = False  # updated in every step, or only where Config.is_adam_step()
     base_lr: str = "adam_lr"  # the base rate: adam_lr or muon_lr
     layers: tuple[int, ...] = ()  # of a bank: the layer that uses each matrix, without padding
     rows: int = 0  # of a table: rows without padding
 
     @property
+    def sharding(self) -> P:
+        """How its axes are sharded."""
+        return SHARDINGS[self.kind]
+
+    @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape without padding; of a bank, [matrices, rows, cols]."""
-        if self.sharding == BANK:
+        if self.kind == BANK:
             return (len(self.layers), *self.shape[2:])
         return (self.rows, self.shape[-1]) if self.rows else self.shape
 
@@ -1446,8 +1457,8 @@ def param_table(c: Config) -> dict[str, Param]:
 def pointer_params(c: Config) -> dict[str, Param]:
     """[pointer] Queries and keys are at first the same projection of x, so a token finds those
     whose continuations are alike: a neural cache (Grave et al. 2016, arXiv:1612.04426). The
-    matrices are w_q, w_k and that of the token before. The biases of sink and share start near
-    where they end on `tiny`."""
+    matrices are w_q, w_k and that of the token before. The first biases of sentinel and share
+    were tuned on `tiny`."""
 
     def start(key, shape):
         rotation = jax.nn.initializers.orthogonal(0.5)(key, shape[1:])
@@ -1468,8 +1479,8 @@ ADAM_DECAY = 0.005  # upstream's adam_wd: a row's weight_decay is this * lr_mul 
 
 def padded_vocab(c: Config) -> int:
     """Rows of the embedding and the head, V. The softmax includes the padding, so it is trained,
-    too. With [pointer] it does not; the first row of padding is the slot, whose logit sets the
-    pointer's share."""
+    too. With [pointer], the softmax leaves the padding out, and the first row of it is the share
+    row: its logit sets the share of the copies."""
     rows = c.vocab + 1 if c.pointer else c.vocab
     return -(-rows // 128) * 128
 
@@ -1479,8 +1490,7 @@ def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: An
     normal distribution. lr and decay are upstream's lr_mul and wd_mul."""
     shape = (-(-rows // 128) * 128, D)
     init = jax.nn.initializers.normal(std)
-    weight_decay = ADAM_DECAY * lr * decay
-    return Param(shape, init, lr, weight_decay, optimizer, LOOKUP, rows=rows)
+    return Param(shape, init, lr, ADAM_DECAY * lr * decay, optimizer, LOOKUP, rows=rows)
 
 
 def ngram_table(c: Config) -> Param:
@@ -1505,7 +1515,7 @@ def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer:
     shape = (len(bounds), GROUP, rows, cols)
     return Param(
         shape, init=uniform(bounds), lr=rates, weight_decay=1.2, optimizer=optimizer,
-        sharding=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
+        kind=BANK, every_step=True, base_lr="muon_lr", layers=layer_of,
     )  # fmt: skip
 
 
@@ -1581,12 +1591,12 @@ def whole_weights(owned: dict[str, Array], c: Config) -> dict[str, Any]:
     table = param_table(c)
     weights = {}
     for name, x in owned.items():
-        if table[name].sharding == BANK:
+        if table[name].kind == BANK:
             matrices = [matrix for group in x for matrix in all_gather(group, c)]
             weights[name] = {layer: [] for layer in table[name].layers}
             for layer, matrix in zip(table[name].layers, matrices, strict=False):  # drops padding
                 weights[name][layer].append(matrix)
-        elif table[name].sharding == LOOKUP:
+        elif table[name].kind == LOOKUP:
             weights[name] = all_gather(x, c)
         else:
             weights[name] = varying(x, mesh_axes())
@@ -1695,8 +1705,8 @@ def initial_state(seed: Array, c: Config) -> State:
     if c.adam_every > 1:
         rare = [name for name in params if not table[name].every_step]
         waiting = {name: jnp.zeros_like(params[name]) for name in rare}
-    tables = [name for name in params if table[name].sharding == LOOKUP]
-    lookups = {name: jnp.array(params[name], c.compute) for name in tables}
+    tables = {name: p for name, p in params.items() if table[name].kind == LOOKUP}
+    lookups = {name: jnp.array(p, c.compute) for name, p in tables.items()}
     return State(params, opt_state, waiting, lookups, jnp.zeros((), jnp.int32))
 
 
@@ -1707,15 +1717,14 @@ def state_shapes(c: Config, mesh: Mesh) -> State:
     state = jax.eval_shape(lambda: initial_state(np.uint32(0), c))
 
     def sharded(arrays):
-        """The arrays of every parameter, sharded like it."""
         return {name: shapes_on(mesh, table[name].sharding, x) for name, x in arrays.items()}
 
     return State(
         params=sharded(state.params),
         opt_state=sharded(state.opt_state),
         waiting_grads=sharded(state.waiting_grads),
-        lookups=shapes_on(mesh, REPLICATED, state.lookups),
-        lost_ngrams=shapes_on(mesh, REPLICATED, state.lost_ngrams),
+        lookups=shapes_on(mesh, P(), state.lookups),
+        lost_ngrams=shapes_on(mesh, P(), state.lost_ngrams),
     )
 
 
@@ -1746,17 +1755,17 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     """
     table = param_table(c)
     # All-gather the weights; the gather's vjp will reduce-scatter their gradients. Lookups were
-    # gathered when updated; varying() is outside of any vjp here, so their gradients stay local.
-    gathered = (BANK, REPLICATED)
-    owned = {name: p for name, p in state.params.items() if table[name].sharding in gathered}
+    # gathered when they were updated. varying() is not differentiated here, so it sums nothing:
+    # reduce_scatter() below sums their gradients.
+    owned = {name: p for name, p in state.params.items() if table[name].kind in (BANK, REPLICATED)}
     weights, send_to_owners = jax.vjp(functools.partial(whole_weights, c=c), owned)
     lookups = {name: varying(x, mesh_axes()) for name, x in state.lookups.items()}
     weights |= {name: x.astype(jnp.float32) for name, x in lookups.items()}
 
     # Gradients, added up over microbatches. The loss is a mean over the batch's sequences and a sum
     # over their positions: Muon and Adam do not see a factor. It is divided by T for the log.
-    ks = target_weights(c.stages[stage])
-    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(ks)}
+    numbers = sorted(target_weights(c.stages[stage]))
+    loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(numbers)}
 
     def microbatch(total, tokens_BS):
         request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
@@ -1806,7 +1815,7 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
             grads[name], opt_state[name], params[name], momentum=row.momentum
         )
         lr = param.lr
-        if param.sharding == BANK:  # of each group, the matrices that this device owns
+        if param.kind == BANK:  # of each group, the matrices that this device owns
             n = update.shape[1]
             lr = lax.dynamic_slice_in_dim(lr, lax.axis_index("fsdp") * n, n, axis=1)
         rate = getattr(row, param.base_lr)
@@ -1852,8 +1861,7 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
         "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
-    # In jax 0.10, YNNPACK's kernels are slower than those that they replace. Since 0.11 they are
-    # faster. In 0.10.2 some are wrong: jax issue 39103.
+    # In jax 0.10, YNNPACK's kernels are slower than others, and some are wrong: jax issue 39103.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
 }
 
@@ -1877,10 +1885,9 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
     from shapes."""
     params = state_shapes(c, mesh).params
     c = c.for_validation()
-    at_once = math.gcd(c.microbatch, VAL_SEQUENCES // mesh.shape["fsdp"])
 
     def step(params, tokens):
-        return val_step(params, tokens.reshape(-1, at_once, c.val_T + 1), c, stage)
+        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
     return compile_program(step, mesh, (params, tokens), is_training=False)
@@ -1928,15 +1935,9 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
                 return compile_val_step(stage, c, mesh)
             return compile_train_step(stage, kind, c, mesh)
 
-    # On GPUs the first one alone fills the cache of autotuning, which takes memory in every thread.
-    tunes = mesh.devices.flat[0].platform == "gpu"
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    least = min(stat.get("bytes_limit", math.inf) for stat in stats)
-    alone = 1 if tunes else 0
-    compiled = [compile_one(key) for key in keys[:alone]]
-    pool = ThreadPoolExecutor(2 if tunes and least < 40e9 else 8)
-    compiled += pool.map(compile_one, keys[alone:])
-    programs = dict(zip(keys, compiled, strict=True))
+    # Two at once: on a GPU, each one measures kernels in memory of its own.
+    with ThreadPoolExecutor(2) as pool:
+        programs = dict(zip(keys, pool.map(compile_one, keys), strict=True))
     log.facts({"compile": {"seconds": time.perf_counter() - start}})
     return programs
 
@@ -1946,8 +1947,7 @@ def warm_up(programs: dict, c: Config, mesh: Mesh) -> State:
     communication between devices. Returns a state of which only the memory is used again."""
     shapes = state_shapes(c, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
-    state = jax.jit(zeros, out_shardings=shardings)()
+    state = jax.jit(lambda: jax.tree.map(jnp.zeros_like, shapes), out_shardings=shardings)()
     for (_, kind), program in programs.items():
         # Zeros for all arguments but the first, the state or its parameters.
         shapes, shardings = program.args_info[0][1:], program.input_shardings[0][1:]
@@ -1969,7 +1969,7 @@ class ScheduleRow(NamedTuple):
     muon_lr: Any  # base rate of parameters with base_lr="muon_lr"
     momentum: Any  # Muon's
     tied: Any  # whether embedding and head are one table
-    loss_weights: Any  # (J,): of the targets, in the order of target_weights()
+    loss_weights: Any  # (J,): of the targets, in the order of their numbers
 
 
 def schedule(c: Config) -> list[ScheduleRow]:
@@ -1992,8 +1992,8 @@ def schedule(c: Config) -> list[ScheduleRow]:
     rows = []
     for step in steps:
         stage = c.stages[stage_of[step]]
-        ramps = target_weights(stage).values()
-        weights = [a + (b - a) * stage_progress[step] for a, b in ramps]
+        ramps = target_weights(stage)
+        weights = [a + (b - a) * stage_progress[step] for _, (a, b) in sorted(ramps.items())]
         row = ScheduleRow(
             adam_lr=np.float32(c.adam_lr * lr[step]),
             muon_lr=np.float32(c.muon_lr * lr[step]),
@@ -2120,9 +2120,8 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
                 shards[split].append(open_shard(path))
                 found += sum(1 for _ in pack_documents(shards[split][-1], shapes[found:], c))
         if found < len(shapes):
-            missing = f"the {split} shards hold {found} of {len(shapes)} batches"
-            cure = f"run with fewer {flag}, as in the line that ./run.sh tokenize prints"
-            refuse(f"{folder}: {missing}; get more (data/README.md), or {cure}")
+            held = f"the {split} shards hold {found} of {len(shapes)} batches"
+            refuse(f"{folder}: {held}; get more (data/README.md), or run with fewer {flag}")
     return shards
 
 
@@ -2230,53 +2229,19 @@ class Log:
 
 
 def run_facts(preset: str, c: Config, devices: list[jax.Device], argv: list[str]) -> dict[str, Any]:
-    """Returns what it takes to run this again, without secrets."""
-    secret = re.compile("TOKEN|KEY|SECRET|PASS")
-    relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLI")
-    home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
-    environment = {
-        name: home.sub("~", value)
-        for name, value in os.environ.items()
-        if relevant.match(name) and not secret.search(name)
-    }
-    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    # Not a repository that the folder of this file is only a part of.
-    folder = Path(__file__).resolve().parent
-    git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
+    """Returns what it takes to run this again. ./run.sh adds what the machine is: run/launch.py."""
     versions = {module.__name__: module.__version__ for module in (jax, np, optax)}
     versions |= {"python": sys.version, "backend": devices[0].client.platform_version}
-    versions |= accelerator_wheels()
     return {
         "hosts": jax.process_count(),
         "versions": versions,
         "devices": [device.device_kind for device in devices],
-        "driver": "\n".join(re.findall(r"^\d[\d.]*$", drivers, re.MULTILINE)),
-        "git": output_of(*git, "describe", "--always", "--dirty", "--abbrev=40"),
-        "environment": environment,
         "argv": argv,
         "seed": c.seed,
         "config": {"preset": preset, **dataclasses.asdict(c)},
         "prefixes": crc32(prefix_table(c).tobytes()) if c.prefixes else 0,
         "parameters": {n: math.prod(param.model_shape) for n, param in param_table(c).items()},
     }
-
-
-def output_of(*command: str) -> str:
-    """What a command writes to stdout within a minute; "" if it cannot. It is not killed, because
-    a driver that hangs may keep a process that was killed, which would be waited for."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    try:
-        output, _ = subprocess.Popen(command, **pipes).communicate(timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return output.decode(errors="replace").strip()
-
-
-def accelerator_wheels() -> dict[str, str]:
-    """Versions of the installed wheels of cuDNN, cuBLAS with cuBLASLt, NCCL and libtpu, by name."""
-    wheels = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
-    wanted = re.compile("nvidia-(cudnn|cublas|nccl)|libtpu")
-    return {name: wheels[name] for name in sorted(filter(wanted.match, filter(None, wheels)))}
 
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -2287,10 +2252,9 @@ def main(argv: list[str]) -> Path | None:
     preset, c = parse_config(argv)
     devices, c = fit_devices(c)
     shards = find_data(c)
-    data = data_facts(shards, c)
     if c.seed < 0:
         c = dataclasses.replace(c, seed=secrets.randbits(31))
-    return run(preset, c, devices, shards, data, argv)
+    return run(preset, c, devices, shards, data_facts(shards, c), argv)
 
 
 def run(
@@ -2330,7 +2294,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
     batches = train_batches(c, mesh, shards, start)
     pending = collections.deque()  # (step, loss) of steps that the devices may still be running
     jax.block_until_ready(state)
-    stopwatch = Stopwatch(guard.seconds if guard else 0.0)
+    started = time.perf_counter() - (guard.seconds if guard else 0.0)
 
     def show_losses(wait=False):
         """Logs every tenth loss, as soon as the devices have computed it."""
@@ -2340,18 +2304,18 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 guard.step_ended(loss)
             if done % 10 == 0:
                 loss = float(loss)
-                ms = stopwatch.ms()
+                ms = 1e3 * (time.perf_counter() - started)
                 log.line(f"step:{done}/{c.total_steps} train_loss:{loss:.4f} train_time:{ms:.0f}ms")
                 if jax.process_count() == 1:  # or the guard ends all processes at the same step
                     end_if_not_finite(loss, done, log)
 
     for step in range(start, c.total_steps + 1):
-        saves = guard and guard.wants(step)
+        saves = bool(guard and guard.wants(step))
         if c.validates_before(step) or saves:
             show_losses(wait=True)
             jax.block_until_ready(state)
-            stopwatch.stop()
-            ms = 1e3 * stopwatch.seconds
+            seconds = time.perf_counter() - started  # of training, so far
+            ms = 1e3 * seconds
             if c.validates_before(step):
                 val_loss, lost = validate(state.params, step, c, mesh, programs, shards)
                 lost += int(state.lost_ngrams)
@@ -2365,8 +2329,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 if val_loss <= c.target or step == c.total_steps:
                     break
             if saves:
-                guard.save(state, step, stopwatch.seconds)  # or ends the run, after a signal
-            stopwatch.start()
+                guard.save(state, step, seconds)  # or ends the run, after a signal
+            started = time.perf_counter() - seconds  # the clock stood still
         tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.is_adam_step(step)](state, tokens, row)
         pending.append((step + 1, loss))
@@ -2374,9 +2338,9 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             jax.block_until_ready(pending[0][1])
         show_losses()
 
-    result = {"val_loss": val_loss, "steps": step, "train_time_ms": ms}
-    result |= {"resumed": start > 0, "lost_ngrams": lost}
-    return state.params, result_facts(val_loss, step, c, mesh) | result
+    result = result_facts(val_loss, step, c, mesh)
+    result |= {"train_time_ms": ms, "resumed": start > 0, "lost_ngrams": lost}
+    return state.params, result
 
 
 def end_if_not_finite(loss: float, step: int, log: Log) -> None:
@@ -2398,30 +2362,12 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     return float(np.mean(losses)), int(sum(lost))
 
 
-class Stopwatch:
-    """Counts the seconds of training."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds  # until it was last stopped
-        self.start()
-
-    def start(self) -> None:
-        """Starts counting."""
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Stops counting."""
-        self.seconds += time.perf_counter() - self.started
-
-    def ms(self) -> float:
-        """Milliseconds of training, while it runs."""
-        return 1e3 * (self.seconds + time.perf_counter() - self.started)
-
-
 def result_facts(val_loss: float, step: int, c: Config, mesh: Mesh) -> dict[str, Any]:
-    """Returns what the RESULT line states beyond losses and times."""
+    """Returns what the RESULT line states beyond times."""
     memory = [device.memory_stats() or {} for device in mesh.local_devices]
     return {
+        "val_loss": val_loss,
+        "steps": step,
         "reason": "target reached" if val_loss <= c.target else "end of schedule",
         "target": c.target,
         "tokens": sum(B * T for B, T, _ in batch_shapes("train", c)[:step]),
@@ -2436,7 +2382,7 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     whole = {}
     for name, param in param_table(c).items():
         array = process_allgather(params[name], tiled=True)
-        if param.sharding in (BANK, EXCHANGED):
+        if param.kind in (BANK, EXCHANGED):
             array = array.reshape(-1, *param.model_shape[1:])
         whole[name] = array[: param.model_shape[0]]
     return whole
