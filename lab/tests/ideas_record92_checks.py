@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.tests.record92 import frozen
+from lab.tests.tools import make_mesh, noise, place_on, sequences
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
-from tests.record92 import frozen
-from tests.tools import make_mesh, noise, place_on, sequences
 
 STEPS = 1194  # of record 92's run
 
@@ -210,7 +210,7 @@ def check_against_frozen(module, c, narrow: bool) -> None:
     weights = {}
     for name, param in module.param_table(c).items():
         array = jnp.asarray(0.2 * noise(name, param.model_shape))
-        if param.sharding == module.BANK:
+        if param.kind == module.BANK:
             weights[name] = {layer: [] for layer in param.layers}
             for layer, matrix in zip(param.layers, array, strict=True):
                 weights[name][layer].append(matrix)
