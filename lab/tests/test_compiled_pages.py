@@ -51,7 +51,7 @@ def test_the_shelf_has_the_numbers_of_the_kernels_page():
         *ms, GB, seconds = [cell.strip() for cell in line.split("|")]
         names = names if row.names == compile_kernels.ALL else f"`{names}`"
         flags = f"`{flags}`" if flags else ""
-        expected = f"| {names} | {flags} | {ms[0]} / {ms[2]} | {GB} | {seconds} |"
+        expected = f"| {names} | {flags} | {ms[0]}, {ms[2]} | {GB} | {seconds} |"
         assert expected.replace("|  |", "| |") in shelf.replace("**", ""), expected
 
 
