@@ -4,10 +4,10 @@
 
 PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
     x0 = norm(embedding + some of the previous token's embedding)               [smear]
-    x  = x0 + gate * bigram                                                     [bigram]
+    x  = x0 + gate * ngram                                                      [ngram]
     for every layer:
         x = x + gate * an early layer's output         only with skip_from      [u-net]
-        x = a x + b attention(x or a saved stream) + gate * x0 + gate * bigram  [x0]
+        x = a x + b attention(x or a saved stream) + gate * x0 + gate * ngram   [x0]
         x = a x + b mlp(x)
     x  = x + a weighted sum of earlier streams, with weights for each token     [mudd]
     logits = softcap(norm(x) @ head.T)
@@ -76,7 +76,7 @@ class Layer:
     head_gate: bool = False         # [head-gate] each token scales each head's output
     dc: bool = False                # [dc] dynamic composition: add a map that mixes all heads' maps
     x0: bool = True                 # [x0] add the tokens' embedding after attention
-    bigram: bool = False            # [bigram] add the n-grams' embedding after attention
+    ngram: bool = False             # [ngram] add the n-grams' embedding after attention
     value_table: int | None = None  # [value-embed] add this table's row to v
     attend_to: int | None = None    # [saved-source] q, k, v read that layer's output instead of x
     mudd: tuple[str, ...] = ()      # [mudd] dynamic dense: tokens weigh these streams for v and x
@@ -101,17 +101,17 @@ class Stage:
 
 RECORD_LAYERS = (
     Layer(SHORT, paired_heads=True),
-    Layer(SHORT, xsa=True, bigram=True, value_table=0),
-    Layer(SHORT, paired_heads=True, bigram=True, value_table=1),
-    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True),
-    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
-    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(SHORT, xsa=True, ngram=True, value_table=0),
+    Layer(SHORT, paired_heads=True, ngram=True, value_table=1),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, ngram=True),
+    Layer(SHORT, xsa=True, ngram=True, new_gates=True),
+    Layer(SHORT, paired_heads=True, ngram=True),
     Layer(None, skip_from=3, x0=False),
-    Layer(SHORT, xsa=True, bigram=True),
-    Layer(SHORT, attend_to=7, bigram=True, value_table=2),
-    Layer(SHORT, attend_to=7, paired_heads=True, bigram=True, value_table=3),
+    Layer(SHORT, xsa=True, ngram=True),
+    Layer(SHORT, attend_to=7, ngram=True, value_table=2),
+    Layer(SHORT, attend_to=7, paired_heads=True, ngram=True, value_table=3),
     Layer(LONG, attend_to=7, key_offset=True, head_gate=True, dc=True, value_table=4,
-          x0=False, bigram=True, mudd=("input", "layer7")),
+          x0=False, ngram=True, mudd=("input", "layer7")),
 )
 RECORD_STAGES = (
     Stage(423, 8 * 16384, short=128, long=384, max_doc=896, lr=1.00,
@@ -125,11 +125,11 @@ RECORD_STAGES = (
 
 # A model of the basic parts, which trains in seconds on two CPU cores.
 TINY_LAYERS = (
-    Layer(SHORT, bigram=True, value_table=0),
-    Layer(LONG, key_offset=True, key_start=True, bigram=True),
-    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(SHORT, ngram=True, value_table=0),
+    Layer(LONG, key_offset=True, key_start=True, ngram=True),
+    Layer(SHORT, paired_heads=True, ngram=True),
     Layer(None, skip_from=1, x0=False),
-    Layer(SHORT, attend_to=2, bigram=True, value_table=1),
+    Layer(SHORT, attend_to=2, ngram=True, value_table=1),
     Layer(LONG, attend_to=2, key_offset=True, key_start=True, value_table=2),
 )
 TINY_STAGES = (
@@ -139,13 +139,13 @@ TINY_STAGES = (
 
 # Between the record and tiny in size, for one GPU of 16 GB or a TPU. Nobody has run it on FineWeb.
 SMALL_LAYERS = (
-    Layer(SHORT, bigram=True, value_table=0),
-    Layer(SHORT, bigram=True),
-    Layer(LONG, key_offset=True, key_start=True, bigram=True),
-    Layer(SHORT, paired_heads=True, bigram=True),
+    Layer(SHORT, ngram=True, value_table=0),
+    Layer(SHORT, ngram=True),
+    Layer(LONG, key_offset=True, key_start=True, ngram=True),
+    Layer(SHORT, paired_heads=True, ngram=True),
     Layer(None, skip_from=2, x0=False),
-    Layer(SHORT, attend_to=3, paired_heads=True, bigram=True),
-    Layer(SHORT, attend_to=3, bigram=True),
+    Layer(SHORT, attend_to=3, paired_heads=True, ngram=True),
+    Layer(SHORT, attend_to=3, ngram=True),
     Layer(LONG, attend_to=3, key_offset=True, key_start=True, value_table=0),
 )
 SMALL_STAGES = (
@@ -155,23 +155,23 @@ SMALL_STAGES = (
 
 # A model of GPT-2 medium's class, for modded-nanogpt's second track: records/medium.md.
 MEDIUM_LAYERS = (
-    Layer(LONG, key_offset=True, head_gate=True, bigram=True, value_table=0),
-    Layer(SHORT, xsa=True, bigram=True, value_table=1),
-    Layer(SHORT, xsa=True, bigram=True, value_table=2),
-    Layer(SHORT, xsa=True, bigram=True, value_table=3),
-    Layer(LONG, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=4),
-    Layer(SHORT, xsa=True, bigram=True, new_gates=True),
-    Layer(SHORT, xsa=True, bigram=True),
-    Layer(SHORT, xsa=True, bigram=True),
-    Layer(SHORT, xsa=True, bigram=True),
-    Layer(SHORT, skip_from=6, xsa=True, bigram=True),
-    Layer(SHORT, skip_from=4, xsa=True, bigram=True),
-    Layer(LONG, skip_from=2, key_offset=True, xsa=True, head_gate=True, bigram=True, value_table=0),
-    Layer(SHORT, attend_to=11, bigram=True, value_table=1),
-    Layer(SHORT, attend_to=11, bigram=True, value_table=2),
-    Layer(SHORT, attend_to=11, bigram=True, value_table=3),
+    Layer(LONG, key_offset=True, head_gate=True, ngram=True, value_table=0),
+    Layer(SHORT, xsa=True, ngram=True, value_table=1),
+    Layer(SHORT, xsa=True, ngram=True, value_table=2),
+    Layer(SHORT, xsa=True, ngram=True, value_table=3),
+    Layer(LONG, key_offset=True, xsa=True, head_gate=True, ngram=True, value_table=4),
+    Layer(SHORT, xsa=True, ngram=True, new_gates=True),
+    Layer(SHORT, xsa=True, ngram=True),
+    Layer(SHORT, xsa=True, ngram=True),
+    Layer(SHORT, xsa=True, ngram=True),
+    Layer(SHORT, skip_from=6, xsa=True, ngram=True),
+    Layer(SHORT, skip_from=4, xsa=True, ngram=True),
+    Layer(LONG, skip_from=2, key_offset=True, xsa=True, head_gate=True, ngram=True, value_table=0),
+    Layer(SHORT, attend_to=11, ngram=True, value_table=1),
+    Layer(SHORT, attend_to=11, ngram=True, value_table=2),
+    Layer(SHORT, attend_to=11, ngram=True, value_table=3),
     Layer(LONG, attend_to=11, key_offset=True, head_gate=True, dc=True, value_table=4,
-          x0=False, bigram=True, mudd=("input", "layer11")),
+          x0=False, ngram=True, mudd=("input", "layer11")),
 )
 MEDIUM_STAGES = (
     Stage(392, 8 * 16384, short=128, long=384, max_doc=4096, lr=1.00,
@@ -216,7 +216,7 @@ class Config:
     F: int = 3072               # width of the MLP
     R: int = 64                 # width of the gate nets; 0: gates are the same for every token
     vocab: int = 50257          # tokens; the tables are padded to a multiple of 128
-    bigrams: int = 377280       # rows of the n-gram table: the record has pairs alone
+    ngram_buckets: int = 377280  # rows of the n-gram table, which hashes choose
     ngrams: tuple[int, ...] = (2,)  # lengths of n-grams; each has an equal part of the table
     # [ngram-table] The table lies on the devices in 8 parts. From each, a sequence reads at most
     # ngram_capacity * T different rows per length. N-grams beyond that are lost: they read zeros,
@@ -332,12 +332,12 @@ def check_config(c: Config) -> None:
         rules.append((even, f"stage {i}: --batch {c.batch} does not divide {stage.tokens} tokens"))
     for i, layer in enumerate(c.layers):
         # The only fields that have an effect without attention.
-        names = ("x0", "bigram", "skip_from", "new_gates")
+        names = ("x0", "ngram", "skip_from", "new_gates")
         bare = Layer(None, **{name: getattr(layer, name) for name in names})
         is_used = layer.window is not None or layer == bare
         rules.append((is_used, f"layer {i} has no attention: it can only set {', '.join(names)}"))
-        adds = not layer.mudd or (layer.bigram and not layer.x0)
-        rules.append((adds, f"layer {i}: mudd adds bigram, not x0: set bigram=True, x0=False"))
+        adds = not layer.mudd or (layer.ngram and not layer.x0)
+        rules.append((adds, f"layer {i}: mudd adds ngram, not x0: set ngram=True, x0=False"))
     for holds, message in rules:
         if not holds:
             raise ValueError(message)
@@ -346,22 +346,22 @@ def check_config(c: Config) -> None:
 PRESETS = {  # fields that a preset does not name have Config's defaults
     "record": Config(),
     "medium": Config(
-        layers=MEDIUM_LAYERS, stages=MEDIUM_STAGES, D=1024, H=8, F=4096, bigrams=251520, mudd_head=(
+        layers=MEDIUM_LAYERS, stages=MEDIUM_STAGES, D=1024, H=8, F=4096, mudd_head=(
             ("input", 0.0), ("layer11", -0.5), ("layer14", 0.0), ("value0", 0.0), ("layer4", 0.0)),
         muon_lr=0.015, adam_lr=0.004, cooldown_start=1410 / 4740, cooldown_end=4700 / 4740,
         lr_floor=0.1, momentum_warmup=300 / 4740, momentum_cooldown=50 / 4740, untie=785 / 4740,
-        target=2.92,
+        ngram_buckets=251520, target=2.92,
     ),
     "small": Config(
         layers=SMALL_LAYERS, stages=SMALL_STAGES, mudd_head=(), D=256, H=2, F=1024, R=0,
-        microbatch=4, bigrams=32768, head_chunk=8192, prefixes="",
+        microbatch=4, ngram_buckets=32768, head_chunk=8192, prefixes="",
         head_forward="bfloat16", head_backward="bfloat16",
         cooldown_start=600 / 1500, cooldown_end=1.0, untie=1000 / 1500, momentum_warmup=300 / 1500,
         momentum_cooldown=50 / 1500, val_T=8192, val_tokens=1048576, target=0.0,
     ),
     "tiny": Config(
         layers=TINY_LAYERS, stages=TINY_STAGES, mudd_head=(), D=160, H=2, F=256, R=0, vocab=257,
-        bigrams=22528, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, pointer=16, eot=256, batch=1,
+        ngram_buckets=22528, ngrams=(2, 3, 4, 5), ngram_capacity=1.0, pointer=16, eot=256, batch=1,
         microbatch=4, head_chunk=128, dc_window=56, prefixes="", head_forward="bfloat16",
         head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.15,
         cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
@@ -394,7 +394,7 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     x_BTD = norm(x_BTD)
     copies_N3 = None
     if c.pointer:
-        copies_N3 = pointer_votes(x_BTD, tokens_BS, w, c).reshape(-1, 3)
+        copies_N3 = pointer_copies(x_BTD, tokens_BS, w, c).reshape(-1, 3)
     return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
@@ -403,18 +403,18 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
 
     w has the weights of param_table() by name. w["mlp"][i], w["qk"][i] and w["vo"][i] list layer
     i's matrices; w["skip_lambdas"][i] is layer i's row, as in all others with a row for each
-    layer. Instead of the n-gram table, w has "bigram_rows", (B, T * len(c.ngrams), D), the rows of
+    layer. Instead of the n-gram table, w has "ngram_rows", (B, T * len(c.ngrams), D), the rows of
     ngram_rows().
 
-    saved has the streams "x0", "bigram", "input", "value0", ..., "layer0", ...; gates has
-    "input.bigram", "layer3.x0", ...; layer 3 gets the latter as "x0".
+    saved has the streams "x0", "ngram", "input", "value0", ..., "layer0", ...; gates has
+    "input.ngram", "layer3.x0", ...; layer 3 gets the latter as "x0".
     """
     pos = positions(tokens_BT == c.eot, c, stage)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
     # [gates] Small nets compute the gates of the next layers for each token. Records 81 and 85.
     gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
     # weighted_sum adds up weight * array in float32, and rounds once.
-    x = weighted_sum((1.0, saved["x0"]), (gates["input.bigram"], saved["bigram"]))
+    x = weighted_sum((1.0, saved["x0"]), (gates["input.ngram"], saved["ngram"]))
     saved["input"] = x
     for i, layer in enumerate(c.layers):
         if layer.new_gates:
@@ -440,18 +440,18 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
 
 
 def embed_tokens(w, tokens_BT, c: Config) -> dict[str, Array]:
-    """The token's embedding "x0", the embedding of the n-grams that end with it, "bigram", and its
+    """The token's embedding "x0", the embedding of the n-grams that end with it, "ngram", and its
     row of every value table, "value0", "value1", ...; (B, T, D) each."""
     saved = {}
     for n in c.value_tables():
         saved[f"value{n}"] = take_rows(w[f"value{n}"], tokens_BT).astype(c.compute)
-    # [bigram] Random signs tell apart n-grams that share a row. train_step() has looked up the
+    # [ngram] Random signs tell apart n-grams that share a row. train_step() has looked up the
     # rows, so only the signs are needed here. Records 62 and 83.
     signed = []
-    rows_of_lengths = jnp.split(w["bigram_rows"], len(c.ngrams), axis=1)
+    rows_of_lengths = jnp.split(w["ngram_rows"], len(c.ngrams), axis=1)
     for rows_BTD, (_, seed_BT) in zip(rows_of_lengths, hash_ngrams(tokens_BT, c), strict=True):
         signed.append(rows_BTD.astype(c.compute) * random_signs(seed_BT, c))
-    saved["bigram"] = functools.reduce(jnp.add, signed)
+    saved["ngram"] = functools.reduce(jnp.add, signed)
     # [smear] An embedding may take in some of the previous token's; 12 channels decide. Record 34.
     embed = take_rows(w["embed"], tokens_BT).astype(c.compute)
     previous = jnp.pad(embed[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -482,7 +482,7 @@ def block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Array:
         y = attention(source, v_terms, i, w, gate, pos, c, out_scale=w["attn_lambdas"][i, 1])
         terms.append((1.0, y))
     # [x0] Each layer may scale x down and read the embeddings again. Record 9.
-    terms += [(gate.pop(name), saved[name]) for name in ("x0", "bigram") if name in gate]
+    terms += [(gate.pop(name), saved[name]) for name in ("x0", "ngram") if name in gate]
     if terms:
         x = weighted_sum((w["attn_lambdas"][i, 0], x), *terms)
     keep, add = w["mlp_lambdas"][i]
@@ -503,7 +503,7 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
         v_terms.append((weight_BTH[..., None], in_heads(saved[f"value{layer.value_table}"], c)))
     y = attention(source, v_terms, i, w, gate, pos, c)
     x = weighted_sum((1.0, x_BTD), *per_token_terms(mix["x"], streams))
-    x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["bigram"]]))
+    x = weighted_sum(*per_token_terms(mix["attn"], [x, y, saved["input"], saved["ngram"]]))
     return weighted_sum(*per_token_terms(mix["mlp"], [x, mlp(x, i, w, c)]))
 
 
@@ -668,7 +668,7 @@ def nets(c: Config) -> dict[str, dict[str, list[float]]]:
     the next such net. [mudd] "mudd10" reads x before layer 10, "mudd_head" the last x.
     """
     current = "gates_input"
-    table = {current: {"input.bigram": [0.05]}}
+    table = {current: {"input.ngram": [0.05]}}
     for i, layer in enumerate(c.layers):
         if layer.new_gates:
             current = f"gates{i}"
@@ -689,8 +689,8 @@ def layer_gates(layer: Layer, H: int) -> dict[str, list[float]]:
     gates = {}
     if layer.x0:
         gates["x0"] = [0.0]
-    if layer.bigram and not layer.mudd:  # with mudd, its net weighs the bigram
-        gates["bigram"] = [0.05]
+    if layer.ngram and not layer.mudd:  # with mudd, its net weighs the ngram
+        gates["ngram"] = [0.05]
     if layer.skip_from is not None:
         gates["skip"] = [0.5]
     if layer.xsa:
@@ -797,7 +797,7 @@ def rope_frequencies(c: Config, stage: int) -> tuple[np.ndarray, float]:
 
 
 # ---- Pointer -------------------------------------------------------------------------------------
-def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
+def pointer_copies(x_BTD, tokens_BS, w, c: Config) -> Array:
     """[pointer] What head_loss() mixes into the prediction of each token, (B, T, 3), in float32:
         right  attention on tokens whose successor is the target
         every  attention on all earlier tokens; the sentinel has the rest
@@ -825,7 +825,7 @@ def pointer_votes(x_BTD, tokens_BS, w, c: Config) -> Array:
         every = weights.sum(axis=-1)
         right = jnp.where(successor[:, None] == target[..., None], weights, 0).sum(axis=-1)
         total = every + jnp.exp(sentinel - top)
-        return jnp.stack((right / total, every / total, w["pointer_slot"][longest]), axis=-1)
+        return jnp.stack((right / total, every / total, w["pointer_share"][longest]), axis=-1)
 
     arrays = [in_bands(x, W) for x in (q, labels, targets_BT)]
     arrays += [in_two_bands(x, W) for x in (k, labels, targets_BT)]
@@ -860,7 +860,7 @@ def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> t
     the sentinel, (B, i); in float32. And the length of the longest match, (B, i)."""
     scale = c.pointer_D**-0.5
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
-    sentinel = scale * (q_BiE.astype(jnp.float32) @ w["pointer_sink"]) + w["pointer_sink_bias"]
+    sentinel = scale * (jnp.float32(q_BiE) @ w["pointer_sentinel"]) + w["pointer_sentinel_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
     longest = jnp.zeros(sentinel.shape, jnp.int32)
     for n in range(1, c.pointer + 1):
@@ -1060,7 +1060,7 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
     n-gram table and seeds for random signs, (B, T) each. Every length has an equal part of the
     table. The first n - 1 tokens of a sequence have the last index of the part and seed 0. Like
     upstream's, n-grams do not end at documents."""
-    part = c.bigrams // len(c.ngrams)
+    part = c.ngram_buckets // len(c.ngrams)
     last_row = part - 1
     T = tokens_BT.shape[1]
     hashes = []
@@ -1083,7 +1083,7 @@ def hash_ngrams(tokens_BT, c: Config) -> list[tuple[Array, Array]]:
 
 
 def ngram_rows(tokens_BT, c: Config) -> Array:
-    """The rows of the bigram table that tokens read, (B, N): T for each length of n-grams."""
+    """The rows of the ngram table that tokens read, (B, N): T for each length of n-grams."""
     return jnp.concatenate([row_BT for row_BT, _ in hash_ngrams(tokens_BT, c)], axis=1)
 
 
@@ -1244,7 +1244,7 @@ def head_loss(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> Array:
     """[fp8-head] Softcapped cross-entropy to J targets (-1: none) with weights, summed over N
     tokens. It works on chunks of tokens, so that the (N, V) logits never exist; the forward pass
     computes the gradients as well, while a chunk's logits are at hand. arXiv:2209.05433, record
-    19. With [pointer], the first target is the next token; copies_N3 is pointer_votes()."""
+    19. With [pointer], the first target is the next token; copies_N3 is pointer_copies()."""
     return head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c)[0]
 
 
@@ -1423,7 +1423,7 @@ def param_table(c: Config) -> dict[str, Param]:
         # Their padding belongs to the model: the softmax includes it.
         "embed":  lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
         "head":   lookup(vocab, D, 0.005, 1, 150, adam(0.5, 0.95)),
-        "bigram": ngram_table(c),
+        "ngram":  ngram_table(c),
         **{f"value{n}": lookup(c.vocab, D, 0.01, 75, 5, adam(0.75, 0.95))
            for n in c.value_tables()},
         # rows, cols, layers, (bound of the initial values, factor on the rate) of each matrix,
@@ -1467,9 +1467,9 @@ def pointer_params(c: Config) -> dict[str, Param]:
     return {
         "pointer_qk": replicated((3, c.pointer_D, c.D), start, 0.1),
         "pointer_gain": replicated((1,), 1.0, 1),
-        "pointer_sink": replicated((c.pointer_D,), 0.0, 0.1),
-        "pointer_sink_bias": replicated((1,), 4.0, 5),
-        "pointer_slot": replicated((c.pointer + 1,), [-2.0] + [0.0] * c.pointer, 5),
+        "pointer_sentinel": replicated((c.pointer_D,), 0.0, 0.1),
+        "pointer_sentinel_bias": replicated((1,), 4.0, 5),
+        "pointer_share": replicated((c.pointer + 1,), [-2.0] + [0.0] * c.pointer, 5),
         "pointer_match": replicated((c.pointer,), 0.5, 5),
     }
 
@@ -1496,11 +1496,11 @@ def lookup(rows: int, D: int, std: float, lr: float, decay: float, optimizer: An
 def ngram_table(c: Config) -> Param:
     """[ngram-table] The table of n-grams, zeros at first. Row r is in eighth r % 8, which spreads
     n-grams of every length over all devices."""
-    shape = (-(-c.bigrams // 128) * (128 // GROUP), GROUP, c.D)
+    shape = (-(-c.ngram_buckets // 128) * (128 // GROUP), GROUP, c.D)
     lr = 75
     decay = ADAM_DECAY * lr * 5  # apply_update() multiplies it by lr once more, as upstream does
     zeros = jax.nn.initializers.zeros
-    return Param(shape, zeros, lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.bigrams)
+    return Param(shape, zeros, lr, decay, adam(0.75, 0.95), EXCHANGED, rows=c.ngram_buckets)
 
 
 def bank(rows: int, cols: int, layers: Iterable[int], matrices: list, optimizer: Any) -> Param:
@@ -1747,7 +1747,7 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     all-gather       banks                            fsdp   compute   every step
     reduce-scatter   gradients of banks, lookups      fsdp   compute   every step
     all-reduce       the same, beyond 8 devices       nodes  compute   every step
-    all-to-all       which rows of bigram are read    fsdp   int32     every step
+    all-to-all       which rows of ngram are read     fsdp   int32     every step
     all-to-all       these rows, and their gradients  fsdp   compute   every step
     all-gather       gradients of rows, beyond 8      nodes  compute   every step
     all-reduce       gradients of replicated; loss    all    float32   every step
@@ -1768,10 +1768,10 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     loss_weights = {k: row.loss_weights[j] / c.batch for j, k in enumerate(numbers)}
 
     def microbatch(total, tokens_BS):
-        request = request_rows(tokens_BS[:, :-1], state.params["bigram"], c)
-        w = weights | {"bigram_rows": pull_rows(state.params["bigram"], request, c)}
+        request = request_rows(tokens_BS[:, :-1], state.params["ngram"], c)
+        w = weights | {"ngram_rows": pull_rows(state.params["ngram"], request, c)}
         loss, grads = jax.value_and_grad(loss_fn)(w, tokens_BS, loss_weights, c, stage)
-        row_grads = push_gradients(grads.pop("bigram_rows"), request, c)
+        row_grads = push_gradients(grads.pop("ngram_rows"), request, c)
         total = jax.tree.map(jnp.add, total, (loss, grads))
         return total, (row_grads, lost_ngrams(request))
 
@@ -1784,7 +1784,7 @@ def train_step(state: State, tokens_MBS, row, c: Config, stage: int, adam_step: 
     (grads,) = send_to_owners(grads)
     grads |= lookup_grads
     row_grads = RowGradients(*(join_sequences(x) for x in row_grads))
-    grads["bigram"] = table_gradient(row_grads, state.params["bigram"])
+    grads["ngram"] = table_gradient(row_grads, state.params["ngram"])
     state = state._replace(lost_ngrams=state.lost_ngrams + lax.psum(lost.sum(), mesh_axes()))
     state = update_parameters(state, grads, row, c, adam_step)
     return state, lax.psum(loss, mesh_axes()) / c.sequence_length(stage)
@@ -1838,12 +1838,12 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tup
     shard_map. c is from for_validation(). All-gathers banks and lookups, exchanges the rows of
     n-grams, all-reduces the results."""
     params = dict(params)
-    bigram = params.pop("bigram")
+    ngram = params.pop("ngram")
     weights = whole_weights(params, c)
 
     def microbatch(tokens_BS):
-        request = request_rows(tokens_BS[:, :-1], bigram, c)
-        w = weights | {"bigram_rows": pull_rows(bigram, request, c)}
+        request = request_rows(tokens_BS[:, :-1], ngram, c)
+        w = weights | {"ngram_rows": pull_rows(ngram, request, c)}
         return loss_fn(w, tokens_BS, {1: 1.0}, c, stage), lost_ngrams(request)
 
     loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))

@@ -1,8 +1,4 @@
-"""Tests run on 8 simulated devices of a CPU, with programs that compile fast and are cached.
-
-`./run.sh test` leaves out the tests marked slow, `--all` runs them as well, and `--quick` runs a
-selection that takes less than a minute.
-"""
+"""Tests run on 8 simulated devices of a CPU, with programs that compile fast and are cached."""
 
 import fcntl
 import gc
@@ -13,9 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [
-    str(ROOT / folder) for folder in ("", "basics", "data", "evals", "lab", "records", "run")
-]
+sys.path[:0] = [str(ROOT / room) for room in ("", "basics", "data", "evals", "records", "run")]
 
 # These are variables, not jax.config, because processes that tests start inherit them.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,8 +20,7 @@ if int(version("jax").split(".")[1]) < 11:  # later versions abort at the first 
         "--xla_cpu_experimental_ynn_fusion_type="  # it computes some sums wrong
     )
 # All workers and processes share compiled programs, and so does the next run of the suite.
-CACHE = ROOT / ".cache" / "tests"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax  # noqa: E402
@@ -38,51 +31,13 @@ from tests.tools import train_a_run  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(50_000, 20, 100)  # tracing makes many objects and little garbage
 
-
-def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the tests marked slow as well")
-    parser.addoption("--quick", action="store_true", help="run a selection, in under a minute")
+# The longest files: if a worker began one of them last, the other workers would wait for it.
+LONG_FILES = "hosts golden resume run devices tweaks basics_gpt2".split()
 
 
-# Files that take half a minute or more, the longest first: if a worker began one of them last, the
-# other workers would wait for it.
-LONG_FILES = "hosts golden resume run run_ab devices tweaks check_gpu basics_gpt2 export".split()
-
-
-def place(item):
-    """Sort key of a test: the place of its file in LONG_FILES; other files come after those."""
-    name = item.path.stem.removeprefix("test_")
-    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
-
-
-def pytest_collection_modifyitems(config, items):
-    """Sorts the files, and deselects tests by their marks. A test that is named by its id runs."""
-    items.sort(key=place)
-    if config.option.all or any("::" in argument for argument in config.args):
-        return
-    chosen = []
-    left_out = []
-    for item in items:
-        if config.option.quick:
-            wanted = item.get_closest_marker("quick") is not None
-        else:
-            wanted = item.get_closest_marker("slow") is None
-        if wanted:
-            chosen.append(item)
-        else:
-            left_out.append(item)
-    items[:] = chosen
-    config.hook.pytest_deselected(items=left_out)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Says what did not run, and how to run it."""
-    if config.option.quick:
-        terminalreporter.write_line("This was a selection. To run the suite: ./run.sh test")
-    elif not config.option.all:
-        terminalreporter.write_line(
-            "Slow tests were left out. To run them as well: ./run.sh test --all"
-        )
+def pytest_collection_modifyitems(items):
+    """Puts the tests of LONG_FILES first."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG_FILES)
 
 
 @pytest.fixture(scope="session")

@@ -45,8 +45,9 @@ def config(windows=None, **changes) -> train_gpt.Config:
         size = {"tokens": T, "short": short * BLOCK, "long": long * BLOCK}
         stages.append(dataclasses.replace(stage, **size))
     small = dict(
-        D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], bigrams=ROWS, ngram_capacity=1.0, batch=1,
+        D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], ngram_buckets=ROWS, batch=1,
         head_chunk=T // 4, val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band",
+        ngram_capacity=1.0,
         **FLOAT32,
     )  # fmt: skip
     return dataclasses.replace(RECORD, **small | changes)
@@ -119,13 +120,13 @@ def untied() -> np.ndarray:
 # ---- Their names and places ----------------------------------------------------------------------
 SIX = np.arange(6)
 # For each gate, the fixture's net (0 or 1) and the gate's rows in it.
-GATES = {"input.bigram": (0, [19])}  # the row that would be layer 0's, which has no bigram gate
+GATES = {"input.ngram": (0, [19])}  # the row that would be layer 0's, which has none
 for i in range(4):
     GATES[f"layer{i}.x0"] = (0, [18 + 2 * i])
-    GATES[f"layer{i}.bigram"] = (0, [19 + 2 * i])
+    GATES[f"layer{i}.ngram"] = (0, [19 + 2 * i])
 for n, i in enumerate((4, 5, 7, 8, 9)):
     GATES[f"layer{i}.x0"] = (1, [18 + 2 * n])
-    GATES[f"layer{i}.bigram"] = (1, [19 + 2 * n])
+    GATES[f"layer{i}.ngram"] = (1, [19 + 2 * n])
 GATES |= {
     "layer6.skip": (1, [28]),
     "layer1.xsa": (0, SIX),
@@ -177,7 +178,7 @@ def ours(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out["head"] = p["lm_head.weight"].T
     out["embed"] = p["embed.weight"]
     out |= {f"value{i}": table for i, table in enumerate(p["value_embeds"].reshape(5, V, D))}
-    out["bigram"] = p["bigram_embed.weight"]
+    out["ngram"] = p["bigram_embed.weight"]
     out["qk"] = p["qk_bank"][:, ROPE]
     out["vo"] = p["vo_bank"]
     out["mlp"] = p["mlp_bank"][:L].reshape(2 * L, 4 * D, D)
@@ -207,7 +208,7 @@ def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[st
     p["lm_head.weight"] = o["head"].T
     p["embed.weight"] = o["embed"]
     p["value_embeds"] = np.concatenate([o[f"value{i}"] for i in range(5)])
-    p["bigram_embed.weight"] = o["bigram"]
+    p["bigram_embed.weight"] = o["ngram"]
     p["qk_bank"] = o["qk"][:, np.argsort(ROPE)]
     p["vo_bank"] = o["vo"]
     p["mlp_bank"][:L] = o["mlp"].reshape(L, 2, 4 * D, D)
@@ -232,15 +233,11 @@ def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np
     which none is padding."""
     table = train_gpt.param_table(c)
     new = sorted(table.keys() - ours.keys())
-    assert not new, (
-        f"record 89 has no parameters {new}. For an experiment, leave these tests out: ./run.sh "
-        "test --ignore tests/test_golden.py. To keep a parameter, give it values in ours() with "
-        "which it changes nothing."
-    )
+    assert not new, f"record 89 has no parameters {new}: give them values that change nothing"
     out = {}
     for name, param in table.items():
         shape = param.shape
-        if param.sharding in GROUPED:
+        if param.kind in GROUPED:
             shape = (shape[0] * shape[1], *shape[2:])
         array = np.zeros(shape, np.float32)
         array[tuple(slice(n) for n in ours[name].shape)] = ours[name]
@@ -256,7 +253,7 @@ def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
         if isinstance(array, dict):  # a bank's matrices by layer
             array = np.stack([matrix for layer in array for matrix in array[layer]])
         array = np.asarray(array)
-        if param.sharding in GROUPED:
+        if param.kind in GROUPED:
             array = array.reshape(-1, *param.shape[2:])[: param.model_shape[0]]
         out[name] = array
     return out

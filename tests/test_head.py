@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -89,21 +88,10 @@ def test_the_gradients_are_as_fine_in_a_larger_batch():
         np.testing.assert_array_equal(a, n * np.asarray(b))
 
 
-def test_fp8_forward_is_exact_on_numbers_that_fp8_can_hold():
-    x, w, *rest = operands("float32")
-    to8 = lambda a, s: (np.asarray(a) * s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / s
-    x = to8(x, FP8.x_scale)
-    w = to8(w.clip(-0.8, 0.8), FP8.w_scale)
-    c = dataclasses.replace(FP8, compute="float32")
-    assert ours(x, w, *rest, c)[0] == pytest.approx(reference(x, w, *rest)[0], rel=1e-6)
-
-
-@pytest.mark.parametrize("c", [F32, FP8], ids=["float32", "fp8"])
-@pytest.mark.parametrize("chunk", [4, 32, 64, 128])  # the last one is cut to 64
-def test_chunks_change_nothing(c, chunk):
-    given = operands(c.compute)
-    one = ours(*given, c)
-    other = ours(*given, dataclasses.replace(c, head_chunk=chunk))
+def test_chunks_change_nothing():
+    given = operands("float32")
+    one = ours(*given, F32)
+    other = ours(*given, dataclasses.replace(F32, head_chunk=4))
     for a, b in zip(one, other, strict=True):
         assert relative(a, b) < 1e-6
 
@@ -130,14 +118,6 @@ def test_numbers_beyond_fp8_are_clipped():
         np.testing.assert_array_equal(ends, [-limit, limit])
 
 
-def test_scales_cancel():
-    """Powers of two: in a format wide enough for all of them they change no bit."""
-    given = operands("float32")
-    scaled = dataclasses.replace(F32, x_scale=1.0, w_scale=4.0, g_scale=0.5)
-    for a, b in zip(ours(*given, F32), ours(*given, scaled), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize("c", [train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]])
 def test_the_gradient_of_the_logits_fits_its_format(c):
     """It is at most the sum of the weights of a token's targets, times 23 / 7.5 / 4, the largest
@@ -147,13 +127,3 @@ def test_the_gradient_of_the_logits_fits_its_format(c):
         sums.append(sum(max(ends) for ends in train_gpt.target_weights(stage).values()))
     largest = 23 / 7.5 / 4 * max(sums) / c.batch
     assert largest * c.g_scale * c.batch < float(jnp.finfo(c.head_backward).max)
-
-
-def test_validation_computes_no_gradient():
-    """The compiler drops what is not used: validation has fewer products than training."""
-    given = operands("bfloat16")
-    products = []
-    for function in train_gpt.head_loss, jax.grad(train_gpt.head_loss, argnums=(0, 1)):
-        program = jax.jit(function, static_argnums=5).lower(*given, None, F32).compile()
-        products.append(program.as_text().count(" dot("))
-    assert products[0] < products[1], products

@@ -1,6 +1,5 @@
 """law.py passes a mixture that is right, and finds faults that were planted in it."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import law
@@ -58,31 +57,8 @@ def test_planted_faults_are_found(fault, message):
         law.check(lambda tokens_BT: mixture(tokens_BT, fault), TOKENS_BS, C.vocab)
 
 
-def constant(V: int) -> Callable:
-    """Probabilities that depend on nothing."""
-    return lambda tokens_BT: np.full((*tokens_BT.shape, V), 1 / V, "f4")
-
-
-def shifted(tokens_BT: np.ndarray) -> np.ndarray:
-    """The mixture's, with one below 0 in every row; the sums stay."""
-    p_BTV = mixture(tokens_BT)
-    p_BTV[..., 1] += p_BTV[..., 0] + 0.01
-    p_BTV[..., 0] = -0.01
-    return p_BTV
-
-
-@pytest.mark.parametrize("probabilities, loss, message", [
-    (mixture, lambda tokens_BS: 1.01 * summed_loss(tokens_BS), "-log p adds up to"),
-    (constant(17), None, "nothing depends on token"),
-    (constant(128), None, r"\(8, 127, 128\)"),
-    (shifted, None, "a probability is negative"),
-], ids=["another loss", "constant", "with padding", "negative"])  # fmt: skip
-def test_what_is_no_distribution_of_the_next_token_is_found(probabilities, loss, message):
-    with pytest.raises(AssertionError, match=message):
-        law.check(probabilities, TOKENS_BS, C.vocab, loss)
-
-
-def test_the_text_has_repeats_and_documents():
-    assert np.all(TOKENS_BS[:, 0] == C.eot) and 0.02 < np.mean(TOKENS_BS == C.eot) < 0.05
-    p_BTV = mixture(TOKENS_BS[:, :-1])
-    assert p_BTV.max() > 0.3
+def test_another_loss_and_a_constant_are_found():
+    with pytest.raises(AssertionError, match="-log p adds up to"):
+        law.check(mixture, TOKENS_BS, C.vocab, lambda tokens_BS: 1.01 * summed_loss(tokens_BS))
+    with pytest.raises(AssertionError, match="nothing depends on"):
+        law.check(lambda tokens: np.full((*tokens.shape, 17), 1 / 17, "f4"), TOKENS_BS, C.vocab)

@@ -1,16 +1,13 @@
-"""The preset medium: its numbers are those of modded-nanogpt's second track, and a narrow model
-of its layers trains equally on one device and on eight."""
+"""The preset medium: its numbers are those of modded-nanogpt's second track."""
 
 import math
 
-import numpy as np
 import pytest
 
 import train_gpt
-from tests.small_medium import MEDIUM, SMALL
-from tests.tools import make_mesh, place_on, schedule_row, text
-from train_gpt import LONG, SHORT, Layer
+from train_gpt import LONG
 
+MEDIUM = train_gpt.PRESETS["medium"]
 BLOCK = 128  # upstream counts windows in blocks of so many positions
 
 
@@ -48,7 +45,7 @@ def test_rates_and_momentum_are_those_of_record_18():
 def test_the_model_has_the_parameters_that_were_counted_by_hand():
     """16 layers of width 1,024 with 4 + 8 matrices of 1,024 x 1,024 each; two tables of 50,304
     rows, five of values, and one of 251,520 pairs."""
-    expected = {"matrices": 201.3, "embed": 51.5, "head": 51.5, "value": 257.6, "bigram": 257.6}
+    expected = {"matrices": 201.3, "embed": 51.5, "head": 51.5, "value": 257.6, "ngram": 257.6}
     expected["rest"] = 0.4
     millions = dict.fromkeys(expected, 0.0)
     for name, param in train_gpt.param_table(MEDIUM).items():
@@ -70,40 +67,3 @@ def test_layers_are_those_of_the_second_track():
     assert {i: layers[i].skip_from for i in (9, 10, 11)} == {9: 6, 10: 4, 11: 2}
     assert [layer.attend_to for layer in layers] == [None] * 12 + [11] * 4
     assert [name for name, _ in MEDIUM.mudd_head] == "input layer11 layer14 value0 layer4".split()
-
-
-def techniques(layers: tuple[Layer, ...]) -> set[str]:
-    """The fields by which some of these layers differ from a plain one."""
-    plain = Layer(SHORT)
-    found = set()
-    for layer in layers:
-        found |= {name for name, value in vars(layer).items() if value != getattr(plain, name)}
-    return found
-
-
-def losses(devices: int) -> list[float]:
-    """Those of every step of SMALL."""
-    mesh = make_mesh(devices)
-    program = train_gpt.compile_train_step(0, True, SMALL, mesh)
-    state = train_gpt.make_state(SMALL, mesh)
-    T = SMALL.sequence_length(0)
-    tokens = np.stack([text(T + 1, first) for first in range(SMALL.batch)]).astype(np.int32)
-    found = []
-    for step in range(SMALL.total_steps):
-        row = schedule_row(SMALL, step, mesh)
-        state, loss = program(state, place_on(mesh, tokens), row)
-        found.append(float(loss))
-    return found
-
-
-def test_the_narrow_model_has_every_technique_of_the_layers():
-    assert techniques(SMALL.layers) == techniques(MEDIUM.layers)
-
-
-@pytest.mark.slow
-def test_a_narrow_model_trains_equally_on_one_device_and_on_eight():
-    one = losses(1)
-    eight = losses(8)
-    assert eight[0] == pytest.approx(one[0], rel=1e-6)
-    np.testing.assert_allclose(eight, one, rtol=1e-4)
-    assert one[2] < one[1] < one[0]

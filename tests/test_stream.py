@@ -13,16 +13,6 @@ from tests.tools import MINI, write_shard
 from train_gpt import Stage
 
 EOT = MINI.eot
-LENGTHS = [
-    [1000],
-    [2],
-    [2, 2, 2],
-    [1000, 2, 500],
-    [2, 1000],
-    [65, 66, 67],  # a batch of (2, 32) needs 65
-    [129, 130, 131, 64, 257],
-    [1, 0, 300],
-]
 # For each shard, the tokens before the first document, and the size of every document.
 DOCUMENTS = dict(
     some=[(0, *range(1, 40)), (0, *range(40, 1, -1))],
@@ -62,50 +52,6 @@ def document_shards(name: str) -> list[np.ndarray]:
             tokens[place] = EOT
             place += size
     return shards
-
-
-# ---- Batches of consecutive text -----------------------------------------------------------------
-def upstream(shards, batch: int, T: int):
-    """The inputs and targets of every batch by upstream's rule: if a shard has fewer tokens left
-    than a batch and one more, the next shard is read. (Upstream asks for yet another token, which
-    it does not read.)"""
-    shard = 0
-    token = 0  # the place in the shard
-    while True:
-        while shard < len(shards) and token + batch * T + 1 > len(shards[shard]):
-            shard += 1
-            token = 0
-        if shard == len(shards):
-            return
-        tokens = shards[shard][token : token + batch * T + 1]
-        yield tokens[:-1].reshape(batch, T), tokens[1:].reshape(batch, T)
-        token += batch * T
-
-
-@pytest.mark.parametrize("batch, T", [(1, 1), (2, 32), (8, 8), (1, 64), (8, 1)])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_batches_of_text_are_those_of_upstream(lengths, batch, T):
-    shards = numbered_shards(lengths)
-    batches = train_gpt.read_batches(shards, text_batches(batch, T), MINI)
-    for tokens, (inputs, targets) in zip(batches, upstream(shards, batch, T), strict=True):
-        assert tokens.dtype == np.int32
-        assert np.array_equal(tokens[:, :-1], inputs) and np.array_equal(tokens[:, 1:], targets)
-
-
-def test_the_stream_ends_after_the_last_batch():
-    shards = numbered_shards([1000, 1000])
-    for steps in (0, 1, 15, 16, 30, 31):
-        batches = list(train_gpt.read_batches(shards, text_batches(2, 32, steps), MINI))
-        assert len(batches) == min(steps, 30)  # all that there are; find_data() would refuse 31
-
-
-def test_a_document_longer_than_a_sequence_goes_on_in_the_next():
-    tokens = np.arange(400, dtype="<u2") % 200
-    tokens[[0, 300]] = EOT  # one document of 300 tokens over sequences of 32
-    (batch,) = train_gpt.read_batches([tokens], text_batches(8, 32), MINI)
-    assert (batch == EOT).sum() == 1  # a sequence begins with EOT only if the text has it there
-    assert batch[:, 0].tolist() == tokens[0:256:32].tolist()
-    assert batch[:, -1].tolist() == tokens[32:257:32].tolist()  # the next sequence's first input
 
 
 # ---- Batches of packed documents -----------------------------------------------------------------
@@ -178,13 +124,6 @@ def test_the_first_batch_reads_only_the_first_million_tokens():
     next(documents)
     assert read == [1_000_000]
     assert sum(1 for _ in documents) > 100 and max(read) == 3_000_000
-
-
-def test_pack_documents_works_beyond_16_bits():
-    shard = np.zeros(200_000, "<u2")
-    shard[[0, 70_000, 150_000]] = EOT
-    pieces = list(train_gpt.pack_documents(shard, [(1, 99_999, 60_000)], MINI))
-    assert pieces == [[[(0, 60_000), (70_000, 110_000)]]]
 
 
 def test_parts_of_the_stream_together_are_the_stream():

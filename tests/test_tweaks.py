@@ -1,11 +1,9 @@
 """A reader copies one file and changes it: the patches of records/changes/ are applied and run."""
 
-import functools
 import importlib.util
 import os
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -21,156 +19,92 @@ from tests.tools import FLOAT32, make_mesh, noise, place_on, sequences
 ROOT = Path(train_gpt.__file__).parent
 FENCE = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
 PATCHES = sorted((ROOT / "records/changes").glob("*.patch"))
-NAMES = [patch.stem for patch in PATCHES]
-ONE_LAYER = "(Layer(SHORT),)"
-ON_ONE_DEVICE = "value_residual", "two_stages"  # they change nothing of the sharding
-MUDD = 'Layer(LONG, x0=False, bigram=True, mudd=("input",))'
-LAYERS = {"value_residual": f"(Layer(SHORT), Layer(SHORT), {MUDD})"}
-SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, bigrams=512, head_chunk=32, dc_window=12, batch=8)
-SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band")
+SMALL = FLOAT32 | dict(
+    D=32, H=2, F=64, R=8, ngram_buckets=512, head_chunk=32, dc_window=12, batch=8
+)
+SMALL |= dict(microbatch=8, val_T=64, val_tokens=1024, steps=2, seed=5, attention="band", pointer=0)
 
 
-@functools.cache
-def patched(name: str) -> str:
-    """The source of train_gpt.py after `git apply` of a patch."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "train_gpt.py"
-        path.write_text(train_gpt.SOURCE, encoding="utf-8")
-        command = ["git", "apply", str(ROOT / f"records/changes/{name}.patch")]
-        # Outside of every repository, where git would leave out paths that it does not know.
-        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(path.parent.parent)}
-        subprocess.run(command, cwd=folder, check=True, env=environment)
-        return path.read_text(encoding="utf-8")
+def load(source: str, folder: Path) -> ModuleType:
+    """Imports a source as a module."""
+    path = folder / "tweaked.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("tweaked", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_pages_show_the_patches_as_they_are():
-    shown = FENCE.findall((ROOT / "records/changes/README.md").read_text(encoding="utf-8"))
-    assert sorted(shown) == sorted(patch.read_text(encoding="utf-8") for patch in PATCHES)
-    (in_readme,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert in_readme in shown
+def patched(name: str, folder: Path) -> ModuleType:
+    """train_gpt.py after `git apply` of a patch, as a module."""
+    (folder / "train_gpt.py").write_text(train_gpt.SOURCE, encoding="utf-8")
+    command = ["git", "apply", str(ROOT / f"records/changes/{name}.patch")]
+    # Outside of every repository, where git would leave out paths that it does not know.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(command, cwd=folder, check=True, env=environment)
+    return load((folder / "train_gpt.py").read_text(encoding="utf-8"), folder)
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    """A function that imports a source as a module."""
-    folder = tmp_path_factory.mktemp("tweaked")
-
-    def load(source: str, name: str = "tweaked") -> ModuleType:
-        path = folder / f"{name}.py"
-        path.write_text(source, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
-def config(module: ModuleType, layers: str = ONE_LAYER):
-    """A module's `tiny`, small and in float32, with these layers (as code) and its own stages."""
-    layers = eval(layers, vars(module))
+def config(module: ModuleType, *layers):
+    """A module's `tiny`, small and in float32, with these layers."""
     return module.dataclasses.replace(module.PRESETS["tiny"], layers=layers, **SMALL)
 
 
-def first_state(module: ModuleType, c, mesh):
-    """The first state, with noise added: in a fresh model many gradients are 0."""
+def two_steps(module: ModuleType, c) -> list[dict]:
+    """The parameters before, between and after two steps; they begin with noise, for in a fresh
+    model many gradients are 0."""
+    mesh = make_mesh(1)
+    program = module.compile_train_step(0, True, c, mesh)
     state = module.make_state(c, mesh)
-    table = module.param_table(c)
-    params = {}
-    for name, p in state.params.items():
-        array = 0.05 * noise(name, p.shape)
-        if table[name].sharding == module.BANK:  # padding stays 0
-            array.reshape(-1, *p.shape[2:])[table[name].model_shape[0] :] = 0
-        params[name] = array + np.asarray(p)
-    params["embed"] = params["head"]
-
-    def put(name, like):
-        return jax.device_put(params[name].astype(like.dtype), like.sharding)
-
-    return state._replace(
+    noisy = {n: np.asarray(p) + 0.05 * noise(n, p.shape) for n, p in state.params.items()}
+    noisy["embed"] = noisy["head"]
+    for name, param in module.param_table(c).items():
+        if param.kind == module.BANK:  # padding stays 0
+            is_real = np.arange(param.shape[0] * param.shape[1]) < param.model_shape[0]
+            noisy[name] = noisy[name] * is_real.reshape(*param.shape[:2], 1, 1)
+    put = lambda name, like: jax.device_put(noisy[name].astype(like.dtype), like.sharding)
+    state = state._replace(
         params={name: put(name, p) for name, p in state.params.items()},
         lookups={name: put(name, p) for name, p in state.lookups.items()},
     )
-
-
-def two_steps(module: ModuleType, c, devices: int) -> tuple[list[float], list[dict]]:
-    """The losses of two steps, and the parameters before, between and after them."""
-    mesh = make_mesh(devices)
-    keys = [(c.stage_at(step), c.is_adam_step(step)) for step in (0, 1)]
-    programs = {key: module.compile_train_step(*key, c, mesh) for key in dict.fromkeys(keys)}
-    state = first_state(module, c, mesh)
-    losses = []
     params = [jax.tree.map(np.asarray, state.params)]
     for step, row in enumerate(module.schedule(c)):
-        tokens = sequences(c, c.sequence_length(c.stage_at(step)), seed=step)
+        tokens = place_on(mesh, sequences(c, c.sequence_length(0), seed=step))
         row = jax.device_put(row, NamedSharding(mesh, PartitionSpec()))
-        state, loss = programs[keys[step]](state, place_on(mesh, tokens), row)
-        losses.append(float(loss))
+        state, _ = program(state, tokens, row)
         params.append(jax.tree.map(np.asarray, state.params))
-    return losses, params
-
-
-def close(name: str, got: np.ndarray, want: np.ndarray, before: np.ndarray) -> None:
-    """Both moved alike from `before`, but for rounding: SOAP divides by small singular values."""
-    error = np.linalg.norm(got - want)
-    moved = np.linalg.norm(want - before)
-    assert error <= 3e-4 * moved + 1e-6, f"{name}: {error} after moving by {moved}"
-
-
-@pytest.fixture(scope="module")
-def plain(load):
-    """Two steps of train_gpt.py without a change, on one device."""
-    module = load(train_gpt.SOURCE)
-    return two_steps(module, config(module), 1)
+    return params
 
 
 # ---- The patches ---------------------------------------------------------------------------------
-@pytest.mark.slow  # test_devices.py checks it for the model without a patch
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_ONE_DEVICE])
-def test_a_patch_runs_alike_on_1_and_8_devices(name, load):
-    module = load(patched(name))
-    c = config(module, LAYERS.get(name, ONE_LAYER))
-    losses, params = two_steps(module, c, 1)
-    losses8, params8 = two_steps(module, c, 8)
-    np.testing.assert_allclose(losses8, losses, rtol=1e-6)
-    for step in (1, 2):
-        for key, before in params[step - 1].items():
-            close(f"{key}, step {step}", params8[step][key], params[step][key], before)
+def test_the_pages_show_the_patches_as_they_are():
+    """But for the numbers of lines."""
+    page = (ROOT / "records/changes/README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\((\w+\.patch)\)", page)) == {path.name for path in PATCHES}
+    shown = FENCE.findall(page + (ROOT / "README.md").read_text(encoding="utf-8"))
+    numbers = re.compile("^@@.*@@$", re.M)
+    patches = {numbers.sub("", path.read_text(encoding="utf-8")) for path in PATCHES}
+    assert shown and {numbers.sub("", text) for text in shown} <= patches
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_patch_runs(name, load, plain):
-    module = load(patched(name))
-    c = config(module, LAYERS.get(name, ONE_LAYER))
-    losses, params = two_steps(module, c, 1)
+@pytest.mark.parametrize("name", [path.stem for path in PATCHES if path.stem != "two_stages"])
+def test_a_patch_runs(name, tmp_path):
+    module = patched(name, tmp_path)
+    layers = [module.Layer(module.SHORT)]
+    if name == "value_residual":
+        layers = [*layers, *layers, module.Layer("long", x0=False, ngram=True, mudd=("input",))]
+    c = config(module, *layers)
+    params = two_steps(module, c)
     for step in (1, 2):
         # Every matrix of the MLP moves at every step; padding never does.
         moves = np.any(params[step]["mlp"] != params[step - 1]["mlp"], axis=(-2, -1)).ravel()
         matrices = len(module.param_table(c)["mlp"].layers)
         assert moves[:matrices].all() and not moves[matrices:].any()
-    if name in ("plain_muon", "soap"):
-        check_optimizer(losses, params, plain)
     if name == "value_residual":
         gates = params[2]["v_first_gates"] != params[0]["v_first_gates"]
         assert np.any(gates, axis=(1, 2)).tolist() == [False, True, True]
     if name == "swiglu":
         check_swiglu(module, c)
-    if name == "two_stages":
-        check_stages(module, c)
-
-
-def check_optimizer(losses: list, params: list[dict], plain: tuple) -> None:
-    """In the first step, the MLP moves unlike in the plain model, and all else moves alike."""
-    plain_losses, plain_params = plain
-    assert losses[0] == pytest.approx(plain_losses[0], rel=1e-6)
-    before = plain_params[0]
-    for key in before:
-        if key != "mlp":
-            close(key, params[1][key], plain_params[1][key], before[key])
-    move = params[1]["mlp"] - before["mlp"]
-    plain_move = plain_params[1]["mlp"] - before["mlp"]
-    assert np.linalg.norm(move - plain_move) > 0.1 * np.linalg.norm(plain_move)
-    assert 0.3 < np.linalg.norm(move) / np.linalg.norm(plain_move) < 3  # the rates fit
 
 
 def check_swiglu(module: ModuleType, c) -> None:
@@ -194,13 +128,13 @@ def check_swiglu(module: ModuleType, c) -> None:
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
-def check_stages(module: ModuleType, c) -> None:
+def test_another_stage(tmp_path):
     """Two stages train; the last stage sets the windows of the last validation alone."""
-    assert [c.stage_at(step) for step in range(3)] == [0, 1, 2]
+    module = patched("two_stages", tmp_path)
     tiny = module.PRESETS["tiny"]
     assert tiny.total_steps == 187 and tiny.stage_ends.tolist() == [147, 187, 187]
     starts = jnp.zeros((1, 8), bool)
-    windows = [module.positions(starts, c, stage).windows[module.LONG] for stage in range(3)]
+    windows = [module.positions(starts, tiny, stage).windows[module.LONG] for stage in range(3)]
     assert windows == [192, 256, 384]
     frequencies = [module.rope_frequencies(tiny, stage)[0] for stage in range(3)]
     assert np.any(frequencies[1] != frequencies[0])
@@ -211,26 +145,17 @@ def check_stages(module: ModuleType, c) -> None:
 @pytest.mark.parametrize("old, new, message", [
     ("    Layer(None, skip_from=1,", "    Layer(None, skip_from=1, xsa=True,", "layer 3 has no"),
     ("    Layer(None, skip_from=1,", "    Layer(None, skip_form=1,", "skip_form"),
-    ("mudd_head=(), D=160", "mudd_head=(), width=128", "width"),
 ])  # fmt: skip
-def test_a_wrong_layer_stage_or_preset_fails_when_the_file_is_imported(old, new, message, load):
+def test_a_wrong_layer_fails_when_the_file_is_imported(old, new, message, tmp_path):
     assert train_gpt.SOURCE.count(old) == 1
     with pytest.raises((ValueError, TypeError), match=message):
-        load(train_gpt.SOURCE.replace(old, new))
+        load(train_gpt.SOURCE.replace(old, new), tmp_path)
 
 
-ROW = "[(bound, tall), (0, 2 * tall)], muon)"
-SWIGLU_ROW = "[(bound, tall)] * 2 + [(0, 2 * tall)], muon)"
-
-
-@pytest.mark.parametrize("source, message", [
-    (train_gpt.SOURCE.replace(ROW, SWIGLU_ROW), "too many values to unpack"),
-    (patched("swiglu").replace(SWIGLU_ROW, ROW), "not enough values to unpack"),
-    (train_gpt.SOURCE.replace("F, D, range(n_layers),", "F, D, with_attention,"), r"^1\b"),
-], ids=["row", "layer", "a layer without matrices"])  # fmt: skip
-def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(source, message, load):
-    """The change is made in only one of the two places."""
-    module = load(source)
-    c = config(module, "(Layer(SHORT), Layer(None))")
-    with pytest.raises((ValueError, KeyError), match=message):
-        module.compile_train_step(0, True, c, make_mesh(1))
+def test_a_bank_and_a_layer_that_do_not_match_fail_before_a_step_runs(tmp_path):
+    """A third matrix of the MLP is in the table, and not in the layer."""
+    row = "[(bound, tall), (0, 2 * tall)], muon)"
+    assert train_gpt.SOURCE.count(row) == 1
+    module = load(train_gpt.SOURCE.replace(row, "[(bound, tall)] * 3, muon)"), tmp_path)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        module.compile_train_step(0, True, config(module, module.Layer("short")), make_mesh(1))

@@ -24,12 +24,12 @@ FLOAT32_FLAGS = [argument for name in FORMATS for argument in (f"--{name}", "flo
 # A small model that uses every technique.
 MINI_LAYERS = (
     Layer(SHORT, paired_heads=True, xsa=True, value_table=0),
-    Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, bigram=True),
-    Layer(SHORT, paired_heads=True, bigram=True, value_table=1, new_gates=True),
+    Layer(LONG, key_offset=True, key_start=True, xsa=True, head_gate=True, ngram=True),
+    Layer(SHORT, paired_heads=True, ngram=True, value_table=1, new_gates=True),
     Layer(None, skip_from=1, x0=False),
-    Layer(SHORT, xsa=True, bigram=True, attend_to=2),
+    Layer(SHORT, xsa=True, ngram=True, attend_to=2),
     Layer(LONG, key_offset=True, head_gate=True, dc=True, value_table=2, attend_to=2,
-          x0=False, bigram=True, mudd=("input", "layer2")),
+          x0=False, ngram=True, mudd=("input", "layer2")),
 )  # fmt: skip
 MINI_STAGES = (
     Stage(10, 512, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),
@@ -41,7 +41,7 @@ MINI = dataclasses.replace(
     layers=MINI_LAYERS,
     stages=MINI_STAGES,
     mudd_head=(("input", 0.0), ("layer2", -0.5), ("layer4", 0.0), ("value0", 0.0), ("layer1", 0.0)),
-    D=32, H=2, F=64, R=8, bigrams=512, ngrams=(2, 3), pointer=4, pointer_D=8,
+    D=32, H=2, F=64, R=8, ngram_buckets=512, ngrams=(2, 3), pointer=4, pointer_D=8,
     pointer_band=16, batch=8, microbatch=8,
     adam_lr=0.008, adam_every=2, head_chunk=32,
     head_forward="float8_e4m3fn", head_backward="float8_e5m2",
@@ -51,7 +51,7 @@ MINI = dataclasses.replace(
 MINI32 = dataclasses.replace(MINI, **FLOAT32)
 
 SMALL = (  # flags of train_gpt.py for a run that takes seconds
-    "--D 32 --H 2 --F 64 --R 8 --bigrams 512 --head_chunk 16 --dc_window 12 --val_T 64 "
+    "--D 32 --H 2 --F 64 --R 8 --ngram_buckets 512 --head_chunk 16 --dc_window 12 --val_T 64 "
     "--val_tokens 1024 --batch 8 --adam_every 2 --pointer 4 --pointer_D 8 "
     "--head_forward float8_e4m3fn --head_backward float8_e5m2 --target 0"
 ).split()
@@ -101,7 +101,7 @@ def train_a_run(folder: Path) -> None:
     write_shard(folder / "x_val_000000.bin", tokens)
     layers = (
         Layer(SHORT, paired_heads=True, key_offset=True, value_table=0),
-        Layer(LONG, xsa=True, key_start=True, bigram=True, attend_to=0),
+        Layer(LONG, xsa=True, key_start=True, ngram=True, attend_to=0),
     )
     program = tiny_program(layers, (Stage(80, 256, short=12, long=30, max_doc=0, lr=4.0),))
     flags = [*SMALL, *FLOAT32_FLAGS, "--adam_every", "1", "--seed", "1", "--val_every", "80"]
@@ -153,15 +153,15 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
 
 
-def bigram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
-    """Weights as forward() takes them: with the rows of the bigram table that tokens (B, T) use."""
-    table = w["bigram"].reshape(-1, c.D)
-    return w | {"bigram_rows": train_gpt.take_rows(table, train_gpt.ngram_rows(tokens, c))}
+def ngram_rows(w: dict, tokens: jax.Array, c: train_gpt.Config) -> dict:
+    """Weights as forward() takes them: with the rows of the n-gram table that tokens (B, T) use."""
+    table = w["ngram"].reshape(-1, c.D)
+    return w | {"ngram_rows": train_gpt.take_rows(table, train_gpt.ngram_rows(tokens, c))}
 
 
 def whole_loss(w: dict, tokens, targets: dict, c: train_gpt.Config, stage: int) -> jax.Array:
     """loss_fn of weights like those of whole_weights(), and of tokens (B, T + 1)."""
-    return train_gpt.loss_fn(bigram_rows(w, tokens[:, :-1], c), tokens, targets, c, stage)
+    return train_gpt.loss_fn(ngram_rows(w, tokens[:, :-1], c), tokens, targets, c, stage)
 
 
 def bank_matrices(name: str, matrices, c: train_gpt.Config) -> dict[int, list]:
@@ -177,10 +177,10 @@ def whole_weights(c: train_gpt.Config, seed: int = 0) -> dict:
     zero would hide an error in what it multiplies."""
     weights = {}
     for name, param in train_gpt.param_table(c).items():
-        if param.sharding == BANK:
+        if param.kind == BANK:
             matrices = jnp.asarray(c.D**-0.5 * noise(name, param.model_shape, seed))
             weights[name] = bank_matrices(name, matrices, c)
-        elif param.sharding in (LOOKUP, EXCHANGED):
+        elif param.kind in (LOOKUP, EXCHANGED):
             weights[name] = jnp.asarray(0.3 * noise(name, param.shape, seed))
         else:  # near their first values, some of which keep the residual stream small
             first = np.asarray(param.init(jax.random.key(seed), param.shape))
