@@ -50,9 +50,9 @@ PARTS = "rates", "attention", "head", "steps", "memory"
 WORDS = {True: "PASS", False: "FAIL", None: "INFO"}
 SMALL = dataclasses.replace(
     train_gpt.PRESETS["record"],
-    layers=(Layer(LONG, paired_heads=True, key_offset=True, bigram=True, value_table=0),),
+    layers=(Layer(LONG, paired_heads=True, key_offset=True, ngram=True, value_table=0),),
     stages=(Stage(400, 1024, short=8, long=16, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),),
-    mudd_head=(), D=64, H=2, F=128, R=8, vocab=257, eot=256, bigrams=512, head_chunk=128,
+    mudd_head=(), D=64, H=2, F=128, R=8, vocab=257, eot=256, ngram_buckets=512, head_chunk=128,
     dc_window=12, val_T=1024, val_tokens=8192, prefixes="", seed=1,
 )  # fmt: skip
 # What healthy GPUs of these kinds reach in a node with NVLink, in 1e12 of the unit.

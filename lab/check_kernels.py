@@ -55,7 +55,7 @@ SMALL = dataclasses.replace(
     train_gpt.PRESETS["record"],
     layers=(Layer(SHORT, paired_heads=True, value_table=0), Layer(LONG, key_offset=True)),
     stages=(Stage(8, 512, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),),
-    mudd_head=(), D=256, H=2, F=512, R=8, vocab=257, eot=256, bigrams=512, ngram_capacity=1.0,
+    mudd_head=(), D=256, H=2, F=512, R=8, vocab=257, eot=256, ngram_buckets=512, ngram_capacity=1.0,
     batch=2, head_chunk=256, val_T=256, val_tokens=2048, prefixes="", seed=1,
 )  # fmt: skip
 

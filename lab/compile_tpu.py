@@ -236,7 +236,7 @@ def wrong_collectives(program: Program, c: train_gpt.Config, found: dict) -> Ite
     train = program.kind != "val"
     groups = sum(p.shape[0] for p in banks)  # each is sent as one array
     expected = expected_program(program.kind, program.stage, c, devices)
-    # Training also gathers which rows of the bigram table were read, and their gradients.
+    # Training also gathers which rows of the ngram table were read, and their gradients.
     gathers = groups + len(lookups) * (program.kind != "first") + 2 * train
     gathered = found["all-gather"]
     if (len(gathered), sum(gathered)) != (gathers, expected.gathered):
@@ -245,7 +245,7 @@ def wrong_collectives(program: Program, c: train_gpt.Config, found: dict) -> Ite
             f"{expected.gathered}"
         )
     shares = found["reduce-scatter"]
-    scatters = (groups + len(lookups) - 1) * train  # of all gradients but the bigram table's
+    scatters = (groups + len(lookups) - 1) * train  # of all gradients but the ngram table's
     padded = devices * sum(shares) / max(1, expected.scattered)  # to whole tiles
     if len(shares) != scatters or train and not 1 <= padded <= 1.05:
         yield f"{len(shares)} arrays of {padded:.3f} x {expected.scattered} are reduce-scattered"

@@ -14,8 +14,8 @@ import numpy as np
 import train_gpt
 from lab.tests.tools import (
     bank_matrices,
-    bigram_rows,
     make_mesh,
+    ngram_rows,
     noise,
     place_on,
     sequences,
@@ -46,7 +46,7 @@ def take_step(module, c, mesh, state, step: int) -> tuple:
 
 def with_one_layer(module, c):
     """A config whose programs are traced fast."""
-    layers = (module.Layer(module.LONG, bigram=True, value_table=0),)
+    layers = (module.Layer(module.LONG, ngram=True, value_table=0),)
     return dataclasses.replace(c, layers=layers, mudd_head=())
 
 
@@ -150,7 +150,7 @@ def check_sweeps(module, c) -> None:
 
     @jax.jit
     def loss_of(w, tokens, sweep_start):
-        w = bigram_rows(w, tokens[:, :-1], c)
+        w = ngram_rows(w, tokens[:, :-1], c)
         return module.loss_fn(w, tokens, {1: shares[0], 2: shares[1]}, c, 0, sweep_start)
 
     tokens = sequences(c, c.sequence_length(0), seed=1)
@@ -282,7 +282,7 @@ def check_adam_every_step(module, c) -> None:
     for step in 0, 1:
         before = jax.tree.map(np.asarray, state.params)
         state, _ = take_step(module, c, mesh, state, step)
-        for name in "embed", "head", "bigram", "value0", "vo_lambdas", "gates_input.b2":
+        for name in "embed", "head", "ngram", "value0", "vo_lambdas", "gates_input.b2":
             assert not table[name].every_step
             assert np.any(before[name] != state.params[name]), name
     assert all(state.opt_state[name].count == 2 for name in table if not table[name].every_step)

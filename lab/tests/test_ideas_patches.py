@@ -73,10 +73,10 @@ def test_the_page_has_a_row_for_every_patch_and_states_which_pairs_do_not_combin
 # ---- What a patch computes -----------------------------------------------------------------------
 LAYERS = (
     "(Layer(SHORT, paired_heads=True, value_table=0),"
-    " Layer(LONG, key_offset=True, head_gate=True, bigram=True, attend_to=0, new_gates=True))"
+    " Layer(LONG, key_offset=True, head_gate=True, ngram=True, attend_to=0, new_gates=True))"
 )
 STAGES = "(Stage(3, 512, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),)"
-SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, vocab=257, eot=256, bigrams=512, batch=8)
+SMALL = FLOAT32 | dict(D=32, H=2, F=64, R=8, vocab=257, eot=256, ngram_buckets=512, batch=8)
 SMALL |= dict(microbatch=8, head_chunk=32, dc_window=12, val_T=64, val_tokens=512, prefixes="")
 SMALL |= dict(ngram_capacity=1.0, attention="band", seed=5, adam_every=1)
 

@@ -61,10 +61,10 @@ def noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng([zlib.crc32(name.encode()), seed]).normal(size=shape).astype("f4")
 
 
-def bigram_rows(w: dict, tokens: jax.Array, c) -> dict:
+def ngram_rows(w: dict, tokens: jax.Array, c) -> dict:
     """Weights as forward() takes them: with the rows of the n-gram table that tokens (B, T) use."""
-    table = w["bigram"].reshape(-1, c.D)
-    return w | {"bigram_rows": train_gpt.take_rows(table, train_gpt.ngram_rows(tokens, c))}
+    table = w["ngram"].reshape(-1, c.D)
+    return w | {"ngram_rows": train_gpt.take_rows(table, train_gpt.ngram_rows(tokens, c))}
 
 
 def bank_matrices(name: str, matrices, c) -> dict[int, list]:
