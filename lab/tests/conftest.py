@@ -6,7 +6,6 @@
 They run on 8 simulated devices of a CPU, with programs that compile fast and are cached.
 """
 
-import gc
 import os
 import sys
 from importlib.metadata import version
@@ -37,4 +36,3 @@ def clear_programs():
     """Drops a file's programs after it: with all of them, a worker would grow to 5 GB."""
     yield
     jax.clear_caches()
-    gc.collect()

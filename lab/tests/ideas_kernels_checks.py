@@ -36,7 +36,6 @@ def check_other_devices(module, c) -> None:
     for capability, config, kernels in (
         ("9.0", record, "mosaic"),
         ("8.0", record, "xla"),
-        ("10.0", record, "xla"),
         ("9.0", dataclasses.replace(record, compute="float32"), "xla"),
         ("9.0", dataclasses.replace(record, D=192, H=2), "xla"),
         ("9.0", odd, "xla"),

@@ -221,5 +221,5 @@ def check_losses_of_8_bits(T) -> None:
     check_loss_of_8_bits(T, 0)
 
 
-CHECKS = [check_sum, check_gradients, check_losses, check_other_sizes]
-CHECKS += [check_logits_in_fp8, check_losses_of_8_bits]
+CHECKS = [check_sum, check_gradients, check_losses, check_other_sizes, check_logits_in_fp8]
+CHECKS += [check_losses_of_8_bits]

@@ -4,5 +4,3 @@ from lab.tests.tools import UPSTREAM92, import_source
 
 SOURCE = (UPSTREAM92 / "train_gpt.py").read_text(encoding="utf-8")
 frozen = import_source(SOURCE, "frozen92")
-FORMATS = "compute", "qkv_forward", "mlp_forward", "head_forward", "head_backward"
-FLOAT32 = dict.fromkeys(FORMATS, "float32")

@@ -38,7 +38,7 @@ def test_the_parts_pass_here_and_leave_a_line_of_json(capsys, monkeypatch):
     (["--only", "sped"], "there is no part 'sped'"),
     (["--small", "medium"], "--small sets all sizes itself"),
     (["tiny"], "there is no check of 'tiny'"),
-    ([], "JAX sees neither a GPU nor a TPU to check; on a CPU: ./run.sh check --small"),
+    ([], "JAX sees neither a GPU nor a TPU to check"),
 ])  # fmt: skip
 def test_what_cannot_be_checked_is_one_line(argv, text, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -86,7 +86,6 @@ def test_the_time_follows_the_rates_and_the_number_of_devices():
 @pytest.mark.parametrize("changes, passes, text", [
     ({}, True, "x is right and faster: 4 ms (400 TFLOP/s, 40% of the bfloat16 peak), by XLA 5 ms"),
     ({"ms": 5.0}, None, "x is right, but slower: 5 ms"),
-    ({"errors": {"dw": (0.01, 0.011)}}, False, "x is wrong: dw by 1 % (rms 1.1 %)"),
     ({"errors": {"dw": (math.nan, math.nan)}}, False, "x is wrong: dw by nan %"),
     ({"result_limit": 0.001}, False, "x is wrong: result by 1 % (rms 0.4 %)"),
 ])  # fmt: skip

@@ -59,7 +59,6 @@ def test_the_tpu_page_is_of_the_rows_of_fits_and_without_faults():
     text = compile_tpu.PAGE.read_text(encoding="utf-8")
     missing = [name for name in compile_tpu.CHIPS if compile_tpu.heading(name) not in text]
     assert missing == [] and "FAIL" not in text, "python lab/compile_tpu.py renews it"
-    assert {(p.kind, p.stage) for p in compile_tpu.programs("v6e-1")} == {("second", 3), ("val", 4)}
 
 
 @pytest.mark.parametrize("tool, argv", [

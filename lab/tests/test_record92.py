@@ -1,6 +1,5 @@
 """The frozen file of record 92 is what it was, and the mask that it reads is upstream's. What it
-computes (anvil, rotations, averages, candidates, n-grams) is checked in the patches that have it:
-ideas_*_checks.py compare them with numbers of upstream's own functions."""
+computes is checked in the patches that have it: see ideas_*_checks.py."""
 
 import hashlib
 
