@@ -6,15 +6,17 @@ random inputs of the shapes that one device has in the longest stage, and compar
 gradients with those of the same function without kernels. Then it times both, and the plain
 products alone. The last part trains with all attempts that are to be used, and without them.
 
-lab/check_gpu.py runs every part in another process, because a kernel that hangs, or writes where it
-must not, would spoil the GPU for those after it.
+Every part runs lab/check.py in a process of its own, because a kernel that hangs, or writes where
+it must not, would spoil the GPU for those after it.
 """
 
 import collections
 import dataclasses
 import importlib.util
+import json
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import timeit
@@ -30,12 +32,20 @@ from jax import Array
 
 import train_gpt
 from records import idea
-from run import watch
 from train_gpt import LONG, SHORT, Config, Layer, Stage
 
-FILE = Path("logs/check_kernels.json")  # the numbers of the last check on a GPU
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "logs/check_kernels.json"  # the numbers of the last check on a GPU
 USE, LEAVE = "use it", "leave it"
 STEPS = "steps"  # the last part
+LIMIT = 900  # seconds after which a part hangs
+# Dense bfloat16 operations per second by NVIDIA's data sheets, by the name that JAX has.
+PEAKS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+}
 STEPS_APART = 0.05  # nats, by which losses of right kernels may differ
 BF16 = "bfloat16"
 E4 = "float8_e4m3fn"
@@ -45,7 +55,7 @@ SMALL = dataclasses.replace(
     train_gpt.PRESETS["record"],
     layers=(Layer(SHORT, paired_heads=True, value_table=0), Layer(LONG, key_offset=True)),
     stages=(Stage(8, 512, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),),
-    mudd_head=(), D=256, H=2, F=512, R=8, vocab=257, eot=256, bigrams=512, ngram_capacity=1.0,
+    mudd_head=(), D=256, H=2, F=512, R=8, vocab=257, eot=256, ngram_buckets=512, ngram_capacity=1.0,
     batch=2, head_chunk=256, val_T=256, val_tokens=2048, prefixes="", seed=1,
 )  # fmt: skip
 
@@ -161,8 +171,8 @@ def part_names() -> list[str]:
     return [*[name for name in ATTEMPTS if name.split()[0] in shelf], STEPS]
 
 
-def why_not(capabilities: list[float], is_small: bool) -> str:
-    """Why GPUs of these compute capabilities cannot run the kernels; "" if they can."""
+def why_not(devices: list, is_small: bool) -> str:
+    """Why these devices cannot run the kernels; "" if they can."""
     least = (0, 12) if is_small else (0, 11, 2)  # the interpreter of 0.11 refuses them
     if jax.__version_info__ < least:
         version = ".".join(map(str, least))
@@ -170,12 +180,11 @@ def why_not(capabilities: list[float], is_small: bool) -> str:
             f"the kernels need jax {version}, which needs Python 3.12, and this is "
             f"{jax.__version__}"
         )
-    if is_small or set(capabilities) == {9.0}:
+    if is_small or all(getattr(d, "compute_capability", "") == "9.0" for d in devices):
         return ""
-    found = " and ".join(f"{number:g}" for number in sorted({*capabilities} - {0.0}))
     return (
-        "the kernels are for GPUs of compute capability 9 (Hopper: H100, H200), and this machine "
-        f"has {found or 'none'}; ./run.sh check --kernels --small interprets them on a CPU"
+        "the kernels are for GPUs of compute capability 9 (Hopper: H100, H200); "
+        "./run.sh check --kernels --small interprets them on a CPU"
     )
 
 
@@ -296,7 +305,7 @@ def measure(attempt: Attempt, script: ModuleType, c: Config, stage: int, is_smal
     facts["xla_ms"] = milliseconds(by_xla, arrays, is_small)
     facts["cublas_ms"] = time_products(subject.products, is_small)
     facts["tflops"] = 2e-9 * sum(M * N * K for M, N, K, *_ in subject.products) / facts["ms"]
-    facts["share"] = 1e12 * facts["tflops"] / watch.peak(jax.devices()[0].device_kind)
+    facts["share"] = 1e12 * facts["tflops"] / PEAKS.get(jax.devices()[0].device_kind, math.nan)
     return facts
 
 
@@ -366,6 +375,43 @@ def percent(fraction: float) -> str:
 
 
 # ---- All of them together ------------------------------------------------------------------------
+def check_all(flags: list[str], is_small: bool) -> int:
+    """Checks every attempt in a process of its own, with the flags of a run, then trains with those
+    to use. Returns the exit status."""
+    facts = {"failed": []}
+    for name in part_names():
+        command = [sys.executable, "-m", "lab.check", "--attempt", name, "--use"]
+        command += [",".join(to_use(facts)), *["--small"] * is_small, *flags]
+        output = ""
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=-1, text=True, timeout=LIMIT)
+            if done.returncode == 2:  # there is nothing to check, as it has said
+                return 2
+            output = done.stdout
+            end = f"ended with exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            end = f"hangs: it has not ended within {LIMIT} s"
+        shown, found, text = output.partition("CHECK ")
+        print(shown, end="", flush=True)
+        own = json.loads(text) if found else {name: end, "failed": [name]}
+        if not found:
+            print(f"FAIL  {name} {end}", flush=True)
+        facts |= own | {"failed": facts["failed"] + own["failed"]}
+    text = print_facts(facts)
+    if not is_small:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(f"{text}\n")
+    return 1 if facts["failed"] else 0
+
+
+def print_facts(facts: dict[str, Any]) -> str:
+    """Prints the last line of a check, and returns its JSON."""
+    text = json.dumps(facts)
+    text = json.dumps(json.loads(text, parse_constant=str))  # NaN is not JSON
+    print(f"CHECK {text}", flush=True)
+    return text
+
+
 def to_use(facts: dict[str, Any]) -> list[str]:
     """The attempts to use, by the facts of their parts. Forms with more FP8 are not among them:
     twenty steps do not show what these cost in loss, so a person must choose them."""
@@ -379,8 +425,8 @@ def to_use(facts: dict[str, Any]) -> list[str]:
 
 
 def check_steps(c: Config, use: list[str], is_small: bool, train: Callable) -> Iterator[tuple]:
-    """A line on training with attempts and without. train(script, c, steps) returns the losses, and
-    the mean milliseconds of a step."""
+    """A line on training with attempts and without. train(script, c, steps) returns losses, and the
+    mean milliseconds of a step."""
     if not use:
         yield None, STEPS, "no attempt is to be used, so no steps are compared", None
         return

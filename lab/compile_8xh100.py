@@ -14,7 +14,7 @@ estimates the milliseconds of a step.
 All but --small, --idea and --file take --preset medium, of which one device compiles only the two
 programs that need the most memory. All but --lowered need jax[cuda12] or jax[cuda13], but no GPU
 and no driver. With --write, the first writes the preset's page in records/gpu/, such as
-h100_compile.md. --lowered runs with any JAX: it lowers some programs without compiling them, and
+h100_compile.txt. --lowered runs with any JAX: it lowers some programs without compiling them, and
 looks for a digest of their text in the page. If it is there, no program has changed. The text
 differs between versions of JAX, so --write adds the digest of this version, provided that
 train_gpt.py has not changed since the page was written.
@@ -44,11 +44,11 @@ from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # also keeps the plugin from looking for a driver
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("", "lab", "records", "run")]
+sys.path[:0] = [str(ROOT / name) for name in ("", "data", "lab", "records", "run")]
 
-import fits  # noqa: E402
 import idea  # noqa: E402
 import jax  # noqa: E402
+import machine  # noqa: E402
 import numpy as np  # noqa: E402
 from h100 import mosaic, report  # noqa: E402
 from h100.checks import FIRST, LIMITS, SECOND, VAL, Result, check, expected_program  # noqa: E402
@@ -57,15 +57,15 @@ from h100.hlo import Program, parse  # noqa: E402
 from h100.ptx import read_dump  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
-from messages import Fault, one_line  # noqa: E402 - idea adds its folder to the path
+from messages import one_line, refuse  # noqa: E402
 
 import train_gpt  # noqa: E402
 
 PAGES = {
-    "record": ROOT / "records/gpu/h100_compile.md",
-    "medium": ROOT / "records/gpu/h100_compile_medium.md",
+    "record": ROOT / "records/gpu/h100_compile.txt",
+    "medium": ROOT / "records/gpu/h100_compile_medium.txt",
 }
-SMALL_PAGE = ROOT / "records/gpu/small_compile.md"
+SMALL_PAGE = ROOT / "records/gpu/small_compile.txt"
 MISSING = "JAX has no CUDA plugin: install jax[cuda12] or jax[cuda13], which needs no GPU"
 RECORD_21 = ROOT / "records/tracks/tiny-2k/2026-11-22_baseline/train_gpt.py"
 RECORD_21_MS = 103, 113  # its estimate must be between these, or the rates are wrong
@@ -75,8 +75,8 @@ MOSAIC_DUMP = DUMP / "mosaic"
 KERNELS: dict[str, mosaic.MosaicKernel] = {}
 
 
-# What FITS in run/fits.py adds to the memory that the compiler plans, for the workspaces of cuDNN
-# and cuBLAS and for tuning.
+# What FITS in run/machine.py adds to the memory that the compiler plans, for tuning and for the
+# workspaces of cuDNN and cuBLAS.
 SPARE_GB = 1.0
 SMALL_GB = 15.0  # what JAX has of a GPU of 16 GB, whose fraction run.sh sets to 0.92
 
@@ -262,7 +262,7 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
 
 def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
     """Returns a table of the memory that a preset needs on 1, 2, 4 and 8 devices with the flags of
-    every row of run/fits.py, and a list of the numbers there that are too low. The whole state
+    every row of run/machine.py, and a list of the numbers there that are too low. The whole state
     counts, although validation does not read all of it. On one device, GPUs without FP8 are
     measured as well."""
     rows = [("flags", "devices", "head", "state GB", "training GB", "validation GB", "together GB",
@@ -273,7 +273,7 @@ def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
     longest = max(range(len(tokens)), key=lambda stage: (tokens[stage], stage))
     for flags, gigabytes in fit_rows:
         fitted = dataclasses.replace(c, **flags)
-        text = fits.command_line(flags) or "none"
+        text = machine.command_line(flags) or "none"
         for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
             second = planned_memory(SECOND, longest, config, devices)
             val = planned_memory(VAL, longest, config, devices)
@@ -447,22 +447,16 @@ class Copy(NamedTuple):
 
 
 def set_fields(c: train_gpt.Config, settings: Sequence[str]) -> train_gpt.Config:
-    """Sets fields that are numbers or strings. A setting is like D=1024. Raises Fault."""
+    """Sets fields that are numbers or strings. A setting is like D=1024."""
     kinds = {field.name: field.type for field in dataclasses.fields(c)}
     fields = {}
     for setting in settings:
         name, _, text = setting.partition("=")
         kind = kinds.get(name)
         if kind not in (int, float, str):
-            raise Fault(f"--set {setting}: Config has no number or string of this name")
-        try:
-            fields[name] = kind(text)
-        except ValueError:
-            raise Fault(f"--set {setting}: {name} is of type {kind.__name__}") from None
-    try:
-        return dataclasses.replace(c, **fields)
-    except ValueError as error:
-        raise Fault(f"--set {' '.join(settings)}: {error}") from error
+            refuse(f"--set {setting}: Config has no number or string of this name")
+        fields[name] = kind(text)
+    return dataclasses.replace(c, **fields)
 
 
 def measure_copy(copy: Copy, stages: list[int], base: Costs, page: Costs) -> str:
@@ -474,7 +468,7 @@ def measure_copy(copy: Copy, stages: list[int], base: Costs, page: Costs) -> str
     c = set_fields(train_gpt.PRESETS["record"], copy.settings)
     name = " ".join((copy.name, *copy.settings))
     if {stage for _, stage in steps_of_programs(c)} != base_run.keys():
-        raise Fault(f"{name} has other stages than the record, so their times cannot be compared")
+        refuse(f"{name} has other stages than the record, so their times cannot be compared")
     costs = compiled_costs(stages, name, copy.settings)
     run = whole_run(c, costs, page)
     use(as_it_is)
@@ -522,7 +516,7 @@ def read_stages(text: str, c: train_gpt.Config) -> list[int]:
     words = text.split(",") if text else map(str, known)
     stages = [int(word) if word.isdecimal() else -1 for word in words]
     if not {*stages} <= {*known}:
-        raise Fault(f"--stages {text}: the record's stages are {', '.join(map(str, known))}")
+        refuse(f"--stages {text}: the record's stages are {', '.join(map(str, known))}")
     return stages
 
 
@@ -559,7 +553,7 @@ def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
             for fault in check(result, LIMITS[preset], timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
-    memory_table, too_low = measure_fits(c, fits.ROWS[preset])
+    memory_table, too_low = measure_fits(c, machine.FITS[preset])
     wrong += too_low
     shutil.rmtree(DUMP, ignore_errors=True)
     versions = f"- jax {jax.__version__}, cuDNN {cudnn_version()}"
@@ -590,20 +584,19 @@ def main(argv: list[str]) -> int:
     if arguments.lowered:
         return check_lowered(arguments.preset, arguments.write)
     if cudnn_version() is None:
-        print(f"compile_8xh100.py: {MISSING}", file=sys.stderr)
-        return 2
+        refuse(MISSING)
     if arguments.set and not (arguments.idea or arguments.file):
-        raise Fault("--set is for --idea and --file")
+        refuse("--set is for --idea and --file")
     if arguments.idea or arguments.file:
         others = arguments.write, arguments.memory, arguments.small
         if arguments.preset != "record" or any(others):
-            raise Fault("--idea and --file are for the preset record, with --stages and --set")
+            refuse("--idea and --file are for the preset record, with --stages and --set")
         stages = read_stages(arguments.stages, train_gpt.PRESETS["record"])
         measure_copies(read_copies(arguments), stages)
         return 0
     file = PAGES[arguments.preset]
     if arguments.memory:
-        page, wrong = measure_fits(prepare(arguments.preset), fits.ROWS[arguments.preset])
+        page, wrong = measure_fits(prepare(arguments.preset), machine.FITS[arguments.preset])
     elif arguments.small:
         prepare("record")
         page, wrong = measure_small()

@@ -4,7 +4,7 @@ GPU, and estimates what they save.
     python lab/compile_kernels.py [--write]    takes about half an hour on two idle cores
     python lab/compile_kernels.py --traced     finds out in a minute whether the page is old
 
-With --write, the first writes records/gpu/h100_kernels.md. It needs jax[cuda13], and the page of
+With --write, the first writes records/gpu/h100_kernels.txt. It needs jax[cuda13], and the page of
 the record as it is (compile_8xh100.py --write). --traced runs with the version of JAX that has
 written the page, on any machine. It looks in the page for a digest of every copy of train_gpt.py.
 This is of the second step of stage 2, as JAX traces it, because the text of a lowered kernel
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("", "lab", "records", "run")]
+sys.path[:0] = [str(ROOT / name) for name in ("", "data", "lab", "records", "run")]
 
 import compile_8xh100  # noqa: E402
 import idea  # noqa: E402
@@ -28,9 +28,9 @@ import jax  # noqa: E402
 from compile_8xh100 import Costs, Program8  # noqa: E402
 from h100 import estimate, mosaic, report  # noqa: E402
 from h100.checks import SECOND, VAL  # noqa: E402
-from messages import Fault, one_line  # noqa: E402 - idea adds its folder to the path
+from messages import one_line, refuse  # noqa: E402
 
-PAGE = ROOT / "records/gpu/h100_kernels.md"
+PAGE = ROOT / "records/gpu/h100_kernels.txt"
 STAGES = [0, 2]  # that are compiled
 DIGEST_OF = (SECOND, 2)  # kind and stage of the program that a digest is of
 ALL = ("fused_mlp", "fused_head", "fused_qkv")
@@ -105,11 +105,11 @@ def digest_table(rows: tuple[Row, ...]) -> str:
 
 
 def is_current(rows: tuple[Row, ...] = ROWS) -> bool:
-    """Whether the page has the digests of these rows. Raises Fault with another version of JAX."""
+    """Whether the page has the digests of these rows. Refuses another version of JAX."""
     page = PAGE.read_text(encoding="utf-8")
     version = re.search(r"^- jax (\S+),", page, re.M)[1]
     if version != jax.__version__:
-        raise Fault(f"{PAGE.name} is of jax {version}, and jax {jax.__version__} traces otherwise")
+        refuse(f"{PAGE.name} is of jax {version}, and jax {jax.__version__} traces otherwise")
     digests = {line.split("|")[-2].strip() for line in digest_table(rows).splitlines()[2:]}
     return all(digest in page for digest in digests)
 
@@ -200,14 +200,14 @@ def page_text(base: Costs, copies: dict[Row, Costs], page: Costs, others: str) -
     versions = f"- jax {jax.__version__}, cuDNN {compile_8xh100.cudnn_version()}"
     paragraphs = [
         "# Kernels for Hopper in the record, compiled on a machine without a GPU",
-        "No GPU has run them. [`records/ideas/`](../ideas/README.md#kernels-for-hopper) has the "
-        "attempts. `python lab/compile_kernels.py --write` renews this file; `--traced` finds out "
+        "No GPU has run them. records/ideas/ has the attempts. "
+        "`python lab/compile_kernels.py --write` renews this file; `--traced` finds out "
         "in a minute whether that is necessary.",
         versions,
         "## Milliseconds of a mean step, estimated",
         "Stages 0 and 2 were compiled, and 1 and 3 are in proportion. Rates are those of "
-        "[`h100_compile.md`](h100_compile.md). A kernel that multiplies is assumed to take as long "
-        "as cuBLAS, and then as long as the instructions that end it, with which nothing overlaps. "
+        "h100_compile.txt. A kernel that multiplies is assumed to take as long as cuBLAS, "
+        "and then as long as the instructions that end it, with which nothing overlaps. "
         "GB are the most that each of 8 GPUs needs.",
         time_table(base, copies, page),
         "## When an attempt loses",
@@ -228,13 +228,13 @@ def page_text(base: Costs, copies: dict[Row, Costs], page: Costs, others: str) -
 
 
 def compile_rows(rows: tuple[Row, ...]) -> str:
-    """Compiles all rows, and returns the page. Raises Fault if the record's page is old."""
+    """Compiles all rows, and returns the page. Exits with status 2 if the record's page is old."""
     compile_8xh100.prepare("record")  # before JAX starts, which reads its flags once
     record_page = compile_8xh100.PAGES["record"].read_text(encoding="utf-8")
     if f"- jax {jax.__version__}," not in record_page:
-        raise Fault("h100_compile.md is of another version of JAX: renew it before")
+        refuse("h100_compile.txt is of another version of JAX: renew it before")
     if compile_8xh100.digest_line() not in record_page.splitlines():
-        raise Fault("h100_compile.md is of other programs: renew it before")
+        refuse("h100_compile.txt is of other programs: renew it before")
     page = compile_8xh100.page_costs(record_page)
     base = {key: cost for key, cost in page.items() if key[1] in STAGES}
     as_it_is = compile_8xh100.train_gpt.SOURCE
@@ -262,7 +262,7 @@ def main(argv: list[str]) -> int:
         print(f"{PAGE.name} {'has' if current else 'does not have'} the digests of these programs")
         return 0 if current else 1
     if compile_8xh100.cudnn_version() is None:
-        raise Fault(compile_8xh100.MISSING)
+        refuse(compile_8xh100.MISSING)
     text = compile_rows(ROWS)
     print(f"\n{text}")
     if arguments.write:

@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("lab", "records", "run")]
+sys.path[:0] = [str(ROOT / name) for name in ("", "data", "lab", "records", "run")]
 
 import compile_8xh100  # noqa: E402
 import compile_tpu  # noqa: E402

@@ -30,21 +30,20 @@ from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("", "lab", "records", "run")]
+sys.path[:0] = [str(ROOT / name) for name in ("", "data", "lab", "records", "run")]
 
-import fits  # noqa: E402
 import jax  # noqa: E402
+import machine  # noqa: E402
 from compile_8xh100 import any_prefixes, compile_step, digest_line, record_programs  # noqa: E402
 from h100.checks import expected_program  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
+from messages import refuse  # noqa: E402
 
 import train_gpt  # noqa: E402
-from data.messages import install_command  # noqa: E402
 
 PAGE = ROOT / "records/gpu/tpu_compile.txt"
-TPU_JAX = f"'jax[tpu]=={jax.__version__}'"
-MISSING = f"JAX has no TPU compiler: {install_command(TPU_JAX)} (needs no TPU)"
+MISSING = f"JAX has no TPU compiler: install jax[tpu]=={jax.__version__}, which needs no TPU"
 SHARE = 0.9  # of a chip's memory that a program may take
 COLUMNS = (
     "chip   program       T  compile s  arguments GB  temporaries GB  with all of the state GB  "
@@ -90,7 +89,7 @@ class Compiled(NamedTuple):
 # ---- Programs ------------------------------------------------------------------------------------
 def fitted_config(chip: Chip) -> train_gpt.Config:
     """The record as it is fitted to this chip's memory and kernels."""
-    flags = fits.fit(chip.GB, chip.devices)
+    flags = machine.fit("record", chip.GB, chip.devices)
     c = dataclasses.replace(train_gpt.PRESETS["record"], **flags, seed=1)
     device = SimpleNamespace(platform="tpu", device_kind=chip.kind)
     return train_gpt.fit_kernels(device, c)
@@ -232,12 +231,12 @@ def wrong_collectives(program: Program, c: train_gpt.Config, found: dict) -> Ite
             yield f"collectives {found} on a single chip"
         return
     table = train_gpt.param_table(c)
-    banks = [p for p in table.values() if p.sharding == train_gpt.BANK]
-    lookups = [p for p in table.values() if p.sharding == train_gpt.LOOKUP]
+    banks = [p for p in table.values() if p.kind == train_gpt.BANK]
+    lookups = [p for p in table.values() if p.kind == train_gpt.LOOKUP]
     train = program.kind != "val"
     groups = sum(p.shape[0] for p in banks)  # each is sent as one array
     expected = expected_program(program.kind, program.stage, c, devices)
-    # Training also gathers which rows of the bigram table were read, and their gradients.
+    # Training also gathers which rows of the ngram table were read, and their gradients.
     gathers = groups + len(lookups) * (program.kind != "first") + 2 * train
     gathered = found["all-gather"]
     if (len(gathered), sum(gathered)) != (gathers, expected.gathered):
@@ -246,11 +245,11 @@ def wrong_collectives(program: Program, c: train_gpt.Config, found: dict) -> Ite
             f"{expected.gathered}"
         )
     shares = found["reduce-scatter"]
-    scatters = (groups + len(lookups) - 1) * train  # of all gradients but the bigram table's
+    scatters = (groups + len(lookups) - 1) * train  # of all gradients but the ngram table's
     padded = devices * sum(shares) / max(1, expected.scattered)  # to whole tiles
     if len(shares) != scatters or train and not 1 <= padded <= 1.05:
         yield f"{len(shares)} arrays of {padded:.3f} x {expected.scattered} are reduce-scattered"
-    small = sum(math.prod(p.shape) for p in table.values() if p.sharding == train_gpt.REPLICATED)
+    small = sum(math.prod(p.shape) for p in table.values() if p.kind == train_gpt.REPLICATED)
     reduced = found["all-reduce"]
     if not 0 < sum(reduced) <= small + 1 or found["all-to-all"]:  # 1: the loss
         yield f"all-reduces {reduced}, all-to-alls {found['all-to-all']}: only small ones need them"
@@ -281,7 +280,7 @@ def heading(name: str) -> str:
     """The line above a chip's rows."""
     chip = CHIPS[name]
     fitted = fitted_config(chip)
-    flags = fits.command_line(fits.fit(chip.GB, chip.devices)) or "no flags"
+    flags = machine.command_line(machine.fit("record", chip.GB, chip.devices)) or "no flags"
     return f"{name}, {chip.GB} GB each: {flags}, attention {fitted.attention}"
 
 
@@ -317,8 +316,7 @@ def main(argv: list[str]) -> int:
     )
     names = cli.parse_args(argv).only
     if not any(distributions(name="libtpu")):
-        print(f"compile_tpu.py: {MISSING}", file=sys.stderr)
-        return 2
+        refuse(MISSING)
     jax.config.update("jax_num_cpu_devices", 8)
     facts = f"- jax {jax.__version__}, libtpu {version('libtpu')}\n{digest_line()}"
     train_gpt.prefix_table = any_prefixes

@@ -89,7 +89,7 @@ def run_tests(tests: str, fault: Fault | None = None) -> Outcome:
         copy_tree(folder)
         if fault:
             (folder / fault.file).write_text(planted(fault), encoding="utf-8")
-        options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--all"]
+        options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, *shlex.split(tests)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     seconds = time.perf_counter() - start

@@ -16,9 +16,8 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for PYTHONSAFEPATH=1
 import train_gpt
-from lab import check_gpu
+from lab import check
 from run import launch
-from run.cache import set_compilation_cache
 
 FOLDER = Path("logs/profile")
 
@@ -26,16 +25,15 @@ FOLDER = Path("logs/profile")
 def main(argv: list[str]) -> None:
     """Compiles a stage, runs seven steps of it, and prints where the trace of five of them is."""
     preset, c = train_gpt.parse_config(argv)
-    launch.set_xla_flags()
     launch.start_jax()
-    set_compilation_cache()
-    c = dataclasses.replace(c, **launch.fit(argv, preset, c, launch.device_memory()))
+    launch.set_compilation_cache()
+    c = dataclasses.replace(c, **launch.fit(preset, argv))
     devices, c = train_gpt.fit_devices(c)
     mesh = train_gpt.make_mesh(devices)
-    stage = check_gpu.longest_stage(c)
+    stage = check.longest_stage(c)
     print(f"compiling the steps of stage {stage} ...", flush=True)
-    programs = check_gpu.compile_cycle(c, stage, mesh)
-    losses = check_gpu.training(programs, c, stage, mesh)
+    programs = check.compile_cycle(c, stage, mesh)
+    losses = check.training(programs, c, stage, mesh)
     for _ in range(2):
         jax.block_until_ready(next(losses))
 

@@ -62,9 +62,9 @@ def expected_program(kind: str, stage: int, c: train_gpt.Config, devices: int) -
     """
     train = kind != VAL
     params = train_gpt.param_table(c)
-    banks = [p for p in params.values() if p.sharding == train_gpt.BANK]
-    lookups = [p for p in params.values() if p.sharding == train_gpt.LOOKUP]
-    replicated = [p for p in params.values() if p.sharding == train_gpt.REPLICATED]
+    banks = [p for p in params.values() if p.kind == train_gpt.BANK]
+    lookups = [p for p in params.values() if p.kind == train_gpt.LOOKUP]
+    replicated = [p for p in params.values() if p.kind == train_gpt.REPLICATED]
     gathered = banks if kind == FIRST else banks + lookups
     if train:
         scattered = banks + lookups

@@ -1,4 +1,4 @@
-"""The tables of records/gpu/h100_compile.md and h100_compile_medium.md."""
+"""The tables of records/gpu/h100_compile.txt and h100_compile_medium.txt."""
 
 import math
 from collections import Counter, defaultdict

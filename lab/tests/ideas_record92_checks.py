@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.tests.record92 import frozen
+from lab.tests.tools import make_mesh, noise, place_on, sequences
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
-from tests.record92 import frozen
-from tests.tools import make_mesh, noise, place_on, sequences
 
 STEPS = 1194  # of record 92's run
 
@@ -194,11 +194,13 @@ def frozen_config(c, narrow: bool):
     for layer in c.layers:
         is_narrow = narrow and layer.window == frozen.SHORT
         names = {"narrow_qk": is_narrow, "narrow_v": is_narrow and not layer.paired_heads}
-        if layer.mudd:  # there, mudd adds bigram anyway
+        same = dataclasses.asdict(layer)
+        names["bigram"] = same.pop("ngram")
+        if layer.mudd:  # there, mudd adds n-grams anyway
             names |= {"bigram": False, "x0": True}
-        layers.append(frozen.Layer(**dataclasses.asdict(layer) | names))
+        layers.append(frozen.Layer(**same | names))
     stages = [frozen.Stage(**dataclasses.asdict(stage)) for stage in c.stages]
-    shared |= {"layers": tuple(layers), "stages": tuple(stages)}
+    shared |= {"layers": tuple(layers), "stages": tuple(stages), "bigrams": c.ngram_buckets}
     return frozen.Config(**shared | dict.fromkeys(("qkv_forward", "mlp_forward"), "float32"))
 
 
@@ -206,23 +208,26 @@ def check_against_frozen(module, c, narrow: bool) -> None:
     """The last stream of random weights, and its gradients, are those of the frozen file."""
     c = dataclasses.replace(c, pointer=0)
     theirs = frozen_config(c, narrow)
-    assert frozen.nets(theirs) == module.nets(c)
+    assert repr(frozen.nets(theirs)).replace("bigram", "ngram") == repr(module.nets(c))
     weights = {}
     for name, param in module.param_table(c).items():
         array = jnp.asarray(0.2 * noise(name, param.model_shape))
-        if param.sharding == module.BANK:
+        if param.kind == module.BANK:
             weights[name] = {layer: [] for layer in param.layers}
             for layer, matrix in zip(param.layers, array, strict=True):
                 weights[name][layer].append(matrix)
         else:
             weights[name] = array + param.init(jax.random.key(0), array.shape)
     tokens = jnp.asarray(sequences(c, 32, count=1)[:, :-1])
-    weights["bigram_rows"] = jnp.asarray(noise("rows", (1, 32 * len(c.ngrams), c.D)))
+    weights["ngram_rows"] = jnp.asarray(noise("rows", (1, 32 * len(c.ngrams), c.D)))
     dy = jnp.asarray(noise("dy", (1, 32, c.D)))
 
     def of(code, config):
-        forward = lambda w: (dy * code.forward(w, tokens, config, 0)).sum()  # noqa: E731
-        return jax.jit(jax.value_and_grad(forward))(weights)
+        def loss(w):
+            w = w | {"bigram_rows": w["ngram_rows"]}  # the frozen file's name
+            return (dy * code.forward(w, tokens, config, 0)).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(weights)
 
     ours, golden = of(module, c), of(frozen, theirs)
     for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(golden), strict=True):
@@ -263,7 +268,7 @@ def check_narrow_heads(module, c) -> None:
     fast = np.r_[0:28, 32:60]
     check_rotation(module, record, "narrow", (module.SHORT, False), 64, fast)
     layers = (
-        module.Layer(module.SHORT, paired_heads=True, bigram=True),
+        module.Layer(module.SHORT, paired_heads=True, ngram=True),
         module.Layer(module.SHORT, xsa=True, head_gate=True, value_table=0),
         module.Layer(module.LONG, key_offset=True, attend_to=0, value_table=1),
     )

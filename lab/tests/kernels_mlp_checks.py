@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.interpreted import (
+from lab.tests.interpreted import (
     SUMS_OF_BF16,
     SUMS_OF_FP8,
     as_float32,
@@ -143,72 +143,3 @@ def check_mlp_fp8(T) -> None:
 
 CHECKS = [check_bf16_products, check_fp8_products, check_stream, check_mlp_bf16,
           check_mlp_fp8_forward, check_mlp_fp8]  # fmt: skip
-
-# ---- Faults --------------------------------------------------------------------------------------
-# What is wrong; the text that it replaces, and by what; the check that must fail.
-FAULTS = [
-    ("a slot is loaded before it is free",
-     "plgpu.barrier_wait(free.at[slot])", "pass", check_bf16_products),
-    ("a slot is multiplied before it is loaded",
-     "plgpu.barrier_wait(loaded.at[slot])\n", "\n", check_bf16_products),
-    ("only one of two copies is awaited",
-     "loaded=plgpu.Barrier(num_arrivals=2,", "loaded=plgpu.Barrier(num_arrivals=1,",
-     check_bf16_products),
-    ("only one warpgroup frees a slot",
-     "free=plgpu.Barrier(num_arrivals=CONSUMERS,", "free=plgpu.Barrier(num_arrivals=1,",
-     check_bf16_products),
-    ("a tile's steps are counted from 0",
-     "function(loop.local_index * steps,", "function(0,", check_bf16_products),
-    ("both warpgroups read the same half of b",
-     "own_rows = pl.ds(warpgroup * TILE_N, TILE_N)", "own_rows = pl.ds(0, TILE_N)",
-     check_bf16_products),
-    ("a store does not wait until the previous outputs have left",
-     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous outputs", "pass  #",
-     check_fp8_products),
-    ("saved is loaded before the last tile has left",
-     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left\n", "\n",
-     check_bf16_products),
-    ("saved is read before it arrives",
-     "plgpu.barrier_wait(arrived.at[tile.warpgroup])", "pass", check_bf16_products),
-    ("a block ends before its copies",
-     "plgpu.wait_smem_to_gmem(0)  # a block", "# a block", check_fp8_products),
-    ("no fence before a store",
-     "plgpu.commit_smem()\n            for out, out_s", "for out, out_s", check_fp8_products),
-    ("both strips are the first",
-     "strip = pl.ds(top, STRIP)\n            rows", "strip = pl.ds(0, STRIP)\n            rows",
-     check_fp8_products),
-    ("the transposed result is not transposed",
-     "store_transposed(values, out_s.at[tile.warpgroup, :, strip])",
-     "out_s[tile.warpgroup, strip] = values.astype(out.dtype)", check_fp8_products),
-    ("the scale is that of the first strip",
-     "read(scale_g.at[rows])", "read(scale_g.at[pl.ds(tile.first_row, STRIP)])",
-     check_bf16_products),
-    ("the sums are those of the first tile",
-     "sums_g[tile.index, rows]", "sums_g[0, rows]", check_bf16_products),
-    ("no factor 2 in the derivative",
-     "(2 * inverse)[:, None]", "inverse[:, None]", check_mlp_bf16),
-    ("the radial part is half of what it is",
-     "radial = 2 * sums.sum", "radial = sums.sum", check_mlp_fp8),
-    ("the factor of the saved h is forgotten",
-     "dz_scale = 2 / (c.w_scale * c.x_scale**0.5)", "dz_scale = 2 / c.w_scale", check_mlp_fp8),
-    ("the stream is read before it arrives",
-     "plgpu.barrier_wait(loaded)\n        squares", "squares", check_stream),
-    ("the squares are those of the last tile", "squares += ", "squares = ", check_stream),
-    ("1 / rms is that of x8", "inverse_g[rows] = STREAM_SCALE * ", "inverse_g[rows] = ",
-     check_stream),
-    ("all parts of the transpose are the first", "store_transposed(x, out_s.at[part])",
-     "store_transposed(x, out_s.at[pl.ds(0, TILE_N)])", check_stream),
-    ("the gradient in FP8 lacks the norm of x", "(dz_scale * inverse)[:, None]", "dz_scale",
-     check_mlp_fp8),
-    ("the gradient of fc has another scale", "g_scale * STREAM_SCALE", "g_scale / STREAM_SCALE",
-     check_mlp_fp8),
-    ("the factor of h is not in z", "z_scale = c.x_scale**0.5 / ", "z_scale = 1 / ", check_mlp_fp8),
-    ("no fence before the transpose leaves",
-     "plgpu.commit_smem()  # the transpose", "# the transpose", check_stream),
-    ("a block ends before the transpose has left",
-     "plgpu.wait_smem_to_gmem(0)  # the copy", "# the copy", check_stream),
-]  # fmt: skip
-# The interpreter multiplies at once, so it cannot notice that a product is not awaited.
-INVISIBLE = [
-    ("products are not awaited", "plgpu.wgmma_wait(1)  # only", "# only", check_bf16_products),
-]

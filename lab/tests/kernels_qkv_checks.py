@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.interpreted import (
+from lab.tests.interpreted import (
     SUMS_OF_FP8,
     as_float32,
     compare,
@@ -161,52 +161,3 @@ def check_attention(T) -> None:
 
 
 CHECKS = [check_forward, check_backward, check_one_angle, check_fp8, check_attention]
-
-# ---- Faults --------------------------------------------------------------------------------------
-END = "plgpu.wait_smem_to_gmem(0)  # a block may not end before its copies do\n\n"
-# What is wrong; the text that it replaces, and by what; the check that must fail.
-FAULTS = [
-    ("rotated the other way", "a * cos + b * sin, b * cos - a * sin",
-     "a * cos - b * sin, b * cos + a * sin", check_forward),
-    ("all heads have the first angle", "rope_g.at[lax.rem(head, angles), position]",
-     "rope_g.at[0, position]", check_forward),
-    ("the second sequence goes on", "lax.rem(tile.first_row, T)", "tile.first_row",
-     check_forward),
-    ("the code covers five channels", "4 * is_qk, h[", "5 * is_qk, h[", check_forward),
-    ("k has the code of q", "doc_g.at[lax.min(lax.div(head, H), 1), rows]", "doc_g.at[0, rows]",
-     check_forward),
-    ("v is normalized", "is_qk * lax.rsqrt(mean + 2.0**-23) + (1 - is_qk)", "lax.rsqrt(mean)",
-     check_forward),
-    ("the gradient lacks the norm of x", "dz_scale * inverse_x * read", "dz_scale * read",
-     check_backward),
-    ("the factor of w in FP8 is forgotten", "1 / (STREAM_SCALE * c.w_scale)", "1 / STREAM_SCALE",
-     check_fp8),
-    ("the gradient of w has another scale", "g_scale * STREAM_SCALE", "g_scale / STREAM_SCALE",
-     check_fp8),
-    ("the transpose of dz has another factor", "store_transposed(dz, ", "store_transposed(2 * dz, ",
-     check_fp8),
-    ("a tile does not wait until the last has left",
-     "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous", "#", check_forward),
-    ("no fence before a tile leaves", "plgpu.commit_smem()  # both strips", "#", check_forward),
-    ("the last channels are those of y", "read(tail_g.at[head, rows]).astype(jnp.float32)",
-     "y[:, -TAIL:]", check_backward),
-    ("the code has a gradient", "4 * is_qk, dy[", "0 * is_qk, dy[", check_backward),
-    ("no radial part", "mean = is_qk * sums / TILE_N", "mean = 0 * sums", check_backward),
-    ("v has a radial part", "mean = is_qk * sums / TILE_N", "mean = sums / TILE_N", check_backward),
-    ("rotated once more", "sign=-1", "sign=1", check_backward),
-    ("all heads have the first angle, backward",
-     "rope_g.at[lax.rem(head, angles), pl.ds(lax.rem(first", "rope_g.at[0, pl.ds(lax.rem(first",
-     check_backward),
-    ("k has the scale of q", "* read(inverse_z_g.at[head, rows])",
-     "* read(inverse_z_g.at[lax.rem(head, H), rows])", check_backward),
-    ("x has the radial part of q and k", "sums_GN[2 * H :]", "sums_GN", check_backward),
-    ("y is not awaited", '"loaded": plgpu.Barrier(num_arrivals=2)',
-     '"loaded": plgpu.Barrier(num_arrivals=1)', check_backward),
-    ("nothing is awaited", "plgpu.barrier_wait(loaded)  # its", "# its", check_backward),
-    ("a block ends before its last tiles have left",
-     END + "    operands = [*factors", "\n    operands = [*factors", check_forward),
-    ("a block ends before dz has left",
-     END + "    def tile", "\n    def tile", check_backward),
-    ("no fence before dz leaves", "plgpu.commit_smem()  # dz", "#", check_backward),
-]  # fmt: skip
-INVISIBLE = []

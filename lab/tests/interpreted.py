@@ -2,16 +2,15 @@
 
 import contextlib
 import functools
-import importlib.util
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import idea
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from lab.tests.tools import import_source
 
 CAN_INTERPRET = jax.__version_info__ >= (0, 12)  # 0.11 wants barriers to be awaited to the end
 # Limits of errors().
@@ -27,20 +26,9 @@ def load(names: str, old: str = "", new: str = "") -> ModuleType:
     if old:
         assert source.count(old) == 1, f"{source.count(old)} times in {names}: {old}"
         source = source.replace(old, new)
-    return import_source(source, f"with_{names.replace(' ', '_')}")
-
-
-def import_source(source: str, name: str) -> ModuleType:
-    """Imports a copy of train_gpt.py with kernels, which run in three blocks."""
     assert source.count("\nSMS = 132 ") == 1
     source = source.replace("\nSMS = 132 ", "\nSMS = 3 ")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "train_gpt.py")
-        path.write_text(source, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    return import_source(source, f"with_{names.replace(' ', '_')}")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 about the kernels themselves."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from tests.tools import make_mesh, noise, place_on, sequences
+from lab.tests.tools import make_mesh, place_on, sequences
 
 
 def losses_and_weights(module, c) -> list:
@@ -37,7 +36,6 @@ def check_other_devices(module, c) -> None:
     for capability, config, kernels in (
         ("9.0", record, "mosaic"),
         ("8.0", record, "xla"),
-        ("10.0", record, "xla"),
         ("9.0", dataclasses.replace(record, compute="float32"), "xla"),
         ("9.0", dataclasses.replace(record, D=192, H=2), "xla"),
         ("9.0", odd, "xla"),
@@ -61,35 +59,14 @@ def check_other_devices(module, c) -> None:
 
 
 def check_fused_mlp(module, c) -> None:
-    """Other devices compute what they did. Where they are asked to take FP8, results and gradients
-    of the MLP hardly change; validation takes none."""
+    """Other devices compute what they did. Validation takes no FP8."""
     check_other_devices(module, c)
     assert dataclasses.replace(c, mlp_fp8=2).for_validation().mlp_fp8 == 0
-    c = dataclasses.replace(c, kernels="xla", compute="bfloat16", g_scale=512.0)
-    x = noise("x", (1, 64, c.D)).astype("bfloat16")
-    matrices = [c.D**-0.5 * noise(name, (c.F, c.D)) for name in ("fc", "proj")]
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def gradients(x, matrices, c):
-        def run(x, matrices):
-            return module.mlp(x, 0, {"mlp": {0: matrices}}, c)
-
-        y, vjp = jax.vjp(run, x, matrices)
-        return y, vjp(1e-3 * y)
-
-    results = []
-    for mlp_fp8 in 0, 1, 2:
-        arrays = gradients(x, matrices, dataclasses.replace(c, mlp_fp8=mlp_fp8))
-        results.append([np.asarray(array, "f4") for array in jax.tree.leaves(arrays)])
-    for others in results[1:]:
-        for got, want in zip(others, results[0], strict=True):
-            error = np.linalg.norm(got - want) / np.linalg.norm(want)
-            assert 0.003 < error < 0.15, error
 
 
 def check_fused_head(module, c) -> None:
-    """Other devices compute what they did, with a pointer as well. They refuse logits in 8 bits,
-    for which they have no kernel."""
+    """Other devices compute what they did. They refuse logits in 8 bits, for which they have no
+    kernel; without FP8, they ignore the flag."""
     check_other_devices(module, c)
     eight = dataclasses.replace(module.PRESETS["record"], logits_fp8=1)
     assert eight.for_validation().logits_fp8 == 0
@@ -99,17 +76,6 @@ def check_fused_head(module, c) -> None:
     a100 = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100")
     without_fp8 = module.fit_kernels(a100, eight)
     assert (without_fp8.kernels, without_fp8.logits_fp8) == ("xla", 0)
-    c = dataclasses.replace(c, pointer=4, kernels="xla")
-    x = noise("x", (64, c.D))
-    w = noise("w", (384, c.D))
-    targets = np.random.default_rng(0).integers(-1, c.vocab, (64, 2))
-    votes = np.random.default_rng(1).uniform(0, 0.5, (64, 3)).cumsum(axis=1).astype("f4")
-    results = []
-    for head_loss in module.head_loss, train_gpt.head_loss:
-        gradients = jax.jit(jax.value_and_grad(head_loss, (0, 1, 4)), static_argnums=5)
-        results.append(gradients(x, w, targets, np.float32([1, 0.5]), votes, c))
-    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def check_fused_qkv(module, c) -> None:
