@@ -1,0 +1,323 @@
+"""Interleaved runs are planned before the first one; none is lost, and none counts twice."""
+
+import difflib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import compare
+import pytest
+import verify
+from fake_runs import write_ours
+
+import train_gpt
+from tests.tools import SMALL, with_tiny, write_shard
+from tests.tools import text as tokens
+
+COMPARE = Path(compare.__file__)
+# A train_gpt.py that writes a log without training. Empty files above its folder make it wait for a
+# signal ("wait"), diverge ("nan") or fail ("refuse").
+SCRIPT = f"""\
+import os, pathlib, random, signal, sys, time
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(COMPARE.parent)!r}]
+LOSS = 1.46
+def parse_config(argv):
+    if "--no" in argv:
+        sys.exit("there is no flag --no")
+def main():
+    import fake_runs
+    seed = int(sys.argv[sys.argv.index("--seed") + 1])
+    name = time.strftime("%Y-%m-%dT%H-%M-%S_", time.gmtime()) + f"{{seed:08x}}.txt"
+    place = pathlib.Path("logs", name)
+    text = fake_runs.ours(seed, random.Random(seed).gauss(LOSS, 0.001), argv=sys.argv[1:],
+                          source=pathlib.Path(__file__).read_text())
+    print("log in", place)
+    print("step:0/500 of", name)
+    with open("../order", "a") as file:
+        file.write(f"{{pathlib.Path.cwd().name}} {{seed}}\\n")
+    place.with_suffix(".npz").write_text("weights")
+    if pathlib.Path("../wait").exists():
+        place.write_text(text[: text.rindex("train_time:")])
+        place.with_suffix("").mkdir()
+        place.with_suffix("").joinpath("0000010.state").write_text("checkpoint")
+        signals = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: signals.append(number))
+        pathlib.Path("../waiting").write_text(f"{{os.getpid()}} ")
+        while not signals:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        place.write_text(text.rpartition("step:")[0] + f"INTERRUPTED by {{signals[0]}}\\n")
+        sys.exit(128 + signals[0])
+    if pathlib.Path("../nan").exists():
+        place.write_text(text.rpartition("RESULT")[0] + "NON-FINITE: the loss is no number\\n")
+        sys.exit(3)
+    if pathlib.Path("../refuse").exists():
+        sys.exit(2)
+    place.write_text(text)
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "old" / "train_gpt.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    old = SCRIPT.splitlines(True)
+    new = SCRIPT.replace("1.46", "1.44").splitlines(True)
+    patch = difflib.unified_diff(old, new, "a/train_gpt.py", "b/train_gpt.py")
+    (tmp_path / "better.patch").write_text("".join(patch))
+    return path
+
+
+def start(*arguments, **options) -> subprocess.Popen:
+    """Starts compare.py. It would ignore SIGINT and SIGHUP if this process did, as a job of a shell
+    or of nohup may."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    command = [sys.executable, COMPARE, *map(str, arguments)]
+    pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, **pipes | options)
+
+
+def run(*arguments, **options) -> tuple[int, str, str]:
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def order(out: Path) -> list[list[str]]:
+    return [line.split() for line in (out / "order").read_text().splitlines()]
+
+
+def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path):
+    out = tmp_path / "out"
+    arguments = script, tmp_path / "better.patch", "-n", 4, "--out", out, "--", "tiny"
+    status, text, err = run(*arguments, env=os.environ | {"XLA_FLAGS": "--x"})
+    assert (status, err) == (1, "")  # "better" is no record: it has as many tokens
+    assert "XLA_FLAGS is set, so these runs will not count as" in text.partition("[1/")[0]
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["n"] == len(set(plan["seeds"])) == 4 and list(plan["arms"]) == ["old", "better"]
+    assert plan["arguments"] == ["tiny", "--target", "0"]
+    assert order(out) == [[name, str(seed)] for seed in plan["seeds"] for name in plan["arms"]]
+    assert not list(out.rglob("*.npz"))
+    assert text.count("step:0/500 of 20") == 8 and text.count("min left\n") == 7
+    assert "## FAIL: better" in text and "no fewer tokens than the baseline" in text
+    assert text.count("FAIL") == 2  # the tokens and the title
+    changes = verify.changes(verify.collect(out / "better"), verify.collect(out / "old"))
+    assert changes == pytest.approx([-0.02] * 4)
+    assert socket.gethostname() not in json.dumps(plan)
+    other = compare.make_plan([str(script)], 4, ["tiny"], tmp_path / "b")
+    other = json.loads((other / "plan.json").read_text())
+    assert not set(plan["seeds"]) & set(other["seeds"]) and plan["machine"] != other["machine"]
+
+
+def test_runs_go_on_where_nobody_reads(script, tmp_path):
+    """The status is that of the verdict: one variant of 4 runs that hold. Weights remain on
+    request."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    out = tmp_path / "out"
+    status, _, err = run(script, "-n", 4, "--out", out, "--keep_weights", "--", "tiny", stdout=pipe)
+    os.close(pipe)
+    assert (status, err, len(order(out))) == (0, "", 4)
+    assert len(list(out.glob("old/logs/*.npz"))) == 4
+
+
+def test_flags_and_files_of_others_make_variants(script, tmp_path):
+    """They are compared with the first one; those with flags are no record."""
+    out = tmp_path / "out"
+    named = tmp_path / "named"  # its file is that of another folder
+    named.mkdir()
+    sha256 = hashlib.sha256(script.read_bytes()).hexdigest()
+    (named / "train_gpt.sha256").write_text(f"{sha256}  ../old/train_gpt.py\n")
+    variants = f"old={named}", tmp_path / "better.patch", "hot=--lr 0.03 --x='a b'"
+    status, text, err = run(*variants, "-n", 2, "--out", out, "--", "tiny")
+    assert (status, err) == (0, "") and "| better | 2 | " in text and "| -0.0200 | 0.0000 |" in text
+    assert "- hot: note: run with the flags --lr 0.03 --x=a b\n" in text
+    flags = ["--lr", "0.03", "--x=a b"]
+    assert json.loads((out / "plan.json").read_text())["flags"] == {"hot": flags}
+    for hot in verify.collect(out / "hot").runs:
+        assert hot.argv == ["tiny", "--target", "0", *flags]
+    assert verify.judge(out / "old")[0] and not verify.judge(out / "hot")[0]
+
+
+@pytest.fixture
+def unfinished(script, tmp_path) -> Path:
+    """A plan of one variant and three runs, of which one has no log."""
+    out = tmp_path / "out"
+    run(script, "-n", 3, "--out", out, "--", "tiny")
+    list((out / "old" / "logs").iterdir())[0].unlink()
+    return out
+
+
+def test_a_variant_is_added(unfinished, tmp_path):
+    """It runs with the seeds of the plan, whose other runs are not repeated. It is no record."""
+    out = unfinished
+    before = json.loads((out / "plan.json").read_text())
+    status, text, err = run("--resume", out, tmp_path / "better.patch")
+    assert (status, err) == (0, "") and "| better | 3 | " in text and "-0.0200 | 0.0000" in text
+    assert "they were not interleaved" in text
+    plan = json.loads((out / "plan.json").read_text())
+    assert list(plan["arms"]) == ["old", "better"] and plan["seeds"] == before["seeds"]
+    assert plan["created"] == before["created"] <= plan["added"]["better"]
+    names = [name for name, _ in order(out)]
+    assert names.count("old") == 3 + 1 and names.count("better") == 3
+    assert verify.judge(out / "old")[0]
+    assert "added to a plan whose seeds had been used" in verify.judge(out / "better")[1]
+    assert "'better' is taken" in run("--resume", out, tmp_path / "better.patch")[2]
+    assert "x cannot run with tiny --target 0 --no" in run("--resume", out, "x=--no")[2]
+    assert json.loads((out / "plan.json").read_text()) == plan and not (out / "x").exists()
+
+
+def wait_for(path: Path) -> int:
+    """Returns the process id in a file as soon as it is complete."""
+    for _ in range(600):
+        if path.exists() and path.read_text().endswith(" "):
+            return int(path.read_text())
+        time.sleep(0.05)
+    raise TimeoutError(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_costs_one_run(unfinished, number):
+    out = unfinished
+    (out / "wait").touch()
+    process = start("--resume", out, start_new_session=True)
+    wait_for(out / "waiting")
+    os.killpg(process.pid, number)  # as a terminal does, to all that run in it
+    process.wait(timeout=60)
+    *_, log = sorted((out / "old" / "logs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    assert log.read_text().endswith(f"INTERRUPTED by {number:d}\n")  # it was waited for
+    assert process.returncode == 128 + number
+    assert f"to continue: ./run.sh compare --resume {out}\n" in process.stderr.read()
+    (out / "wait").unlink()
+    status, text, _ = run("--resume", out)
+    assert not list(out.rglob("*.state"))
+    assert status == 0 and "runs that were interrupted and repeated: 1" in text
+    seeds = [int(seed) for _, seed in order(out)]
+    assert len(seeds) == 5 and seeds[3] == seeds[4]
+    assert seeds[4] in seeds[:3]
+    assert sorted(run.seed for run in verify.collect(out / "old").ended) == sorted(seeds[:3])
+
+
+def test_a_killed_parent_leaves_no_second_run_beside_the_first(unfinished):
+    out = unfinished
+    (out / "wait").touch()
+    process = start("--resume", out)
+    child = wait_for(out / "waiting")
+    process.kill()
+    process.wait(timeout=60)
+    status, _, err = run("--resume", out)
+    assert status == 2 and "is in use: wait for its run, or stop it" in err
+    (out / "wait").unlink()
+    os.kill(child, signal.SIGKILL)
+    for _ in range(100):
+        status, _, _ = run("--resume", out)
+        if status != 2:  # 2: the killed child still has the lock
+            break
+    assert status == 0
+
+
+def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished):
+    """A run that diverged is not repeated until it converges."""
+    (unfinished / "refuse").touch()
+    status, _, err = run("--resume", unfinished)
+    assert status == 2 and "ended with status 2 and does not count" in err
+    (unfinished / "refuse").unlink()
+    (unfinished / "nan").touch()
+    status, text, _ = run("--resume", unfinished)
+    assert status == 1 and "not finite" in text
+    (unfinished / "nan").unlink()
+    assert run("--resume", unfinished)[0] == 1 and len(order(unfinished)) == 5
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("old -n 1 -- tiny", "because one run does not show how much runs differ"),
+    ("old -n 2", "and a preset, as in"),
+    ("old -n 2 -- --steps 9", "end the command with a preset, as in  -- tiny"),
+    ("old -n 2 --ot x", "unrecognized arguments: --ot"),
+    ("old -n 2 -- tiny --target 1.5", "leave out --target"),
+    ("old -n 2 -- tiny --no", "old cannot run with tiny --no --target 0"),
+    ("better.patch -n 2 -- tiny", "the first variant must be a train_gpt.py"),
+    ("old old/train_gpt.py -n 2 -- tiny", "'old' is taken"),
+    ("old hot=--seed=3 -n 2 -- tiny", "leave out --seed"),
+    ("end.py -n 2 -- tiny", "must end with a newline"),
+    ("border.py -n 2 -- tiny", "no line of 100 ="),
+    ("typo -n 2 -- tiny", "no such file: typo"),
+    ("old nothing.patch -n 2 -- tiny", "the first variant: nothing.patch does not apply"),
+    ("--resume old", "--resume needs the folder of a plan"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused(script, tmp_path, monkeypatch, capsys, arguments, message):
+    (tmp_path / "end.py").write_text("x = 1")
+    (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
+    (tmp_path / "nothing.patch").touch()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(arguments.split())
+    assert message in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_plan_is_not_changed(script, tmp_path, capsys):
+    out = compare.make_plan([str(script)], 2, ["tiny"], tmp_path / "out")
+    file = out / "plan.json"
+    for change, message in (
+        (lambda: (out / "old/train_gpt.py").write_text(SCRIPT + "#\n"), "has changed since"),
+        (lambda: file.write_text(file.read_text().replace('"machine": "', '"machine": "0')),
+         "was begun on another machine"),
+    ):  # fmt: skip
+        change()
+        with pytest.raises(SystemExit, match="2"):
+            compare.run_plan(out)
+        assert message in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path, capsys):
+    folder = write_ours(tmp_path / "a")
+    log = min((folder / "logs").iterdir())
+    text = log.read_text()
+    log.write_text(text.replace("seed 100", "seed 101"))
+    with pytest.raises(SystemExit, match="2"):
+        compare.finished_seeds(folder)
+    assert "has its final loss, but cannot be read: " in capsys.readouterr().err and log.exists()
+    log.write_text(text)
+    assert len(compare.finished_seeds(folder)) == 5 and not (folder / "unfinished").exists()
+
+
+def test_the_real_script(tmp_path):
+    """train_gpt.py itself is started by the launcher, reads data by a relative path, and finds the
+    programs that ./run.sh has compiled. If its log changes, verify.py has to change."""
+    script = tmp_path / "train_gpt.py"
+    stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
+    script.write_text(with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage))
+    with tempfile.TemporaryDirectory(dir=COMPARE.parents[1] / "data") as data:
+        for name in ("train_000001", "train_000002", "val_000000"):
+            write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
+        flags = ["tiny", *SMALL[:-2], "--steps", "6", "--data", f"data/{Path(data).name}"]
+        arguments = f"new={script}", "-n", 2, "--out", tmp_path / "out", "--", *flags
+        status, text, err = run(*arguments)
+    first, second = verify.collect(tmp_path / "out" / "new").runs
+    assert first.ended == second.ended == "end of schedule", err
+    assert status == 1 and "a record is what the file does" in text  # it has flags
+    assert "| as many runs as planned | ok |" in text
+    assert (tmp_path / "out/new/.cache").resolve() == COMPARE.parents[1] / ".cache"
+    log = first.path.read_text()
+    assert str(tmp_path) not in log
+    result = json.loads(log.rpartition("RESULT ")[2])
+    assert first.source_sha256 == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 1024
+    assert (first.loss, first.seconds * 1000) == (result["val_loss"], result["train_time_ms"])
+    assert first.argv == [*flags, "--target", "0"] and first.seed == result["seed"]
+    assert "seed" not in first.config and first.config["target"] == 0
+    assert first.data[-1]["file"] == "x_val_000000.bin" and first.name.startswith(first.began)
+    assert first.devices == ["cpu"] and {"jax", "optax", "python"} <= first.versions.keys()
