@@ -39,9 +39,9 @@ LOSS = re.compile(
     r" train_time:(\d+(?:\.\d+)?)(m?s)(?: \w+:\S+)*"
 )
 OURS = re.compile(r"^(data|versions|environment|argv|RESULT) [\[{]", re.M)  # in no log of upstream
-# What a log of ours states before its first loss.
-FACTS = ("versions", "devices", "driver", "environment", "argv")
-FACTS += ("seed", "config", "data", "parameters")
+# What a log of ours states before its first loss. The last two are missing without ./run.sh.
+FACTS = ("versions", "devices", "argv", "seed", "config", "data", "parameters")
+FACTS += ("driver", "environment")
 RESULT = {"reason", "val_loss", "tokens", "train_time_ms", "seed", "steps"}
 COMPLETE = "end of schedule", "target reached"  # how a run ends that has a final loss
 # How a run ended without a RESULT, by the first word of the line that says so.
@@ -338,12 +338,12 @@ def upstream_facts(text: str) -> dict[str, Any]:
 def our_facts(stated: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions.
     name is that of the file, which begins with the time. Raises Unreadable if one is missing."""
-    missing = [key for key in FACTS if key not in stated]
+    missing = [key for key in FACTS[:-2] if key not in stated]
     if missing:
         raise Unreadable(f"it does not state {', '.join(missing)}")
     if stated["config"]["seed"] != stated["seed"]:
         raise Unreadable("its config has another seed")
-    facts = {key: stated[key] for key in FACTS}
+    facts = {key: stated.get(key) for key in FACTS}
     facts["config"] = {key: value for key, value in stated["config"].items() if key != "seed"}
     facts["argv"] = without_seed(facts["argv"])
     facts["parameters"] = sum(stated["parameters"].values())

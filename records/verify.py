@@ -259,6 +259,8 @@ def differing(several: list[Run], names: Iterable[str]) -> Iterator[str]:
 def check_machine(e: Evidence, track: Track | None) -> Iterator[str]:
     """All runs are of one kind of machine, with the same versions and environment."""
     yield from differing(e.runs, MACHINE)
+    if any(run.ours and run.environment is None for run in e.runs):
+        yield fail("a log does not state its environment: train by ./run.sh")
 
 
 def check_settings(e: Evidence, track: Track | None) -> Iterator[str]:
@@ -347,7 +349,7 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
     if variant_flags(e) or run.argv not in allowed:
         yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
                    f"{' or '.join(words)} --target 0")  # fmt: skip
-    for name, value in run.environment.items():
+    for name, value in (run.environment or {}).items():
         if not is_neutral(name, value):
             yield fail(
                 f"{name} is set; unset it, because no variable may change what the file does"

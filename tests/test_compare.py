@@ -295,29 +295,30 @@ def test_a_finished_run_is_not_repeated_because_its_log_was_changed(tmp_path, ca
 
 
 def test_the_real_script(tmp_path):
-    """train_gpt.py itself is started by the launcher, reads data by a relative path, and finds the
-    programs that ./run.sh has compiled. If its log changes, verify.py has to change."""
-    script = tmp_path / "train_gpt.py"
+    """train_gpt.py itself is started by the launcher, and reads data by a relative path. If its log
+    changes, verify.py has to change."""
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
-    script.write_text(with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage))
+    source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage).encode()
+    plan = dict(arms={}, flags={})
+    compare.write_plan(tmp_path, plan, {"new": compare.Variant(source, [])})
+    assert plan["arms"] == {"new": hashlib.sha256(source).hexdigest()}
     with tempfile.TemporaryDirectory(dir=COMPARE.parents[1] / "data") as data:
         for name in ("train_000001", "train_000002", "val_000000"):
             write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
-        flags = ["tiny", *SMALL[:-2], "--steps", "6", "--data", f"data/{Path(data).name}"]
-        arguments = f"new={script}", "-n", 2, "--out", tmp_path / "out", "--", *flags
-        status, text, err = run(*arguments)
-    first, second = verify.collect(tmp_path / "out" / "new").runs
-    assert first.ended == second.ended == "end of schedule", err
-    assert status == 1 and "a record is what the file does" in text  # it has flags
-    assert "| as many runs as planned | ok |" in text
-    assert (tmp_path / "out/new/.cache").resolve() == COMPARE.parents[1] / ".cache"
+        flags = ["tiny", *SMALL, "--steps", "6", "--data", f"data/{Path(data).name}"]
+        with open(tmp_path / "lock", "w") as lock:
+            status = compare.run(tmp_path / "new", [*flags, "--seed", "7"], lock.fileno())
+    (first,) = verify.collect(tmp_path / "new").runs
+    assert status == 0 and first.ended == "end of schedule"
+    assert (tmp_path / "new/.cache").resolve() == COMPARE.parents[1] / ".cache"
     log = first.path.read_text()
     assert str(tmp_path) not in log
     result = json.loads(log.rpartition("RESULT ")[2])
-    assert first.source_sha256 == hashlib.sha256(script.read_bytes()).hexdigest()
+    assert [*verify.check_source(verify.collect(tmp_path / "new"), None)] == []
     assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 1024
     assert (first.loss, first.seconds * 1000) == (result["val_loss"], result["train_time_ms"])
-    assert first.argv == [*flags, "--target", "0"] and first.seed == result["seed"]
+    assert first.argv == flags and first.seed == result["seed"] == 7
     assert "seed" not in first.config and first.config["target"] == 0
     assert first.data[-1]["file"] == "x_val_000000.bin" and first.name.startswith(first.began)
     assert first.devices == ["cpu"] and {"jax", "optax", "python"} <= first.versions.keys()
+    assert first.environment["JAX_PLATFORMS"] == "cpu" and first.driver is not None

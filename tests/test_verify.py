@@ -286,6 +286,8 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "another jax": (lambda f: rewrite(f, versions={"jax": "0.10.2"}), "different versions: jax"),
     "another driver": (lambda f: rewrite(f, driver="580"), "different driver"),
     "a variable in one": (lambda f: rewrite(f, environment={"XLA_A": ""}), "environment: TF_CPP"),
+    "no environment": (
+        lambda f: replace_in(f, "environment .*?\n", ""), "does not state its environment"),
     "other flags": (lambda f: rewrite(f, argv=FLAGS), "different argv"),
     "other configuration": (lambda f: rewrite(f, config=dict(lr=1)), "different config: lr"),
     "other data": (lambda f: rewrite(f, data=OTHER), "different data"),
