@@ -6,8 +6,9 @@
 Every folder makes one curve: the mean of its runs, in a band of one standard deviation to either
 side. A log makes one, too, and the folder of a whole plan of ./run.sh compare makes one for each
 variant. --upstream adds the curve of modded-nanogpt's record 21. --differences adds a panel of the
-final losses minus those of the first folder, for every seed that both have run; beside it, curves
-of fewer than 4 points are left out, because they do not show a shape. Writes OUT.svg.
+final losses minus those of the first folder, for every seed that both have run, and their mean;
+beside it, curves of fewer than 4 points are left out, because they do not show a shape. Writes
+OUT.svg.
 """
 
 import argparse
@@ -21,10 +22,9 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import stats
 import verify
 from messages import one_line, refuse
-from runs import Run, Validation
+from runs import Validation
 
 # A notebook's backend cannot be imported here, and a user's settings would change the picture.
 os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)
@@ -36,7 +36,6 @@ UPSTREAM = Path(__file__).parent / "other/upstream_record21.csv"
 FEWEST_POINTS = 4  # of a curve that is worth a panel beside the differences
 LABELS = dict(steps="training steps", tokens="training tokens, millions",
               time="training time, seconds")  # fmt: skip
-SMOOTHED = "mean of 7 logged batches"  # see smooth()
 BYTES = 257  # the size of the vocabulary in which a token is a byte: 256 and the end of text
 STYLE = {
     "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
@@ -57,7 +56,6 @@ class Curve(NamedTuple):
     x: dict[str, list[float]]  # by unit, which is a key of LABELS
     mean: list[float]
     sd: list[float]
-    train: "Curve | None" = None  # the training losses of batches, where all logs have them
     per: str = "token"  # or "byte": losses are in nats per token or per byte
 
 
@@ -66,19 +64,28 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
     runs = evidence.ended
     if not runs:
         refuse(f"{evidence.folder} has no complete run")
-    mean = mean_of(runs, [run.validations for run in runs], f"{name} (n = {len(runs)})")
-    train = mean_of(runs, [drawable(run.training) for run in runs], "training loss")
-    return mean._replace(train=train if train.mean else None, per=loss_per(runs[0]))
+    of_runs = [{v.step: v for v in run.validations} for run in runs]
+    steps = sorted(set.intersection(*map(set, of_runs)))
+    means = []
+    deviations = []
+    times = []
+    for step in steps:
+        points = [by_step[step] for by_step in of_runs]
+        losses = [v.loss for v in points]
+        means.append(fmean(losses))
+        deviations.append(stdev(losses) if len(losses) > 1 else 0.0)
+        times.append(fmean(v.ms for v in points) / 1000)
+    x = dict(steps=steps, time=times)
+    if runs[0].tokens:
+        x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
+    vocab = (runs[0].config or {}).get("vocab")
+    per = "byte" if vocab == BYTES else "token"
+    return Curve(f"{name} (n = {len(runs)})", x, means, deviations, per)
 
 
 def drawable(losses: list[Validation]) -> list[Validation]:
     """Returns the losses that have a place on a logarithmic axis."""
     return [v for v in losses if 0 < v.loss < math.inf]
-
-
-def loss_per(run: Run) -> str:
-    """Returns what the losses of a run are counted by: "byte" if its tokens are bytes."""
-    return "byte" if run.config and run.config.get("vocab") == BYTES else "token"
 
 
 def smooth(losses: list[float]) -> list[float]:
@@ -89,25 +96,6 @@ def smooth(losses: list[float]) -> list[float]:
         reach = min(3, i)
         means.append(fmean(losses[i - reach : i + reach + 1]))
     return means
-
-
-def mean_of(runs: list[Run], losses: list[list[Validation]], name: str) -> Curve:
-    """Returns means and deviations of the losses of runs, at the steps that all runs have."""
-    of_runs = [{v.step: v for v in losses_of_run} for losses_of_run in losses]
-    steps = sorted(set.intersection(*map(set, of_runs)))
-    means = []
-    deviations = []
-    times = []
-    for step in steps:
-        points = [by_step[step] for by_step in of_runs]
-        values = [v.loss for v in points]
-        means.append(fmean(values))
-        deviations.append(stdev(values) if len(values) > 1 else 0.0)
-        times.append(fmean(v.ms for v in points) / 1000)
-    x = dict(steps=steps, time=times)
-    if runs[0].tokens:
-        x["tokens"] = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
-    return Curve(name, x, means, deviations)
 
 
 def upstream() -> Curve:
@@ -132,10 +120,6 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
     for i, c in enumerate(curves):
         color = colors[2 * i % 19]  # the strong colors first
         axes.plot(c.x[unit], c.mean, ".-", color=color, label=plain(c.name), lw=1.4, ms=4)
-        # The loss of a batch jumps: a thin line without a band, and only beside few other curves.
-        if c.train and len(curves) < 3:
-            axes.plot(c.train.x[unit], smooth(c.train.mean), color=color, lw=0.8, alpha=0.7,
-                      label=f"{c.train.name}, {SMOOTHED}" if i == 0 else None)  # fmt: skip
         low = [mean - sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
         axes.fill_between(c.x[unit], low, high, color=color, alpha=0.18, linewidth=0)
@@ -153,24 +137,20 @@ def draw_curves(axes, curves: list[Curve], unit: str, target: float | None) -> N
 
 
 def draw_differences(axes, variants: list[tuple[str, verify.Evidence]], per: str) -> None:
-    """Draws a row for each variant, sorted by the mean: the difference for every seed, their mean,
-    its 95 % interval."""
+    """Draws a row for each variant, sorted by the mean: the difference for every seed, and their
+    mean."""
     first_name, first = variants[0]
     rows = []
     for name, variant in variants[1:]:
         changes = verify.changes(variant, first)
-        if len(changes) < 2:
-            refuse(f"{name} has {len(changes)} seeds in common with {first_name}; it needs 2")
+        if not changes:
+            refuse(f"{name} has no seed in common with {first_name}")
         rows.append((fmean(changes), changes, plain(name)))
     rows.sort()
     for y, (mean, changes, _) in enumerate(rows):
-        half = stats.critical(0.025, len(changes) - 1) * stdev(changes) / len(changes) ** 0.5
         axes.text(1.02, y, f"{mean:+.4f}", transform=axes.get_yaxis_transform(), va="center")
-        axes.plot(changes, [y] * len(changes), "o", color="tab:blue", alpha=0.45, ms=5,
-                  label="one seed" if y == 0 else None)  # fmt: skip
-        axes.errorbar(mean, y, xerr=half, fmt="D", color="black", ms=4, capsize=3,
-                      label="mean and its 95 % interval" if y == 0 else None)  # fmt: skip
-    axes.legend(fontsize=8, loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.14))
+        axes.plot(changes, [y] * len(changes), "o", color="tab:blue", alpha=0.45, ms=5)
+        axes.plot(mean, y, "D", color="black", ms=4)
     axes.axvline(0, color="black", linewidth=0.9)
     axes.set_yticks(range(len(rows)), [name for _, _, name in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)

@@ -23,13 +23,9 @@ import json
 import lzma
 import math
 import re
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import idea
 
 BORDER = b"=" * 100 + b"\n"
 POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
@@ -123,24 +119,6 @@ def source_file(folder: Path) -> Path:
     if source_hash(source) != sha256:
         raise Unreadable(f"{pointer} names {path}, which has another sha256")
     return source
-
-
-def source_text(folder: Path) -> bytes:
-    """Returns the source of a folder's logs, also of a variant in a packed comparison, which has a
-    change.patch of the first variant's source. Raises Unreadable if it is missing."""
-    file = source_file(folder)
-    patch = folder / "change.patch"
-    plan = folder.resolve().parent / "plan.json"
-    if file.is_file():
-        return file.read_bytes()
-    if not patch.is_file() or not plan.is_file():
-        raise Unreadable(f"{file} is missing")
-    first = list(json.loads(plan.read_text("utf-8"))["arms"])[0]
-    old = source_file(plan.parent / first)
-    try:
-        return idea.patched(old.read_bytes(), patch)
-    except idea.Conflict as error:
-        raise Unreadable(f"{patch} does not fit the source that it changes: {error}") from None
 
 
 def source_hash(file: Path) -> str:

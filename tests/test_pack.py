@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import idea
 import pack
 import pytest
 import runs
@@ -173,8 +174,9 @@ def test_a_comparison(place, tmp_path, capsys, refusal):
     files = [path for path in folder.glob("*/*") if path.name in kinds]
     names = "base/train_gpt.sha256 same/train_gpt.sha256 worse/change.patch"
     assert sorted(str(path.relative_to(folder)) for path in files) == names.split()
-    for name, source in sources.items():
-        assert runs.source_text(folder / name) == source.encode()
+    patch = folder / "worse/change.patch"
+    assert idea.patched(SOURCE.encode(), patch) == sources["worse"].encode()
+    assert runs.source_file(folder / "same").read_bytes() == SOURCE.encode()
     holds, printed = verify.judge(folder)
     assert holds and printed.strip() in (folder / "README.md").read_text()
     path = min((tmp_path / "all" / "same" / "logs").iterdir())

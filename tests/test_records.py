@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import idea
 import pack
 import pytest
 import runs
@@ -48,7 +49,8 @@ def test_a_patch_makes_the_source_that_its_logs_state():
     assert patches
     for patch in patches:
         arms = json.loads((patch.parents[1] / "plan.json").read_text())["arms"]
-        source = runs.source_text(patch.parent)
+        first = list(arms)[0]
+        source = idea.patched(runs.source_file(patch.parents[1] / first).read_bytes(), patch)
         assert hashlib.sha256(source).hexdigest() == arms[patch.parent.name]
 
 

@@ -41,22 +41,3 @@ def test_values_that_do_not_vary_have_no_p_value():
     rounding = [0.0, 1e-300]  # t would be infinite, and its degrees of freedom 0 / 0
     assert math.isnan(stats.below(rounding, 3.28).p)
     assert math.isnan(stats.welch(rounding, rounding).p)
-
-
-@pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (3, 4), (50, 2), (0.1, 700)])
-@pytest.mark.parametrize("alpha", [0.01, 0.05])
-def test_power_is_that_of_the_noncentral_t(effect, n, alpha):
-    limit = scipy.stats.t.isf(alpha, n - 1)
-    assert stats.critical(alpha, n - 1) == pytest.approx(limit, rel=1e-9)
-    exact = scipy.stats.nct.sf(limit, n - 1, effect * math.sqrt(n))
-    assert stats.power(effect, n, alpha) == pytest.approx(exact, abs=1e-8)
-
-
-def test_runs_needed_is_the_first_number_that_suffices():
-    for effect in 0.05, 0.3, 0.8, 1.5, 4, 50:
-        n = stats.runs_needed(effect)
-        assert stats.power(effect, n) >= 0.8
-        if n > 2:
-            assert stats.power(effect, n - 1) < 0.8
-    assert stats.runs_needed(1e16) == 2  # soon: the losses of two runs may hardly differ
-    assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))
