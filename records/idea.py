@@ -1,4 +1,4 @@
-"""Makes a copy of train_gpt.py with ideas from the shelf, records/ideas/, which run.sh then trains.
+"""Makes a copy of train_gpt.py with ideas from the shelf, records/ideas/, and trains it by run.sh.
 
     ./run.sh idea                                                lists the ideas
     ./run.sh idea NAME [NAME ...] [PRESET] [--field value ...]   trains train_gpt.py with them
@@ -12,7 +12,6 @@ Ideas that change different lines combine. records/ideas/README.md says what the
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -170,7 +169,7 @@ def write_copy(names: list[str], folder: Path = ROOT) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Prints the list, or the arguments with which run.sh trains the copy."""
+    """Prints the list, or becomes the run.sh that trains the copy."""
     if not argv:
         print(listing())
     elif argv[0] in ("-h", "--help"):
@@ -185,7 +184,9 @@ def main(argv: list[str]) -> None:
         if count == 0:
             messages.refuse(f"there is no idea {argv[0]}: ./run.sh idea  lists them")
         names = list(dict.fromkeys(argv[:count]))
-        print(shlex.join([write_copy(names), *argv[count:]]))
+        copy = write_copy(names)
+        print(f"{copy} is train_gpt.py with these ideas", flush=True)
+        os.execv(ROOT / "run.sh", ["run.sh", copy, *argv[count:]])
 
 
 if __name__ == "__main__":

@@ -35,10 +35,12 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_ideas_make_a_copy_and_the_words_that_run_sh_trains(place, capsys):
+def test_ideas_make_a_copy_that_run_sh_trains(place, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr(idea.os, "execv", lambda program, words: started.append((program, words)))
     idea.main(["second", "first", "tiny", "--steps", "3", "--data", "x y"])
-    printed = capsys.readouterr().out
-    assert printed == "idea_second_first.py tiny --steps 3 --data 'x y'\n"
+    words = ["run.sh", "idea_second_first.py", "tiny", "--steps", "3", "--data", "x y"]
+    assert started == [(idea.ROOT / "run.sh", words)]
     expected = BASE.replace("a4 = 1", "a4 = 2").replace("c4 = 1", "c4 = 2")
     text, _, mark = (
         (place / "idea_second_first.py").read_text().partition("# Made by ./run.sh idea ")
