@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import secrets
 import shlex
@@ -167,13 +168,10 @@ def make_plan(specs: list[str], n: int, arguments: list[str], out: Path | None =
     if out.exists():
         refuse(f"{out} is there already: choose another --out, or continue it by --resume {out}")
     salt = secrets.token_hex(8)
-    seeds = set()
-    while len(seeds) < n:
-        seeds.add(secrets.randbits(31))
     plan = dict(
         created=created,
         n=n,
-        seeds=list(seeds),
+        seeds=random.SystemRandom().sample(range(2**31), n),
         arguments=arguments,
         salt=salt,
         machine=machine_hash(salt),
@@ -238,8 +236,9 @@ def run(variant: Path, arguments: list[str], lock: int) -> int:
     """Trains once; returns the exit status. Signals are passed on to the training, and raised as
     KeyboardInterrupt when it has ended."""
     command = [sys.executable, "train_gpt.py", *arguments]
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"}
-    if b"guard: Any" in (variant / "train_gpt.py").read_bytes():  # others protect themselves
+    env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | os.environ
+    source = (variant / "train_gpt.py").read_bytes()
+    if re.search(rb"^def run\([^)]*\bguard\b", source, re.M):  # others protect themselves
         command.insert(1, str(ROOT / "run/launch.py"))
         env = os.environ
     # In a new session, a terminal's Ctrl-C does not reach the training directly, but only once, by

@@ -555,9 +555,10 @@ def comparison(this: Evidence, base: Evidence) -> Iterator[tuple[str, str, str]]
 
 
 def report(
-    this: Evidence, base: Evidence | None, track: Track | None, target: float
+    this: Evidence, base: Evidence | None, track: Track | None, target: float, rules: str = ""
 ) -> tuple[bool, str]:
-    """Returns whether the runs hold, and the report with the reasons."""
+    """Returns whether the runs hold, and the report with the reasons. rules is a sentence about the
+    track, for the reader."""
     found = {name: list(check(this, track)) for name, check in CHECKS.items()}
     columns = {"this": summary(this, track, target)}
     if base:
@@ -576,7 +577,7 @@ def report(
     for run in this.ended:
         seed = "–" if run.seed is None else run.seed
         rows.append([run.name, seed, f"{run.loss:.5f}", f"{run.seconds:.2f}"])
-    lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", ""]
+    lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", "", rules, ""]
     lines += table(["", *columns], facts)
     if base:
         lines += table(["this − baseline", "difference", "test"], comparison(this, base))
@@ -673,9 +674,7 @@ def judge(
                          "--target LOSS")  # fmt: skip
     track = TRACKS.get(track_name)
     rules = f"The rules are those of track {track_name}." if track else "There is no track."
-    holds, text = report(evidence, base, track, target or track.target)
-    title, _, rest = text.partition("\n")
-    return holds, f"{title}\n\n{rules}\n{rest}"
+    return report(evidence, base, track, target or track.target, rules)
 
 
 def main(argv: list[str]) -> int:
