@@ -89,18 +89,6 @@ def unpack(archive: Path) -> list[ArchivedLog]:
     return sorted(found)
 
 
-def left_out(folder: Path) -> list[Path]:
-    """Returns files of a folder, and of its logs/, that log_files() passes over although their
-    names are like those of logs, as run.txt.gz, run.log, or a log above logs/."""
-    read = {log.name for log in log_files(folder)}
-    found = []
-    for path in sorted([*folder.glob("*.*"), *folder.glob("logs/*.*")]):
-        is_log = re.search(r"^[^.].*\.(txt|log)(\.\w+)?$", path.name, re.I)
-        if is_log and path.is_file() and path.name not in read:
-            found.append(path)
-    return found
-
-
 def has_final_loss(log: Path | ArchivedLog) -> bool:
     """Returns whether a log has the loss of its last step, even if read() does not take it."""
     return bool(re.search(rb"\nstep:(\d+)/\1 val_loss:.* train_time:", log.read_bytes()))

@@ -110,26 +110,10 @@ class Evidence(NamedTuple):
     runs: list[Run]  # all that can be read, in the order in which they began
     unreadable: list[str]  # the other logs, with the reasons
     plan: dict[str, Any] | None  # plan.json; its "arm" is the name of this variant in its "arms"
-
-    @property
-    def ended(self) -> list[Run]:
-        """The runs that came to their end."""
-        return [run for run in self.runs if run.complete]
-
-    @property
-    def losses(self) -> list[float]:
-        """Their final losses."""
-        return [run.loss for run in self.ended]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Their training times."""
-        return [run.seconds for run in self.ended]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Their numbers of training tokens, sorted, without repeats."""
-        return sorted({run.tokens for run in self.ended if run.tokens})
+    ended: list[Run]  # the runs that came to their end
+    losses: list[float]  # their final losses
+    seconds: list[float]  # their training times
+    tokens: list[int]  # their numbers of training tokens, sorted, without repeats
 
 
 def collect(folder: Path) -> Evidence:
@@ -145,9 +129,11 @@ def collect(folder: Path) -> Evidence:
     if not found:
         why = f": {unreadable[0]}" if unreadable else ", which are files *.txt"
         raise Unreadable(f"{folder} has no logs that can be read{why}")
-    for path in runs.left_out(folder) if folder.is_dir() else []:
-        unreadable.append(f"{path.name}: is it a log? Rename it, or move it away")
-    return Evidence(folder, found, unreadable, read_plan(folder))
+    ended = [run for run in found if run.complete]
+    losses = [run.loss for run in ended]
+    seconds = [run.seconds for run in ended]
+    tokens = sorted({run.tokens for run in ended if run.tokens})
+    return Evidence(folder, found, unreadable, read_plan(folder), ended, losses, seconds, tokens)
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:

@@ -146,13 +146,6 @@ def test_an_archive_that_is_cut_off_is_named(tmp_path):
             runs.log_files(tmp_path)
 
 
-def test_what_may_be_a_log_is_not_passed_over(tmp_path):
-    for name in "a.txt", "._a.txt", ".a.txt.swp", "b.TXT", "c.log", "d.txt.gz", "e.npz":
-        (tmp_path / name).write_text(ours(1, 1.46))
-    assert [path.name for path in runs.log_files(tmp_path)] == ["a.txt"]
-    assert [path.name for path in runs.left_out(tmp_path)] == ["b.TXT", "c.log", "d.txt.gz"]
-
-
 def test_upstreams_facts(tmp_path):
     run = read(tmp_path, fake_runs.upstream(3.28, 80000))
     assert run.devices == ["NVIDIA H100 80GB HBM3"] * 8 and run.driver == "580.159.04"

@@ -252,8 +252,8 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a log twice, once packed": (
         lambda f: add_log(f, log(f).read_text().replace(SOURCE, f"source {sha(SOURCE)}\n")),
         "is the same log as"),
-    "a compressed log": (lambda f: log(f).rename(f / "x.txt.gz"), "x.txt.gz: is it a log?"),
-    "a log above logs/": (lambda f: log(f).rename(f / "x.txt"), "x.txt: is it a log?"),
+    "a compressed log": (lambda f: log(f).rename(f / "logs/x.txt.gz"), "5 seeds, found 4"),
+    "a log above logs/": (lambda f: log(f).rename(f / "x.txt"), "5 seeds, found 4"),
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
     "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the losses of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
