@@ -123,8 +123,7 @@ def read_source(path: Path, first: bytes) -> bytes:
     ):
         source = contest.assemble(contest.read(file)).encode()
     if not source.endswith(b"\n") or b"\n" + runs.BORDER in source:
-        refuse(f"{file} must end with a newline and have no line of 100 =, so that its end can be "
-               "found in a log")  # fmt: skip
+        refuse(f"{file} must end with a newline and have no line of 100 =, where a log ends it")
     return source
 
 
@@ -132,8 +131,7 @@ def check_flags(flags: list[str]) -> None:
     """Refuses flags of train_gpt.py that the runs of a plan cannot have."""
     for flag in flags:
         if flag.partition("=")[0] in ("--target", "--seed", "--resume", "--help", "-h"):
-            refuse(f"leave out {flag}: all runs go from the first step to the last one of the "
-                   "schedule (--target 0), with the seeds of the plan")  # fmt: skip
+            refuse(f"leave out {flag}: all runs have all steps, and the seeds of the plan")
 
 
 def check_arguments(variants: dict[str, Variant], arguments: list[str]) -> None:
@@ -303,8 +301,7 @@ def run_rest(out: Path, lock: int) -> None:
         arguments = [*plan["arguments"], *plan["flags"].get(name, []), "--seed", str(seed)]
         status = run(out / name, arguments, lock)
         if seed not in finished_seeds(out / name):
-            refuse(f"this run ended with status {status} and does not count; remove the cause, "
-                   f"then continue: ./run.sh compare --resume {out}")  # fmt: skip
+            refuse(f"this run ended with status {status} and does not count: continue by --resume")
         if not plan.get("keep_weights"):
             for weights in (out / name / "logs").glob("*.npz"):
                 weights.unlink()  # they are large, and not evidence
@@ -344,8 +341,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.resume and not (args.resume / "plan.json").is_file():
         refuse(f"no such file: {args.resume}/plan.json; --resume needs the folder of a plan")
     if not args.resume and not (args.variants and args.arguments and 2 <= args.n <= 1000):
-        refuse("name a train_gpt.py, -n of at least 2, because one run does not show how much runs "
-               "differ, and a preset, as in  new.py -n 8 -- tiny")  # fmt: skip
+        refuse("type  new.py -n 8 -- tiny: one run does not show how much runs differ")
     return args
 
 

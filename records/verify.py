@@ -185,9 +185,7 @@ def check_length(e: Evidence, track: Track | None) -> Iterator[str]:
     for run in e.ended:
         target = run.config.get("target") if run.ours else 0
         if target != 0 or run.ended == "target reached":
-            yield fail(
-                f"{run.name} could have stopped at {target}, so it has no p-value; use --target 0"
-            )
+            yield fail(f"{run.name} could have stopped at {target}: use --target 0")
     validated = {tuple((v.step, v.steps) for v in run.validations) for run in e.ended}
     if len(validated) > 1:
         yield fail("the runs validate at different steps, or differ in length")
@@ -310,9 +308,7 @@ def check_model(e: Evidence, track: Track | None) -> Iterator[str]:
     after = rest.partition(b"\n# ---- Optimizer: end ")[2]
     plain = before + b"\n# ---- Optimizer: end " + after
     if hashlib.sha256(plain).hexdigest() not in PLAIN:
-        yield fail(
-            "outside its section Optimizer, the source is not optimizers/train_gpt_simple.py"
-        )
+        yield fail("outside its section Optimizer, the source is not records/optimizers' model")
 
 
 def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
@@ -328,13 +324,11 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
     if not track.may_fit:
         allowed = [[word, "--target", "0"] for word in words]
     if variant_flags(e) or run.argv not in allowed:
-        yield fail(f"run with {' '.join(run.argv)}; a record is what the file does with "
-                   f"{' or '.join(words)} --target 0")  # fmt: skip
+        alone = f"a record is what the file does with {' or '.join(words)} --target 0"
+        yield fail(f"run with {' '.join(run.argv)}; {alone}")
     for name, value in (run.environment or {}).items():
         if not is_neutral(name, value):
-            yield fail(
-                f"{name} is set; unset it, because no variable may change what the file does"
-            )
+            yield fail(f"{name} is set, and no variable may change what the file does: unset it")
 
 
 def is_neutral(name: str, value: str) -> bool:
@@ -656,8 +650,7 @@ def judge(
     if not track_name and not target:
         track_name = infer_track(evidence)
     if not track_name and not target:
-        raise Unreadable("these logs do not state their track, or fit none: add --track NAME, or "
-                         "--target LOSS")  # fmt: skip
+        raise Unreadable("these logs state no track: add --track NAME, or --target LOSS")
     track = TRACKS.get(track_name)
     rules = f"The rules are those of track {track_name}." if track else "There is no track."
     return report(evidence, base, track, target or track.target, rules)

@@ -242,8 +242,8 @@ def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ("old -n 1 -- tiny", "because one run does not show how much runs differ"),
-    ("old -n 2", "and a preset, as in"),
+    ("old -n 1 -- tiny", "one run does not show how much runs differ"),
+    ("old -n 2", "type  new.py -n 8 -- tiny"),
     ("old -n 2 -- --steps 9", "end the command with a preset, as in  -- tiny"),
     ("old -n 2 --ot x", "unrecognized arguments: --ot"),
     ("old -n 2 -- tiny --target 1.5", "leave out --target"),
