@@ -10,12 +10,13 @@ The copy is idea_NAME.py, a file like any other: edit it, and train it by  ./run
 Ideas that change different lines combine. records/ideas/README.md says what they should gain.
 """
 
+import difflib
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,29 +39,25 @@ def shelf() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHELF.glob("*.patch"))}
 
 
-def description(patch: Path) -> list[str]:
-    """The lines of the comment with which a patch begins."""
-    comment, _, _ = patch.read_text("utf-8", "replace").partition("\n---")
-    return [line.lstrip("# ") for line in comment.splitlines() if line.startswith("#")]
+def comment(patch: Path) -> str:
+    """The lines with which a patch begins, each with a # before it."""
+    return patch.read_text("utf-8", "replace").partition("--- a/")[0]
 
 
-def listing() -> str:
-    """A line for every idea."""
-    lines = ["./run.sh idea NAME  trains train_gpt.py with one of these; several combine:", ""]
-    for name, patch in shelf().items():
-        lines.append(f"{name:<18} {' '.join(description(patch)[:1])}")
-    lines += ["", "records/ideas/README.md has what they should gain, and their milliseconds"]
-    return "\n".join(lines)
-
-
-# ---- Patches -------------------------------------------------------------------------------------
 def base_of(patch: Path) -> Path | None:
     """The patch that another one was made on top of, if there is one."""
-    found = BASE.search(" ".join(description(patch)))
+    found = BASE.search(" ".join(comment(patch).replace("#", " ").split()))
     if not found:
         return None
     beside = patch.parent / found[1]
     return beside if beside.exists() else SHELF / found[1]
+
+
+# ---- Patches -------------------------------------------------------------------------------------
+def git(*arguments: str, cwd: str) -> subprocess.CompletedProcess:
+    """Runs git in a folder, as if that were in no repository."""
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(cwd).resolve().parent)}
+    return subprocess.run(["git", *arguments], cwd=cwd, env=environment, capture_output=True)
 
 
 def with_base(source: bytes, patch: Path) -> bytes:
@@ -105,88 +102,60 @@ def apply(source: bytes, patches: list[Path]) -> bytes:
     return merged
 
 
-def difference(old: bytes, new: bytes) -> str:
-    """The patch that makes one text of another."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in {"a": old, "b": new}.items():
-            Path(folder, name).mkdir()
-            Path(folder, name, "train_gpt.py").write_bytes(text)
-        paths = "a/train_gpt.py", "b/train_gpt.py"
-        text = git("diff", "--no-index", "--no-prefix", *paths, cwd=folder).stdout.decode()
-    return text[text.index("--- a/") :]
-
-
-def git(*arguments: str, cwd: str) -> subprocess.CompletedProcess:
-    """Runs git in a folder, as if that were in no repository."""
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(cwd).resolve().parent)}
-    return subprocess.run(["git", *arguments], cwd=cwd, env=environment, capture_output=True)
+def difference(old: bytes, new: bytes) -> bytes:
+    """The patch that makes one train_gpt.py of another."""
+    texts = [text.decode().splitlines(keepends=True) for text in (old, new)]
+    return "".join(difflib.unified_diff(*texts, "a/train_gpt.py", "b/train_gpt.py")).encode()
 
 
 def refresh(old: bytes) -> None:
     """Renews all patches: they were made for an old train_gpt.py. One that conflicts with what has
-    changed since, or that changes nothing any more, stays as it is, with a line that says so."""
+    changed since stays as it is, with a line that says so."""
     new = TRAINER.read_bytes()
-    renewed = {}
-    for patch in [*SHELF.glob("base/*.patch"), *shelf().values()]:
+    for patch in [*shelf().values(), *SHELF.glob("base/*.patch")]:
         merged = merge(new, old, patched(old, patch))
         base = merge(new, old, with_base(old, patch))
         if merged is None or base is None:
             print(f"{patch.stem} conflicts with what has changed")
-        elif merged == base:
-            print(f"{patch.stem} changes nothing any more: remove it")
         else:
-            comment = "".join(f"# {line}\n" for line in description(patch))
-            renewed[patch] = comment + difference(base, merged)
-    for patch, text in renewed.items():
-        patch.write_text(text, "utf-8")
+            patch.write_bytes(comment(patch).encode() + difference(base, merged))
 
 
 # ---- Copies --------------------------------------------------------------------------------------
-def marked(source: bytes, names: list[str]) -> bytes:
-    """A copy's source with a last line by which one sees whether it was edited."""
-    mark = f"# Made by ./run.sh idea {' '.join(names)}; crc32 of the lines above: "
-    return source + f"{mark}{zlib.crc32(source)}\n".encode()
-
-
 def copy_of(names: list[str]) -> bytes:
-    """train_gpt.py with these ideas, and a last line that says so. Raises Conflict."""
+    """train_gpt.py with these ideas. Raises Conflict."""
     patches = shelf()
-    return marked(apply(TRAINER.read_bytes(), [patches[name] for name in names]), names)
+    return apply(TRAINER.read_bytes(), [patches[name] for name in names])
 
 
 def write_copy(names: list[str], folder: Path = ROOT) -> str:
-    """Writes idea_NAME.py, and returns its name. Raises Conflict if it is there and was edited."""
+    """Writes idea_NAME.py, and returns its name. Raises Conflict if another file is there, which
+    may have been edited."""
     path = folder / f"idea_{'_'.join(names)}.py"
     text = copy_of(names)
-    if path.exists():
-        body = b"".join(path.read_bytes().splitlines(keepends=True)[:-1])
-        if path.read_bytes() != marked(body, names):
-            raise Conflict(
-                f"{path.name} was edited: train it by  ./run.sh {path.name}, or remove it"
-            )
+    if path.exists() and path.read_bytes() != text:
+        raise Conflict(f"{path.name} is there, edited or older: ./run.sh {path.name}, or remove it")
     path.write_bytes(text)
     return path.name
 
 
 def main(argv: list[str]) -> None:
     """Prints the list, or becomes the run.sh that trains the copy."""
+    names = list(itertools.takewhile(shelf().__contains__, argv))
     if not argv:
-        print(listing())
-    elif argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        for name, patch in shelf().items():
+            first_line = comment(patch).splitlines()[0]
+            print(f"{name:<18} {first_line.lstrip('# ')}")
     elif argv[0] == "--refresh":
-        old = subprocess.check_output(["git", "show", f"{argv[1]}:train_gpt.py"], cwd=ROOT)
-        refresh(old)
+        refresh(subprocess.check_output(["git", "show", f"{argv[1]}:train_gpt.py"], cwd=ROOT))
+    elif argv[0] in ("-h", "--help"):
+        print(__doc__)
+    elif not names:
+        messages.refuse(f"there is no idea {argv[0]}: ./run.sh idea  lists them")
     else:
-        count = 0
-        while count < len(argv) and argv[count] in shelf():
-            count += 1
-        if count == 0:
-            messages.refuse(f"there is no idea {argv[0]}: ./run.sh idea  lists them")
-        names = list(dict.fromkeys(argv[:count]))
         copy = write_copy(names)
         print(f"{copy} is train_gpt.py with these ideas", flush=True)
-        os.execv(ROOT / "run.sh", ["run.sh", copy, *argv[count:]])
+        os.execv(ROOT / "run.sh", ["run.sh", copy, *argv[len(names) :]])
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@
     ./run.sh pack --tables            renews the histories and adds to SHA256SUMS
 
 VARIANT is the folder of one variant of ./run.sh compare, and DIR the folder of its plan. Your notes
-are in notes.md in that folder. If it is missing, pack.py writes one, with questions to answer. A
-record never changes: records/SHA256SUMS has its hashes, and a test compares them.
+are in notes.md in that folder. A record never changes: records/SHA256SUMS has its hashes, and a
+test compares them.
 """
 
 import argparse
-import difflib
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import statistics
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import idea
 import runs
 import stats
 import verify
@@ -33,27 +32,15 @@ from messages import one_line, refuse
 from verify import TRACKS, Evidence
 
 HERE = Path(__file__).resolve().parent
-NOTES = """\
-## Idea
-
-<!-- What was changed and why it should help: 3 to 6 sentences, tags, sources. -->
-
-## What did not work
-
-<!-- One line each, with numbers. -->
-"""
 
 
 # ---- What goes into a record ---------------------------------------------------------------------
 def read_notes(folder: Path) -> str:
-    """Returns the text of notes.md, in which all questions must be answered."""
+    """Returns the text of notes.md, without which there is no record."""
     file = folder / "notes.md"
     if not file.is_file():
-        file.write_text(NOTES, "utf-8")
-    text = file.read_text("utf-8")
-    if "<!--" in text:
-        refuse(f"answer the questions in {file}, then repeat this command")
-    return text.strip()
+        refuse(f"write {file}: the idea in 3 to 6 sentences, with sources, and what did not work")
+    return file.read_text("utf-8").strip()
 
 
 def copy_logs(e: Evidence, to: Path) -> None:
@@ -78,25 +65,9 @@ def write_archive(path: Path, logs: dict[str, bytes]) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-def copy_source(folder: Path, to: Path, packed: Path) -> None:
-    """Writes the source of a folder's logs into the folder `to`, which will be moved to `packed`:
-    if a record has the same file, as a train_gpt.sha256 that names it, else as train_gpt.py."""
-    source = runs.source_file(folder)
-    for file in sorted(HERE.glob("tracks/*/*/train_gpt.py")):
-        if file.read_bytes() == source.read_bytes():
-            path = Path(os.path.relpath(file, packed)).as_posix()
-            (to / runs.POINTER).write_text(f"{runs.source_hash(file)}  {path}\n")
-            return
-    shutil.copy(source, to / "train_gpt.py")
-
-
-def difference(old: Path, new: Path) -> str:
+def difference(old: Path, new: Path) -> bytes:
     """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    texts = []
-    for folder in (old, new):
-        text = runs.source_file(folder).read_bytes().decode("utf-8", "surrogateescape")
-        texts.append(text.splitlines(keepends=True))
-    return "".join(difflib.unified_diff(*texts, "a/train_gpt.py", "b/train_gpt.py"))
+    return idea.difference(*(runs.source_file(folder).read_bytes() for folder in (old, new)))
 
 
 def require_better(
@@ -124,44 +95,25 @@ def describe(e: Evidence, target: float) -> dict[str, Any]:
                 steps=run.steps, source=run.source_sha256)  # fmt: skip
 
 
-def judge(folder: Path, baseline: Path | None) -> tuple[dict[str, Evidence], str]:
-    """Returns the runs of a folder by their folder inside the record: "" (the record itself) and
-    "baseline", or every variant of a plan; and the report. Refuses runs that do not hold."""
-    if verify.is_plan(folder):
-        names = verify.read_plan_file(folder / "plan.json")["arms"]
-        sets = {name: verify.collect(folder / name) for name in names}
-        holds, report = verify.study(folder)
-    else:
-        sets = {"": verify.collect(folder)}
-        if baseline:
-            sets["baseline"] = verify.collect(baseline)
-        track = TRACKS[track_of(sets)]
-        holds, report = verify.report(sets[""], sets.get("baseline"), track, track.target)
-    if not holds:
-        print(report)
-        refuse("nothing is packed, because the runs fail as shown above")
-    return sets, report
-
-
-def track_of(sets: dict[str, Evidence]) -> str:
-    """Returns the track of a record or a comparison: that of its first runs."""
-    first = list(sets.values())[0]
-    track = verify.infer_track(first)
-    if not track or not first.plan:
-        refuse("these runs do not fit any track, or have no plan")
-    return track
-
-
 def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
     """Makes a record, or a comparison, whose result.json is that of its first variant. It is
     written to a temporary folder and moved when complete; it never replaces another record. Returns
     its folder."""
     import plot  # here, because --tables does not need matplotlib
 
-    sets, report = judge(folder, baseline)
-    track_name = track_of(sets)
-    track = TRACKS[track_name]
+    holds, report = verify.judge(folder, baseline)
+    if not holds:
+        print(report)
+        refuse("nothing is packed, because the runs fail as shown above")
+    if verify.is_plan(folder):
+        sets = verify.variants_of(folder)
+    else:  # by their folders in the record
+        sets = {"": verify.collect(folder)}
+        if baseline:
+            sets["baseline"] = verify.collect(baseline)
     this = list(sets.values())[0]
+    track_name = verify.infer_track(this)
+    track = TRACKS[track_name]
     is_record = "" in sets
     earlier = records_of(track_name)
     parent, last = earlier[-1] if earlier else (None, {"number": 0})
@@ -186,13 +138,11 @@ def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
         for inside, evidence in sets.items():
             copy_logs(evidence, place / inside)
             old = parent if is_record else this.folder
-            patch = difference(old, evidence.folder) if old and inside != "baseline" else ""
+            patch = difference(old, evidence.folder) if old and inside != "baseline" else b""
             if patch:
-                (place / inside / "change.patch").write_text(patch, "utf-8", "surrogateescape")
-            if not inside:  # a record has its file, whoever else has it
-                shutil.copy(runs.source_file(evidence.folder), place / "train_gpt.py")
-            elif not patch:
-                copy_source(evidence.folder, place / inside, to / inside)
+                (place / inside / "change.patch").write_bytes(patch)
+            if is_record or not patch:
+                shutil.copy(runs.source_file(evidence.folder), place / inside / "train_gpt.py")
         if not is_record:
             shutil.copy(folder / "plan.json", place)
         (place / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -200,7 +150,7 @@ def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
         curves = [(inside or name, evidence) for inside, evidence in sets.items()]
         units = ["steps", "time"] if track.metric == "time" else [track.metric]
         target = track.target if is_record else None
-        plot.plot(curves, place / "curves", units, target, to.name, differences=not is_record)
+        plot.plot(curves, place / "curves", units, target, to.name)
         place.rename(to)
     return to
 

@@ -1,17 +1,16 @@
-"""Reads logs: those of train_gpt.py, and those of modded-nanogpt. Nothing in them is executed.
+"""Reads logs of train_gpt.py. Nothing in them is executed.
 
-Both kinds begin with the source and a line of 100 = that ends it. Validations are lines like
+A log begins with the source and a line of 100 = that ends it. Then come facts, one per line as
+`name json`, and losses, which are lines like
 
     step:1770/1770 val_loss:3.2788 train_time:179828ms step_avg:101.60ms
 
-with further fields in some of upstream's. Our logs add facts, one per line as `name json`, and end
-with a line RESULT json. Upstream's add the output of nvidia-smi and a line for every step. Lines of
-another form do not count, so a log that was damaged or cut off lacks what they stated, and is
-incomplete. After a fact `resume {"step": 15}`, a run went on from step 15, so losses of later steps
-above that line do not count. Of the fact `config` only a few fields are interpreted, so logs of any
-version can be read, whatever its layers and stages are called. A packed log (pack.py) has
-`source sha256` in place of the source. This module believes what a log states, so it does not
-detect a forged log.
+The last line is RESULT json. Lines of another form do not count, so a log that was damaged or cut
+off lacks what they stated, and is incomplete. After a fact `resume {"step": 15}`, a run went on
+from step 15, so losses of later steps above that line do not count. Of the fact `config` only a few
+fields are interpreted, so logs of any version can be read, whatever its layers and stages are
+called. A packed log (pack.py) has `source sha256` in place of the source. This module believes what
+a log states, so it does not detect a forged log.
 
 Beside the logs is their source, train_gpt.py, or train_gpt.sha256 with the path of a record that
 has the same file.
@@ -29,19 +28,14 @@ from typing import Any, NamedTuple
 
 BORDER = b"=" * 100 + b"\n"
 POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
-# Other fields are read over, as in `val_loss:3.2710 val_ema_loss:3.2716 train_time:1.250s tau:150`.
 LOSS = re.compile(
-    r"step:(\d+)/(\d+) (val|train)_loss:(\d+(?:\.\d+)?|nan|-?inf)(?: \w+:\S+)*?"
-    r" train_time:(\d+(?:\.\d+)?)(m?s)(?: \w+:\S+)*"
+    r"step:(\d+)/(\d+) (val|train)_loss:(\d+\.\d+|nan|-?inf) train_time:(\d+)ms( step_avg:\S+)?"
 )
-OURS = re.compile(r"^(data|versions|environment|argv|RESULT) [\[{]", re.M)  # in no log of upstream
-# What a log of ours states before its first loss. The last two are missing without ./run.sh.
+# What a log states before its first loss. The last two are missing without ./run.sh.
 FACTS = ("versions", "devices", "argv", "seed", "config", "data", "parameters")
 FACTS += ("driver", "environment")
 RESULT = {"reason", "val_loss", "tokens", "train_time_ms", "seed", "steps"}
 COMPLETE = "end of schedule", "target reached"  # how a run ends that has a final loss
-# How a run ended without a RESULT, by the first word of the line that says so.
-BREAKS = {"NON-FINITE:": "not finite", "INTERRUPTED": "interrupted"}
 
 
 class Unreadable(ValueError):
@@ -59,14 +53,10 @@ class ArchivedLog(NamedTuple):
         """Returns the log as it was packed."""
         return self.content
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """Returns the log as text."""
-        return self.content.decode(encoding)
-
 
 def log_files(folder: Path) -> list[Path | ArchivedLog]:
     """Returns the logs of a folder, sorted by name: those in its logs.tar.xz, else those in its
-    logs/, else those in the folder itself. Raises Unreadable if the archive is damaged."""
+    logs/, else those in the folder itself."""
     archive = folder / "logs.tar.xz"
     if archive.exists():
         return unpack(archive)
@@ -75,17 +65,14 @@ def log_files(folder: Path) -> list[Path | ArchivedLog]:
 
 
 def unpack(archive: Path) -> list[ArchivedLog]:
-    """Returns the logs in a logs.tar.xz; raises Unreadable if it is cut off or damaged."""
+    """Returns the logs in a logs.tar.xz; raises lzma.LZMAError if it is cut off or damaged."""
+    content = lzma.decompress(archive.read_bytes())
     found = []
-    try:
-        content = lzma.decompress(archive.read_bytes())
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            for member in tar.getmembers():
-                if member.isfile():
-                    log = ArchivedLog(Path(member.name).name, tar.extractfile(member).read())
-                    found.append(log)
-    except (tarfile.TarError, lzma.LZMAError) as error:
-        raise Unreadable(f"{archive} is damaged: {error}") from error
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        for member in tar.getmembers():
+            if member.isfile():
+                log = tar.extractfile(member).read()
+                found.append(ArchivedLog(Path(member.name).name, log))
     return sorted(found)
 
 
@@ -96,14 +83,12 @@ def has_final_loss(log: Path | ArchivedLog) -> bool:
 
 def source_file(folder: Path) -> Path:
     """Returns the source of a folder's logs: its train_gpt.py (which may be missing), or the file
-    that its train_gpt.sha256 names. Raises Unreadable if that file is missing or has changed."""
+    that its train_gpt.sha256 names. Raises Unreadable if that file has changed."""
     pointer = folder / POINTER
     if not pointer.is_file():
         return folder / "train_gpt.py"
     sha256, _, path = pointer.read_text().strip().partition("  ")
     source = folder / path
-    if not path or not source.is_file():
-        raise Unreadable(f"{pointer} names {path or 'nothing'}, which is missing")
     if source_hash(source) != sha256:
         raise Unreadable(f"{pointer} names {path}, which has another sha256")
     return source
@@ -133,22 +118,21 @@ class Run(NamedTuple):
     validations: list[Validation]
     training: list[Validation]  # losses of batches, every tenth step, in logs that have them
     steps: int  # of the schedule
-    loss: float  # the final loss in nats: all digits in our logs, four decimals in upstream's
+    loss: float  # the final loss in nats, with all its digits
     seconds: float  # of training
-    ours: bool  # written by train_gpt.py, not by modded-nanogpt
-    ended: str  # one of COMPLETE, a value of BREAKS, or "incomplete"
+    ended: str  # one of COMPLETE, "not finite", or "incomplete"
+    resumed: bool  # from a checkpoint
     versions: dict[str, str]
     devices: list[str]
     driver: str | None
-    tokens: int | None = None  # of training
-    began: str | None = None  # 2026-11-21T13-00-00, UTC
-    seed: int | None = None
-    environment: dict[str, str] | None = None
-    argv: list[str] | None = None  # without the seed
-    config: dict[str, Any] | None = None  # without the seed
-    data: list[dict[str, Any]] | None = None
-    resumed: bool = False  # from a checkpoint
-    parameters: int | None = None  # of the model, with padding of the vocabulary
+    environment: dict[str, str] | None
+    began: str | None  # 2026-11-21T13-00-00, UTC
+    seed: int
+    argv: list[str]  # without the seed
+    config: dict[str, Any]  # without the seed
+    data: list[dict[str, Any]]
+    parameters: int  # of the model, with padding of the vocabulary
+    tokens: int | None = None  # of training; None without RESULT
 
     @property
     def name(self) -> str:
@@ -166,11 +150,7 @@ def split(content: bytes) -> tuple[str, str]:
     source, border, body = content.partition(b"\n" + BORDER)
     if not border:
         raise Unreadable("it has no line of 100 =, which ends the source")
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n") - body.count(b"\n", error.start) + 1
-        raise Unreadable(f"line {number} is not UTF-8") from None
+    text = body.decode(errors="replace")  # a damaged line does not count
     packed = re.fullmatch(rb"source ([0-9a-f]{64})", source)
     if packed:
         return packed[1].decode(), text
@@ -181,11 +161,10 @@ class Lines:
     """What the lines of a log have stated so far."""
 
     def __init__(self, text: str):
-        self.ours = bool(OURS.search(text))  # the log has facts
         self.facts = {}
         self.validations = []
         self.training = []
-        self.ended = "incomplete" if self.ours else "end of schedule"
+        self.ended = "incomplete"
         self.resumed = False
         for line in text.split("\n"):
             self.take(line)
@@ -194,13 +173,12 @@ class Lines:
         """Takes a line; raises Unreadable where losses are out of order, as those of two runs."""
         name, _, value = line.partition(" ")
         loss = LOSS.fullmatch(line)
-        if loss and loss[3] == "val":
-            self.validations.append(in_order(self.validations, loss))
-        elif loss and self.ours:
-            self.training.append(in_order(self.training, loss))
-        elif self.ours and name in BREAKS:
-            self.ended = BREAKS[name]
-        elif self.ours and name in (*FACTS, "resume", "RESULT"):
+        if loss:
+            losses = self.validations if loss[3] == "val" else self.training
+            losses.append(in_order(losses, loss))
+        elif name == "NON-FINITE:":
+            self.ended = "not finite"
+        elif name in (*FACTS, "resume", "RESULT"):
             try:
                 stated = json.loads(value)
             except ValueError:  # a line that was cut off, or that another program printed
@@ -225,9 +203,8 @@ class Lines:
 
 def in_order(before: list[Validation], match: re.Match) -> Validation:
     """Returns the loss that a line states; raises Unreadable if it cannot follow those before."""
-    step, steps, _, loss, time, unit = match.groups()
-    ms = float(time) * {"ms": 1, "s": 1000}[unit]
-    new = Validation(int(step), int(steps), float(loss), ms)
+    step, steps, _, loss, ms, _ = match.groups()
+    new = Validation(int(step), int(steps), float(loss), float(ms))
     last = before[-1] if before else Validation(-1, new.steps, 0.0, 0.0)
     follows = last.step < new.step and last.steps == new.steps and last.ms <= new.ms
     if not follows or new.step > new.steps:
@@ -239,8 +216,6 @@ def read(path: Path | ArchivedLog) -> Run:
     """Reads a log; raises Unreadable."""
     source_sha256, text = split(path.read_bytes())
     lines = Lines(text)
-    if not lines.ours and not lines.validations:
-        raise Unreadable("it is not a log of train_gpt.py or modded-nanogpt")
     last = Validation(step=0, steps=1, loss=math.nan, ms=0.0)  # of an incomplete run
     if lines.validations:
         last = lines.validations[-1]
@@ -258,10 +233,9 @@ def read(path: Path | ArchivedLog) -> Run:
         steps=last.steps,
         loss=last.loss,
         seconds=last.ms / 1000,
-        ours=lines.ours,
         ended=ended,
         resumed=lines.resumed,
-        **(our_facts(lines.facts, path.name) if lines.ours else upstream_facts(text)),
+        **facts_of_run(lines.facts, path.name),
     )
     return with_result(run, lines.facts["RESULT"]) if "RESULT" in lines.facts else run
 
@@ -284,24 +258,7 @@ def with_result(run: Run, result: dict[str, Any]) -> Run:
     )
 
 
-def upstream_facts(text: str) -> dict[str, Any]:
-    """Returns the facts that modded-nanogpt's train_gpt.py writes."""
-    driver = re.search(r"Driver Version: (\S+)", text)
-    devices = re.findall(r"^\| {1,4}\d{1,3} {1,4}(\S.{0,50}?) +(?:On|Off|N/A) +\|", text, re.M)
-    # The third track has no output of nvidia-smi.
-    stated = re.search(
-        r"^Running .{0,99}(?:device_name=| on )(.{1,50}) with world_size[= ](\d{1,4})$", text, re.M
-    )
-    if stated and not devices:
-        devices = [stated[1]] * int(stated[2])
-    return dict(
-        versions=dict(re.findall(r"^Running (Python|PyTorch|Triton version) (.*)$", text, re.M)),
-        devices=devices,
-        driver=driver[1] if driver else None,
-    )
-
-
-def our_facts(stated: dict[str, Any], name: str) -> dict[str, Any]:
+def facts_of_run(stated: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions.
     name is that of the file, which begins with the time. Raises Unreadable if one is missing."""
     missing = [key for key in FACTS[:-2] if key not in stated]

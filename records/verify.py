@@ -1,9 +1,9 @@
 """Judges runs by their logs: see records/README.md. It executes nothing that it reads.
 
-    ./run.sh verify THIS [BASELINE] [--track NAME] [--target LOSS]
+    ./run.sh verify THIS [BASELINE] [--target LOSS]
 
 THIS and BASELINE are folders with logs: a record, a variant of ./run.sh compare, or any folder with
-logs of train_gpt.py or modded-nanogpt; or one log, whose report says what a record needs beside it.
+logs of train_gpt.py; or one log, whose report says what a record needs beside it.
 If THIS is the folder of a whole plan of ./run.sh compare, all variants are compared with the first
 one. The report is Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they
 cannot be judged, whatever the reason.
@@ -142,15 +142,16 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     name = folder.resolve().name
     for file in (folder / "plan.json", folder.resolve().parent / "plan.json"):
         if file.is_file():
-            plan = dict(arm=name) | read_plan_file(file)
+            plan = dict(arm=name, flags={}) | json.loads(file.read_text("utf-8"))
             if plan["arm"] in plan["arms"]:
                 return plan
     return None
 
 
-def read_plan_file(file: Path) -> dict[str, Any]:
-    """Returns a plan. Plans of earlier versions lack `flags` and `added`."""
-    return dict(flags={}, added={}) | json.loads(file.read_text("utf-8"))
+def variants_of(folder: Path) -> dict[str, Evidence]:
+    """Reads the variants of a whole plan, by name."""
+    plan = json.loads((folder / "plan.json").read_text("utf-8"))
+    return {name: collect(folder / name) for name in plan["arms"]}
 
 
 # ---- Checks of one set of runs: they yield what they find ----------------------------------------
@@ -183,7 +184,7 @@ def check_complete(e: Evidence, track: Track | None) -> Iterator[str]:
 def check_length(e: Evidence, track: Track | None) -> Iterator[str]:
     """No run could stop when its loss was low: the mean of such losses is always low."""
     for run in e.ended:
-        target = run.config.get("target") if run.ours else 0
+        target = run.config.get("target")
         if target != 0 or run.ended == "target reached":
             yield fail(f"{run.name} could have stopped at {target}: use --target 0")
     validated = {tuple((v.step, v.steps) for v in run.validations) for run in e.ended}
@@ -198,13 +199,10 @@ def check_twice(e: Evidence, track: Track | None) -> Iterator[str]:
     for a, b in itertools.combinations(e.runs, 2):
         if a.log_sha256 == b.log_sha256:
             yield fail(f"{b.name} is the same log as {a.name}")
-        elif a.seed is not None and a.seed == b.seed:
+        elif a.seed == b.seed:
             yield fail(f"{b.name} has the seed of {a.name}")
-        # Upstream's losses have four decimals, so two may be equal by chance, but not the times.
-        elif all_losses(a) == all_losses(b) and (a.ours or a.validations == b.validations):
+        elif all_losses(a) == all_losses(b):
             yield fail(f"{b.name} has, at every step, the losses of {a.name}")
-    if any(run.seed is None for run in e.runs):
-        yield "note: the logs do not state seeds"
 
 
 def all_losses(run: Run) -> list[float]:
@@ -218,11 +216,7 @@ def check_source(e: Evidence, track: Track | None) -> Iterator[str]:
     sources = sorted({run.source_sha256 for run in e.runs})
     if len(sources) > 1:
         yield fail(f"{len(sources)} different sources: {', '.join(sha[:12] for sha in sources)}")
-    try:
-        file = runs.source_file(e.folder)
-    except Unreadable as error:
-        yield fail(str(error))
-        return
+    file = runs.source_file(e.folder)
     if file.is_file() and sources != [runs.source_hash(file)]:
         yield fail("train_gpt.py is not the source that the logs state")
 
@@ -243,7 +237,7 @@ def differing(several: list[Run], names: Iterable[str]) -> Iterator[str]:
 def check_facts(e: Evidence, track: Track | None) -> Iterator[str]:
     """All runs are of one kind of machine, with the same versions, environment, flags and data."""
     yield from differing(e.runs, [*MACHINE, "argv", "config", "data"])
-    if any(run.ours and run.environment is None for run in e.runs):
+    if any(run.environment is None for run in e.runs):
         yield fail("a log does not state its environment: train by ./run.sh")
 
 
@@ -254,14 +248,8 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[str]:
         return
     kinds = "/".join(sorted({*run.devices}))
     fits_count = track.count is None or len(run.devices) == track.count
-    if not run.devices and not run.ours:
-        yield "note: the logs do not state devices"
-    elif not run.devices or not fits_count or not re.fullmatch(track.devices, kinds):
+    if not run.devices or not fits_count or not re.fullmatch(track.devices, kinds):
         yield fail(f"not the track's devices: {len(run.devices)} x {kinds}")
-    if not run.ours:
-        text = "logs of modded-nanogpt do not state data, flags and environment"
-        yield f"note: {text}" if track.metric == "time" else fail(text)
-        return
     n = run.config.get("val_tokens")
     if n != track.val_tokens:
         yield fail(f"validated on {n} tokens, not {track.val_tokens:,}")
@@ -284,11 +272,11 @@ def check_track(e: Evidence, track: Track | None) -> Iterator[str]:
         yield f"note: compare the sha256 of training shards {numbers} with the data set's page"
 
 
-def shards(run: Run) -> tuple[list[str], str | None]:
-    """Returns the training shards that a run read, in their order, and its validation shard (None
-    where the log states no data), named as a track names them."""
-    names = [shard["sha256"][:16] for shard in run.data or []]
-    return names[:-1], names[-1] if names else None
+def shards(run: Run) -> tuple[list[str], str]:
+    """Returns the training shards that a run read, in their order, and its validation shard, named
+    as a track names them."""
+    *train, val = [shard["sha256"][:16] for shard in run.data]
+    return train, val
 
 
 def check_model(e: Evidence, track: Track | None) -> Iterator[str]:
@@ -296,10 +284,10 @@ def check_model(e: Evidence, track: Track | None) -> Iterator[str]:
     the model from within the section, so a reviewer reads it."""
     if not track or not track.model:
         return
-    config = e.runs[0].config or {}
     for name, value in track.model.items():
-        if config.get(name) != value:
-            yield fail(f"{name} is {config.get(name)}, not the track's {value}")
+        stated = e.runs[0].config.get(name)
+        if stated != value:
+            yield fail(f"{name} is {stated}, not the track's {value}")
     file = runs.source_file(e.folder)
     if not file.is_file() and (e.folder / "change.patch").is_file():
         return  # a variant of a packed comparison, which was checked before
@@ -315,10 +303,8 @@ def check_flags(e: Evidence, track: Track | None) -> Iterator[str]:
     """The file alone makes the record, without flags or variables that change what it does, with
     seeds whose losses nobody knew."""
     run = e.runs[0]
-    if not track or not run.ours:
+    if not track:
         return
-    if is_added(e):
-        yield fail("it was added to a plan whose seeds had been used; make another plan with it")
     words = [track.word] if track.word else track.presets
     allowed = [f"{word} --target 0 {added}".split() for word in words for added in FITS]
     if not track.may_fit:
@@ -341,8 +327,7 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
     """The number of runs was decided before the first: else one could stop when luck is good."""
     plan = e.plan
     if not plan:
-        text = "there is no plan of these runs, so nothing shows that n was fixed beforehand"
-        yield fail(f"{text}; use ./run.sh compare") if e.runs[0].ours else f"note: {text}"
+        yield fail("there is no plan of these runs, so nothing shows that n was fixed beforehand")
         return
     n = len(e.runs) + len(e.unreadable)
     seeds = set(plan["seeds"])
@@ -350,18 +335,18 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
         yield fail(f"planned {plan['n']} runs with {len(seeds)} seeds, found {n}")
     strange = {run.seed for run in e.runs} - seeds
     if strange:
-        yield fail(f"seeds that were not planned: {sorted(strange, key=str)}")
+        yield fail(f"seeds that were not planned: {sorted(strange)}")
     if {run.source_sha256 for run in e.runs} != {plan["arms"][plan["arm"]]}:
         yield fail("another source than planned")
     flags = variant_flags(e)
     if flags:
         yield f"note: run with the flags {' '.join(flags)}"
     typed = [*plan["arguments"], *flags]
-    for argv in {tuple(run.argv or ()) for run in e.runs}:
+    for argv in {tuple(run.argv) for run in e.runs}:
         added = " ".join(argv[len(typed) :])
         if list(argv[: len(typed)]) != typed or not FITTED.fullmatch(added):
             yield fail("other flags than planned")
-    created = plan["added"].get(plan["arm"], plan["created"]).replace(":", "-")
+    created = plan["created"].replace(":", "-")
     if any(run.began is None or run.began + "Z" < created for run in e.runs):
         yield fail("a run began before the plan was made, or its log's name does not give the time")
 
@@ -369,11 +354,6 @@ def check_plan(e: Evidence, track: Track | None) -> Iterator[str]:
 def variant_flags(e: Evidence) -> list[str]:
     """Returns the flags that a plan gives to the runs of this variant alone."""
     return e.plan["flags"].get(e.plan["arm"], []) if e.plan else []
-
-
-def is_added(e: Evidence) -> bool:
-    """Returns whether a variant was added to its plan later."""
-    return bool(e.plan) and e.plan["arm"] in e.plan["added"]
 
 
 MACHINE = "devices", "driver", "versions", "environment"
@@ -403,21 +383,20 @@ def check_baseline(this: Evidence, base: Evidence) -> Iterator[str]:
     both = min(len(train_a), len(train_b))  # fewer steps may need fewer training shards
     if val_a != val_b or train_a[:both] != train_b[:both]:
         yield fail("different data")
-    if a.ours and not interleaved(this, base):
-        yield "note: they are not from one plan from its beginning, so they were not interleaved"
+    if not interleaved(this, base):
+        yield "note: they are not from one plan, so they were not interleaved"
 
 
 def shared_argv(e: Evidence) -> list[str]:
     """Returns the arguments of the first run without those that a plan gives to this variant."""
-    argv = e.runs[0].argv or []
+    argv = e.runs[0].argv
     start = len(e.plan["arguments"]) if e.plan else 0
     return argv[:start] + argv[start + len(variant_flags(e)) :]
 
 
 def interleaved(this: Evidence, base: Evidence) -> bool:
-    """Returns whether both are variants of one plan from its beginning: their plans differ in
-    nothing but "arm"."""
-    if not this.plan or not base.plan or is_added(this) or is_added(base):
+    """Returns whether both are variants of one plan: theirs differ in nothing but "arm"."""
+    if not this.plan or not base.plan:
         return False
     return {**this.plan, "arm": None} == {**base.plan, "arm": None}
 
@@ -426,7 +405,7 @@ def changes(this: Evidence, base: Evidence) -> list[float]:
     """Returns the losses of this minus those of base, for every seed that both have run."""
     a = {run.seed: run.loss for run in this.ended}
     b = {run.seed: run.loss for run in base.ended}
-    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys() - {None})]
+    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
 
 
 def check_result(
@@ -455,11 +434,13 @@ def check_beaten(this: Evidence, base: Evidence, track: Track) -> Iterator[str]:
         if math.isnan(p) or p >= ALPHA:
             yield fail(f"not faster than the baseline: p = {p_value(p)}, and it takes p < {ALPHA}")
         return
-    most = max((getattr(run, track.metric) or 0 for run in this.ended), default=0)
-    least = min((getattr(run, track.metric) or 0 for run in base.ended), default=0)
+    if not this.ended or not base.ended:
+        return
+    most = max(getattr(run, track.metric) for run in this.ended)
+    least = min(getattr(run, track.metric) for run in base.ended)
     if most >= least:
         yield fail(f"no fewer {track.metric} than the baseline: {most:,} against {least:,}")
-    if track.metric == "steps" or not this.ended or not base.ended or not interleaved(this, base):
+    if track.metric == "steps" or not interleaved(this, base):
         return  # a step may cost anything, and the times of two plans are not comparable
     seconds = fmean(this.seconds)
     allowed = fmean(base.seconds)
@@ -501,16 +482,13 @@ def summary(e: Evidence, track: Track | None, target: float) -> dict[str, str]:
     facts = {
         "runs": f"{len(e.runs) + len(e.unreadable)}{planned}",
         "steps": step_counts(e),
-        "tokens": ", ".join(f"{n:,}" for n in e.tokens) or "not stated",
+        "tokens": ", ".join(f"{n:,}" for n in e.tokens),
         "final loss, mean ± standard deviation": spread(e.losses, 5),
         "training time, s": spread(e.seconds, 2),
     }
-    if len(e.losses) < 2:
+    if len(e.losses) < 2 or any(check_length(e, track)):
         return facts
     name = f"p of a t-test: mean below {target:g}"
-    if any(check_length(e, track)):
-        facts[name] = "none: the length of the runs is not fixed"
-        return facts
     test = stats.below(e.losses, target)
     margin = target - fmean(e.losses)
     facts[name] = f"{p_value(test.p)} (t = {test.t:.3f})"
@@ -555,8 +533,7 @@ def report(
     checks = [[name, "<br>".join(texts) or "ok"] for name, texts in found.items()]
     rows = []
     for run in this.ended:
-        seed = "–" if run.seed is None else run.seed
-        rows.append([run.name, seed, f"{run.loss:.5f}", f"{run.seconds:.2f}"])
+        rows.append([run.name, run.seed, f"{run.loss:.5f}", f"{run.seconds:.2f}"])
     lines = [f"## {'PASS' if holds else 'FAIL'}: {this.folder.resolve().name}", "", rules, ""]
     lines += table(["", *columns], facts)
     if base:
@@ -569,8 +546,7 @@ def report(
 def study(folder: Path) -> tuple[bool, str]:
     """Compares every variant of a plan with the first one, seed by seed. Returns whether nothing is
     wrong, and the report."""
-    plan = read_plan_file(folder / "plan.json")
-    variants = {name: collect(folder / name) for name in plan["arms"]}
+    variants = variants_of(folder)
     first_name = list(variants)[0]
     first = variants[first_name]
     track_name = infer_track(first)
@@ -586,7 +562,6 @@ def study(folder: Path) -> tuple[bool, str]:
         title.insert(2, "steps")
         title.append(f"p: mean below {track.target:g}")
     rows = []
-    seeds = []
     for name, variant in variants.items():
         found = []
         for check in CHECKS.values():
@@ -600,7 +575,6 @@ def study(folder: Path) -> tuple[bool, str]:
             if len(pairs) > 1:
                 p = p_value(stats.paired(pairs).p)
                 cells = [f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p]
-            seeds.append([name, " ".join(f"{change:+.3f}" for change in pairs)])
         row = [name, len(variant.ended), spread(variant.losses, 4), *cells]
         if counts_steps:
             row.insert(2, step_counts(variant))
@@ -609,16 +583,13 @@ def study(folder: Path) -> tuple[bool, str]:
         remarks += [f"- {name}: {text}" for text in found]
     holds = not any(FAIL in remark for remark in remarks)
     lines = table(title, rows)
-    lines += table(["variant", "difference, seed by seed"], seeds)
     return holds, "\n".join(lines + remarks)
 
 
 def infer_track(this: Evidence) -> str | None:
     """Returns the track that has the runs' preset and number of devices; if there are several, the
-    one whose validation text they have, else the first. Logs of modded-nanogpt do not state it."""
+    one whose validation text they have, else the first."""
     run = this.runs[0]
-    if not run.ours:
-        return None
     fitting = []
     for name, track in TRACKS.items():
         if run.config["preset"] in track.presets and track.count in (None, len(run.devices)):
@@ -635,25 +606,23 @@ def is_plan(folder: Path) -> bool:
     file = folder / "plan.json"
     if not file.is_file() or runs.log_files(folder):
         return False
-    return any((folder / name).is_dir() for name in read_plan_file(file)["arms"])
+    return any((folder / name).is_dir() for name in json.loads(file.read_text("utf-8"))["arms"])
 
 
-def judge(
-    this: Path, baseline: Path | None = None, track_name: str = "", target: float = 0
-) -> tuple[bool, str]:
-    """Returns whether the runs of a folder hold, and the report. Without a track or a target, the
-    track is that which fits the runs. Raises Unreadable where they cannot be judged."""
-    if is_plan(this) and not baseline and not track_name and not target:
+def judge(this: Path, baseline: Path | None = None, target: float = 0) -> tuple[bool, str]:
+    """Returns whether the runs of a folder hold, and the report. The track is that which fits the
+    runs, if there is no target. Raises Unreadable where they cannot be judged."""
+    if is_plan(this) and not baseline and not target:
         return study(this)
     evidence = collect(this)
     base = collect(baseline) if baseline else None
-    if not track_name and not target:
-        track_name = infer_track(evidence)
-    if not track_name and not target:
-        raise Unreadable("these logs state no track: add --track NAME, or --target LOSS")
-    track = TRACKS.get(track_name)
-    rules = f"The rules are those of track {track_name}." if track else "There is no track."
-    return report(evidence, base, track, target or track.target, rules)
+    if target:
+        return report(evidence, base, None, target, "There is no track.")
+    name = infer_track(evidence)
+    if not name:
+        raise Unreadable("no track fits these runs: add --target LOSS")
+    rules = f"The rules are those of track {name}."
+    return report(evidence, base, TRACKS[name], TRACKS[name].target, rules)
 
 
 def main(argv: list[str]) -> int:
@@ -665,13 +634,12 @@ def main(argv: list[str]) -> int:
     cli.error = messages.refuse
     cli.add_argument("this", type=Path, help="folder of the runs to judge, or a log")
     cli.add_argument("baseline", type=Path, nargs="?", help="folder of the runs to beat")
-    cli.add_argument("--track", choices=TRACKS, default="", help="default: that which fits")
-    cli.add_argument("--target", type=float, default=0, help="loss that the mean must be below")
+    cli.add_argument("--target", type=float, default=0, help="a loss, instead of a track's rules")
     args = cli.parse_args(argv)
     for path in (args.this, args.baseline):
         if path and not path.exists():
             messages.refuse(f"{path} does not exist: name a folder with logs, or a log")
-    holds, text = judge(args.this, args.baseline, args.track, args.target)
+    holds, text = judge(args.this, args.baseline, args.target)
     print(text, flush=True)
     return 0 if holds else 1
 
@@ -679,16 +647,14 @@ def main(argv: list[str]) -> int:
 def end(script: str, main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a script's main(), and exits with its status. An error has status 2, because Python's
     own, 1, would say that the runs do not hold."""
-    if sys.stdout is None:
-        messages.refuse("stdout is closed, so nobody could read the report")
     with messages.one_line(script):
         try:
-            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack ± and √
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack ± and −
             status = main(sys.argv[1:])
-        except BrokenPipeError:  # the reader has gone, as of `| head`
-            raise
         except Unreadable as error:
             messages.refuse(str(error))
+        except BrokenPipeError:  # the reader has gone, as of `| head`
+            raise
         except Exception:
             traceback.print_exc()
             os._exit(2)  # where stdout is full, an ordinary exit would have another status
