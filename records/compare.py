@@ -86,10 +86,7 @@ def read_source(path: Path, first: bytes) -> bytes:
             source = idea.patched(first, path)
         except idea.Conflict as error:
             refuse(f"the first variant: {error}")
-    has_optimizer, has_main = [
-        re.search(rb"^def %b\(" % name, source, re.M) for name in (b"optimizer", b"main")
-    ]
-    if has_optimizer and not has_main:
+    if b"\ndef optimizer(" in source and b"\ndef main(" not in source:
         source = contest.assemble(contest.read(file)).encode()
     if not source.endswith(b"\n") or b"\n" + runs.BORDER in source:
         refuse(f"{file} must end with a newline and have no line of 100 =, where a log ends it")
@@ -200,23 +197,17 @@ def run_plan(out: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             refuse(f"{out} is in use: wait for its run, or stop it")
-        check_plan(out)
         run_rest(out, lock.fileno())
 
 
-def check_plan(out: Path) -> None:
-    """Refuses a plan of another machine, or whose sources have changed."""
+def run_rest(out: Path, lock: int) -> None:
+    """Does so. Refuses a plan of another machine, or whose sources have changed."""
     plan = read_plan(out)
     if plan["machine"] != machine_hash(plan["salt"]):
         refuse(f"{out} was begun on another machine, and runs of two machines are not comparable")
     for name, sha256 in plan["arms"].items():
         if runs.source_hash(out / name / "train_gpt.py") != sha256:
             refuse(f"{name}/train_gpt.py has changed since the plan was made; make another plan")
-
-
-def run_rest(out: Path, lock: int) -> None:
-    """Runs everything in a plan that has not come to its end yet."""
-    plan = read_plan(out)
     turns = [(seed, name) for seed in plan["seeds"] for name in plan["arms"]]
     finished = {name: finished_seeds(out / name) for name in plan["arms"]}
     waiting = [(seed, name) for seed, name in turns if seed not in finished[name]]
@@ -235,14 +226,11 @@ def judge(out: Path) -> tuple[bool, str]:
     """Returns whether the runs of a plan hold, and the report of verify.py: if there are two that
     could be a record and its baseline, of these, else of the whole plan."""
     plan = read_plan(out)
-    variants = [out / name for name in plan["arms"]]
+    *baseline, new = [out / name for name in plan["arms"]]
     has_flags = plan["flags"] or plan["arguments"][1:] != ["--target", "0"]
-    if len(variants) == 1:
-        return verify.judge(variants[0])
-    if len(variants) == 2 and not has_flags:
-        baseline, new = variants
-        return verify.judge(new, baseline)
-    return verify.judge(out)
+    if len(baseline) > 1 or (baseline and has_flags):
+        return verify.judge(out)
+    return verify.judge(new, *baseline)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

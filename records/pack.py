@@ -35,34 +35,20 @@ HERE = Path(__file__).resolve().parent
 
 
 # ---- What goes into a record ---------------------------------------------------------------------
-def read_notes(folder: Path) -> str:
-    """Returns the text of notes.md, without which there is no record."""
-    file = folder / "notes.md"
-    if not file.is_file():
-        refuse(f"write {file}: the idea in 3 to 6 sentences, with sources, and what did not work")
-    return file.read_text("utf-8").strip()
-
-
 def copy_logs(e: Evidence, to: Path) -> None:
-    """Writes the logs of a set of runs, without their source, and its plan."""
+    """Writes the logs of a set of runs, without their source, and its plan. The same logs make the
+    same bytes."""
     to.mkdir(parents=True)
-    logs = {}
-    for run in e.runs:
-        sha256, text = runs.split(run.path.read_bytes())
-        logs[run.name] = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
-    write_archive(to / "logs.tar.xz", logs)
+    with tarfile.open(to / "logs.tar.xz", "w:xz", preset=9) as tar:
+        for run in e.runs:
+            sha256, text = runs.split(run.path.read_bytes())
+            content = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
+            member = tarfile.TarInfo(f"logs/{run.name}")  # with no time and no owner
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
     if (e.folder / "unfinished").is_dir():
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
-
-
-def write_archive(path: Path, logs: dict[str, bytes]) -> None:
-    """Packs logs, given by name. The same logs make the same bytes."""
-    with tarfile.open(path, "w:xz", preset=9) as tar:
-        for name, content in sorted(logs.items()):
-            member = tarfile.TarInfo(f"logs/{name}")  # with no time and no owner
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
 
 
 def difference(old: Path, new: Path) -> bytes:
@@ -131,7 +117,9 @@ def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
     to = HERE / "tracks" / track_name / f"{result['date']}_{name}"
     if to.exists():
         refuse(f"{to} is there already; choose another --name, or remove it")
-    notes = read_notes(folder)
+    notes = folder / "notes.md"
+    if not notes.is_file():
+        refuse(f"write {notes}: the idea in 3 to 6 sentences, with sources, and what did not work")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
@@ -146,7 +134,7 @@ def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
         if not is_record:
             shutil.copy(folder / "plan.json", place)
         (place / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        (place / "README.md").write_text(page(result, notes, report), "utf-8")
+        (place / "README.md").write_text(page(result, notes.read_text("utf-8"), report), "utf-8")
         curves = [(inside or name, evidence) for inside, evidence in sets.items()]
         units = ["steps", "time"] if track.metric == "time" else [track.metric]
         target = track.target if is_record else None

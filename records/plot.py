@@ -51,15 +51,11 @@ def curve(name: str, evidence: verify.Evidence) -> Curve:
         refuse(f"{evidence.folder} has no complete run")
     of_runs = [{v.step: v for v in run.validations} for run in runs]
     steps = sorted(set.intersection(*map(set, of_runs)))
-    means = []
-    deviations = []
-    times = []
-    for step in steps:
-        points = [by_step[step] for by_step in of_runs]
-        losses = [v.loss for v in points]
-        means.append(fmean(losses))
-        deviations.append(stdev(losses) if len(losses) > 1 else 0.0)
-        times.append(fmean(v.ms for v in points) / 1000)
+    points = [[by_step[step] for by_step in of_runs] for step in steps]
+    losses = [[v.loss for v in of_step] for of_step in points]
+    means = [fmean(of_step) for of_step in losses]
+    deviations = [stdev(of_step) if len(runs) > 1 else 0.0 for of_step in losses]
+    times = [fmean(v.ms for v in of_step) / 1000 for of_step in points]
     tokens = [step * runs[0].tokens / runs[0].steps / 1e6 for step in steps]
     x = dict(steps=steps, time=times, tokens=tokens)
     return Curve(f"{name} (n = {len(runs)})", x, means, deviations)
@@ -128,8 +124,6 @@ def read_variants(argument: str) -> Iterator[tuple[str, verify.Evidence]]:
     """Yields the name and the runs of what [NAME=]FOLDER names: of every variant, if that is the
     folder of a whole plan."""
     name, _, path = argument.rpartition("=")
-    if Path(argument).exists():  # a path may have a =
-        name, path = "", argument
     folder = Path(path)
     if not folder.exists():
         refuse(f"{argument!r} names no folder and no log")

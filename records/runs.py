@@ -276,11 +276,8 @@ def facts_of_run(stated: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def without_seed(argv: list[str]) -> list[str]:
-    """Returns the arguments without --seed N and --seed=N, the only ones in which runs differ."""
-    rest = []
-    previous = ""
-    for argument in argv:
-        if previous != "--seed" and argument.partition("=")[0] != "--seed":
-            rest.append(argument)
-        previous = argument
-    return rest
+    """Returns the arguments without --seed N, the only ones in which the runs of a plan differ."""
+    if "--seed" not in argv:
+        return argv
+    start = argv.index("--seed")
+    return argv[:start] + argv[start + 2 :]

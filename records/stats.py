@@ -18,9 +18,6 @@ class Result(NamedTuple):
 
 
 UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or all of them equal
-# Smaller standard deviations count as 0: their fourth power, which Welch's formula needs, would be
-# 0 in float64.
-SMALLEST = 1e-50
 
 
 def tail(t: float, df: float) -> float:
@@ -47,7 +44,7 @@ def below(values: Sequence[float], target: float) -> Result:
     """Tests whether the mean is below the target: one sample, one-sided."""
     n = len(values)
     sd = stdev(values) if n > 1 else 0.0
-    if sd < SMALLEST:
+    if sd == 0:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(n))
     return Result(t, n - 1, tail(-t, n - 1))
@@ -55,7 +52,7 @@ def below(values: Sequence[float], target: float) -> Result:
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     """Tests whether the mean of a is below that of b: one-sided, variances may differ (Welch)."""
-    if min(len(a), len(b)) < 2 or max(stdev(a), stdev(b)) < SMALLEST:
+    if min(len(a), len(b)) < 2 or max(stdev(a), stdev(b)) == 0:
         return UNDEFINED
     var_a = stdev(a) ** 2 / len(a)  # of the mean
     var_b = stdev(b) ** 2 / len(b)
