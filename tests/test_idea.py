@@ -1,7 +1,6 @@
 """./run.sh idea makes copies of train_gpt.py with patches, and never overwrites an edited one."""
 
 import subprocess
-import sys
 
 import idea
 import pytest
@@ -17,16 +16,19 @@ BASE = function("a") + function("b") + function("c")
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with a train_gpt.py and a shelf of four ideas. Of these, two change the same line,
-    and one was made for another file."""
+    """A repository with a train_gpt.py and a shelf of four ideas. Of these, two change the same
+    line, and one was made for another file. In a repository, git apply would pass over what is in
+    no commit, and say nothing, as where TMPDIR is in one."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(idea.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "train_gpt.py").write_text(BASE)
     shelf = tmp_path / "records/ideas"
     shelf.mkdir(parents=True)
     lines = {"first": "a4 = 2", "second": "c4 = 2", "third": "c4 = 3", "old": "d4 = 2"}
     for name, line in lines.items():
         base = BASE if name != "old" else function("d")
-        text = idea.difference(base.encode(), base.replace(f"{line[:2]} = 1", line).encode())
-        (shelf / f"{name}.patch").write_text(f"# The {name} idea.\n{text}")
+        patch = idea.difference(base.encode(), base.replace(f"{line[:2]} = 1", line).encode())
+        (shelf / f"{name}.patch").write_bytes(f"# The {name} idea.\n".encode() + patch)
     monkeypatch.setattr(idea, "SHELF", shelf)
     monkeypatch.setattr(idea, "TRAINER", tmp_path / "train_gpt.py")
     monkeypatch.setattr(
@@ -42,24 +44,19 @@ def test_ideas_make_a_copy_that_run_sh_trains(place, capsys, monkeypatch):
     words = ["run.sh", "idea_second_first.py", "tiny", "--steps", "3", "--data", "x y"]
     assert started == [(idea.ROOT / "run.sh", words)]
     expected = BASE.replace("a4 = 1", "a4 = 2").replace("c4 = 1", "c4 = 2")
-    text, _, mark = (
-        (place / "idea_second_first.py").read_text().partition("# Made by ./run.sh idea ")
-    )
-    assert text == expected and mark.startswith("second first; crc32 of ")
+    assert (place / "idea_second_first.py").read_text() == expected
     idea.main([])
     assert "\nfirst              The first idea.\n" in capsys.readouterr().out
 
 
-def test_an_edited_copy_stays_and_an_old_one_is_made_anew(place):
+def test_an_edited_copy_stays(place):
     copy = place / "idea_first.py"
     idea.write_copy(["first"])
-    (place / "train_gpt.py").write_text(BASE + "# new\n")
     idea.write_copy(["first"])
-    assert "# new\n" in copy.read_text()
     text = copy.read_text()
-    for edited in text.replace("a4 = 2", "a4 = 4"), text + "x = 1\n", "x = 1\n", "":
+    for edited in text.replace("a4 = 2", "a4 = 4"), text + "x = 1\n", "":
         copy.write_text(edited)
-        with pytest.raises(idea.Conflict, match="idea_first.py was edited"):
+        with pytest.raises(idea.Conflict, match="idea_first.py is there, edited or older"):
             idea.write_copy(["first"])
         assert copy.read_text() == edited
 
@@ -83,23 +80,7 @@ def test_patches_are_refreshed_when_the_file_changes(place, capsys):
     with pytest.raises(idea.Conflict, match="first.patch does not apply"):
         idea.copy_of(["first"])
     idea.refresh(BASE.encode())
-    assert idea.copy_of(["first"]).decode().startswith(new.replace("a4 = 1", "a4 = 2"))
-    assert idea.description(idea.SHELF / "first.patch") == ["The first idea."]
+    assert idea.copy_of(["first"]).decode() == new.replace("a4 = 1", "a4 = 2")
+    assert idea.comment(idea.SHELF / "first.patch") == "# The first idea.\n"
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{name} conflicts with what has changed" for name in ("second", "third")]
-
-
-def test_a_patch_in_a_folder_of_a_repository_is_applied(tmp_path, monkeypatch):
-    """There, git apply would pass over what is in no commit, and say nothing."""
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(idea.tempfile, "tempdir", None)
-    patch = tmp_path / "x.patch"
-    patch.write_text(idea.difference(b"a\n", b"b\n"))
-    assert idea.patched(b"a\n", patch) == b"b\n"
-
-
-def test_the_shelf_applies():
-    """Every patch, in a process of its own as run.sh starts it."""
-    done = subprocess.run([sys.executable, idea.__file__], capture_output=True, text=True)
-    assert done.returncode == 0 and all(f"\n{name} " in done.stdout for name in idea.shelf())

@@ -10,16 +10,16 @@ import stats
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 
-@pytest.mark.parametrize("df", [1, 1.5, 2, 3, 4.7, 7, 12, 30.3, 100, 1000, 9999])
-def test_the_distribution_is_scipys(df):
-    for t in (-1000, -40, -12, -5, -2.815, -1, -0.3, -1e-3, 0.0, 1e-4, 0.7, 2, 6, 30, 1000):
-        theirs = scipy.stats.t.cdf(t, df)
-        assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
+def test_the_distribution_is_scipys():
+    for df in (1, 1.5, 2, 4.7, 12, 30.3, 1000, 9999):
+        for t in (-1000, -12, -2.815, -0.3, -1e-3, 0.0, 0.7, 2, 6, 1000):
+            theirs = scipy.stats.t.cdf(t, df)
+            assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
 
 
 def test_tests_are_scipys():
     dice = random.Random(1)
-    for n, m, shift, width in itertools.product((2, 3, 8, 40), (2, 5, 22), (-1, 0.1, 3), (0.1, 2)):
+    for n, m, shift, width in itertools.product((2, 8, 40), (2, 22), (-1, 3), (0.1, 2)):
         a = [dice.gauss(3.28, 0.0013) for _ in range(n)]
         b = [dice.gauss(3.28 + shift * 0.0013, width * 0.0013) for _ in range(m)]
         theirs = ttest_1samp(a, 3.2795, alternative="less")
@@ -38,6 +38,3 @@ def test_values_that_do_not_vary_have_no_p_value():
         assert math.isnan(stats.paired(losses).p)
     assert math.isnan(stats.welch([1, 1], [2, 2]).p)
     assert math.isnan(stats.welch([1.0], [2, 3]).p)
-    rounding = [0.0, 1e-300]  # t would be infinite, and its degrees of freedom 0 / 0
-    assert math.isnan(stats.below(rounding, 3.28).p)
-    assert math.isnan(stats.welch(rounding, rounding).p)

@@ -1,4 +1,4 @@
-"""verify.py has upstream's published numbers, and fails runs for every fault in the evidence."""
+"""verify.py passes runs that hold, and fails them for every fault in the evidence."""
 
 import json
 import os
@@ -9,17 +9,14 @@ import sys
 from pathlib import Path
 
 import cached_fineweb10B
-import fake_runs
 import pytest
 import runs
 import source_code
-import stats
 import verify
 from fake_runs import LOSSES, SOURCE, data, ours, plan_together, sha, write_ours, write_plan
 
 import train_gpt
 
-ON_8XH100 = "--track", "8xh100"
 EVERY = range(5)
 SEEDS = [100 + i for i in EVERY]
 TRAIN_1, TRAIN_2, VAL = verify.TRACKS["tiny"].shards.split()
@@ -42,49 +39,17 @@ def fails(capsys, *arguments) -> list[str]:
 
 
 # ---- Runs that hold ------------------------------------------------------------------------------
-def test_pull_request_322_in_full(tmp_path, capsys):
-    """It has n = 13, mean 3.27893, sd 0.00137, p = 0.0078; upstream's verifier printed t = -2.815,
-    p = 0.007803, time = 77.34 ± 0.20 s."""
-    folder = fake_runs.write_upstream(tmp_path / "this_pr", fake_runs.RECURSIVE, steps=1398)
-    status, text = judged(capsys, folder, *ON_8XH100)
-    assert status == 0 and "FAIL" not in text and text.startswith("## PASS: this_pr\n")
-    for line in (
-        "| runs | 13 |", "| steps | 1,398 |", "| training time, s | 77.34 ± 0.20 |",
-        "| final loss, mean ± standard deviation | 3.27893 ± 0.00137 |",
-        "| margin: target minus mean | 0.00107 |",
-        "| p of a t-test: mean below 3.28 | 0.0078 (t = -2.815) |",
-        "| run00.txt | – | 3.27910 | 77.93 |",
-    ):  # fmt: skip
-        assert line in text.splitlines()
-    assert stats.below(verify.collect(folder).losses, 3.28).p == pytest.approx(0.007802956)
-
-
-def test_xsa_gated_layers_against_its_baseline(tmp_path, capsys):
-    """Its README has p = 0.00561; Welch on time t = -20.36, df = 13.1, p = 1.36e-11, -0.68 s."""
-    this = fake_runs.write_upstream(tmp_path / "xsa", fake_runs.XSA, steps=1450)
-    base = fake_runs.write_upstream(tmp_path / "master", fake_runs.XSA_MASTER, steps=1480)
-    status, text = judged(capsys, this, base, *ON_8XH100)
-    assert status == 0 and "FAIL" not in text
-    assert "| p of a t-test: mean below 3.28 | 0.0056 (t = -3.101) | 0.2644 (t = -0.668) |" in text
-    welch = "Welch's t-test, one-sided (this is less): p = 1.4e-11"
-    assert f"| training time, s | -0.684 | {welch} |" in text
-    p, time = fails(capsys, base, this, *ON_8XH100)
-    assert "0.2644 for a mean below 3.28" in p and "not faster than the baseline" in time
-    faster = [(loss, ms - 100) for loss, ms in fake_runs.RECURSIVE]
-    slower = [(loss, ms + 60) for loss, ms in fake_runs.RECURSIVE[1:]]
-    this = fake_runs.write_upstream(tmp_path / "new", faster)
-    base = fake_runs.write_upstream(tmp_path / "old", slower)
-    (found,) = fails(capsys, this, base, *ON_8XH100)
-    assert 0.01 < float(re.search(r"not faster than the baseline: p = (0\.\d+)", found)[1]) < 0.05
-
-
-def test_runs_of_ours_that_hold(tmp_path, capsys):
+def test_runs_that_hold(tmp_path, capsys):
     folder = write_ours(tmp_path / "good")
-    rewrite(folder, argv=["tiny", "--seed=101", "--target", "0"])  # a seed is no flag that counts
     status, text = judged(capsys, folder)
     assert status == 0 and "FAIL" not in text
-    assert "| runs | 5 of 5 planned |" in text and "| tokens | 1,024,000 |" in text
-    assert "| final loss, mean ± standard deviation | 1.45968 ± 0.00969 |" in text
+    for line in (
+        "| runs | 5 of 5 planned |", "| tokens | 1,024,000 |", "| steps | 500 |",
+        "| final loss, mean ± standard deviation | 1.45968 ± 0.00969 |",
+        "| p of a t-test: mean below 1.49 | 0.0011 (t = -6.993) |",
+        "| margin: target minus mean | 0.03032 |",
+    ):  # fmt: skip
+        assert line in text.splitlines()
     assert text.count("| ok |") == len(verify.CHECKS) + 1
     name_source(folder)
     assert judged(capsys, folder) == (status, text)
@@ -110,13 +75,11 @@ def test_a_baseline_with_more_tokens(tmp_path, capsys):
         "no fewer tokens than the baseline: 1,024,000 against 921,600"
     ]
     plan_together(base, this)
-    assert fails(capsys, this, base) == [
-        "a run takes longer than the baseline's: 99.0 s against 90.0"
-    ]
+    assert fails(capsys, this, base) == ["a run takes longer than the baseline's, in the mean"]
     assert len(fails(capsys, base, write_ours(tmp_path / "same", seed=200))) == 1
 
 
-def write_8xh100(folder: Path, preset: str, target=3.28, further=()) -> Path:
+def write_8xh100(folder: Path, preset: str, target=3.28, further=(), ms=90_000) -> Path:
     """Writes runs of a preset that have all that its track on 8 H100s wants. They have read
     further shards of training."""
     argv = [preset, "--target", "0"]
@@ -124,25 +87,23 @@ def write_8xh100(folder: Path, preset: str, target=3.28, further=()) -> Path:
     write_ours(
         folder, [target - margin for margin in (0.0039, 0.0036, 0.0041, 0.0032, 0.0037)], argv=argv,
         config=dict(preset=preset, val_tokens=10485760), devices=["NVIDIA H100 80GB HBM3"] * 8,
-        data=data(" ".join([*train, *further, val])),
+        data=data(" ".join([*train, *further, val])), ms=ms,
     )  # fmt: skip
     write_plan(folder, SEEDS, arguments=argv)
     return folder
 
 
-def test_8xh100_takes_both_records_and_no_other_preset(tmp_path, capsys):
-    both = [write_8xh100(tmp_path / name, name) for name in ("record", "record92")]
-    for folder in both:
+def test_8xh100_compares_times(tmp_path, capsys):
+    """And takes both records."""
+    old, other = [write_8xh100(tmp_path / name, name) for name in ("record", "record92")]
+    for folder in (old, other):
         assert verify.infer_track(verify.collect(folder)) == "8xh100"
         assert judged(capsys, folder)[0] == 0
-    assert fails(capsys, *both)[0].startswith("different argv")  # one is no version of the other
-    tiny = write_8xh100(tmp_path / "tiny", "tiny")
-    (found,) = fails(capsys, tiny, *ON_8XH100)
-    assert found.startswith("run with tiny --target 0; a record is what the file does")
-    seven = fake_runs.write_upstream(tmp_path / "seven", fake_runs.RECURSIVE)
-    for path in seven.iterdir():
-        path.write_text(re.sub("^[|]   7.*\n", "", path.read_text(), flags=re.M))
-    assert fails(capsys, seven, *ON_8XH100)[0].startswith("not the track's devices: 7 x")
+    assert fails(capsys, old, other)[0].startswith("different argv")  # one is no version of it
+    assert fails(capsys, write_8xh100(tmp_path / "faster", "record", ms=89_000), old) == []
+    new = write_8xh100(tmp_path / "equal", "record", ms=89_999)
+    (found,) = fails(capsys, new, old)
+    assert found == "not faster than the baseline: p = 0.1733, and it takes p < 0.01"
 
 
 def test_medium_has_a_track_of_its_own_and_reads_more_shards(tmp_path, capsys):
@@ -252,13 +213,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a log twice, once packed": (
         lambda f: add_log(f, log(f).read_text().replace(SOURCE, f"source {sha(SOURCE)}\n")),
         "is the same log as"),
-    "a compressed log": (lambda f: log(f).rename(f / "logs/x.txt.gz"), "5 seeds, found 4"),
-    "a log above logs/": (lambda f: log(f).rename(f / "x.txt"), "5 seeds, found 4"),
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
-    "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the losses of"),
+    "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the final loss of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
     "a RESULT too early": (lambda f: replace_in(f, "step:500/500", "step:490/500"), "incomplete"),
-    "interrupted": (lambda f: replace_in(f, RESULT, "INTERRUPTED by SIGTERM"), "interrupted"),
     "NaN": (lambda f: replace_in(f, RESULT, "NON-FINITE: the loss"), "not finite"),
     "NaN in RESULT": (lambda f: replace_in(f, 'loss": 1.4655', 'loss": NaN'), "does not agree"),
     "resumed": (
@@ -266,14 +224,9 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "no log": (lambda f: add_log(f, "hello"), "it has no line of 100 ="),
     "cut within a fact": (lambda f: replace_in(f, '"val_tokens".*', ""), "not state config, param"),
     "two runs in a log": (lambda f: log(f).write_text(2 * log(f).read_text()), "out of order at"),
-    "two mixed runs": (lambda f: replace_in(f, "step:10/500", "step:30/500"), "out of order at"),
     "a byte of the source": (lambda f: replace_in(f, "not exec", "Not exec"), "different sources"),
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
     "a named file of another source": (lambda f: name_source(f, "#\n"), "not the source that"),
-    "a named file that changed": (
-        lambda f: name_source(f).write_text("#\n"), "train_gpt.py, which has another sha256"),
-    "a named file that is gone": (
-        lambda f: name_source(f).unlink(), "names ../record/train_gpt.py, which is missing"),
     "stopped early, at its end": (
         lambda f: replace_in(f, "end of schedule", "target reached"), "could have stopped"),
     "stopped early, by itself": (lambda f: replace_in(f, "500/500", "300/500"), "incomplete"),
@@ -289,12 +242,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "no environment": (
         lambda f: replace_in(f, "environment .*?\n", ""), "does not state its environment"),
     "other flags": (lambda f: rewrite(f, argv=FLAGS), "different argv"),
-    "other configuration": (lambda f: rewrite(f, config=dict(lr=1)), "different config: lr"),
     "other data": (lambda f: rewrite(f, data=OTHER), "different data"),
     "a variable": (lambda f: rewrite_all(f, environment={"XLA_FLAGS": "--x"}), "XLA_FLAGS is set"),
     "flags in all": (lambda f: rewrite_all(f, argv=FLAGS), "a record is what the file does"),
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
-    "no devices": (lambda f: rewrite_all(f, devices=[]), "not the track's devices"),
     "other validation": (lambda f: rewrite_all(f, data=OTHER), "validated on another text"),
     "another order": (lambda f: rewrite_all(f, data=SWAPPED), "another stream of tokens"),
     "shorter validation": (
@@ -310,8 +261,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
     "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": "", "y": ""}), "there is no plan"),
     "a late plan": (lambda f: write_plan(f, SEEDS, created="2026-11-21T13:00:01Z"), "run began"),
-    "added later": (
-        lambda f: write_plan(f, SEEDS, added={f.name: "2026-11-21T12:59:30Z"}), "had been used"),
     "planned flags": (lambda f: write_plan(f, SEEDS, arguments=["tiny"]), "flags than planned"),
     "planned source": (lambda f: write_plan(f, SEEDS, source="#\n"), "source than planned"),
     "a renamed log": (lambda f: log(f).rename(f / "logs" / "r.txt"), "name does not give the time"),
@@ -339,38 +288,12 @@ def test_xla_flags_of_the_launcher_are_no_variable_that_counts(tmp_path, capsys)
     assert "XLA_FLAGS is set" in fails(capsys, folder)[0]
 
 
-def test_runs_that_stopped_at_their_target_have_no_p_value(tmp_path, capsys):
-    folder = write_ours(tmp_path / "early", config=dict(target=1.49))
-    for path in (folder / "logs").iterdir():
-        path.write_text(path.read_text().replace("end of schedule", "target reached"))
-    _, text = judged(capsys, folder)
-    assert "| p of a t-test: mean below 1.49 | none: the length of the runs is not fixed |" in text
-    assert "no p-value over runs whose length is not fixed" in text
-    assert not re.search(r"p = 0|t = ", text)
-
-
-def test_one_log_of_upstream_counts_once(tmp_path, capsys):
-    """Its log states no seed, but has the same loss and time at every step. Two equal losses of
-    four digits are no repeat."""
-    results = [(3.278, 80000), (3.278, 80100), (3.2779, 80050)]
-    folder = fake_runs.write_upstream(tmp_path / "x", results)
-    (folder / "run01.txt").write_text(fake_runs.upstream(*results[1]))
-    assert fails(capsys, folder, *ON_8XH100) == []
-    text = (folder / "run00.txt").read_text()
-    (folder / "run03.txt").write_text(text.replace("peak memory", "the peak of memory"))
-    found = fails(capsys, folder, *ON_8XH100)
-    assert found == ["run03.txt has, at every step, the losses of run00.txt"]
-
-
 def test_two_sets(tmp_path, capsys):
     this = write_ours(tmp_path / "new", steps=450)
     base = write_ours(tmp_path / "old", seed=200)
     for changes, message in (
         (dict(devices=["NVIDIA H100"]), "different devices"),
-        (dict(versions={"jax": "0.10.2"}), "different versions"),
         (dict(environment={"JAX_PLATFORMS": "cpu"}), "different environment: JAX_PLATFORMS"),
-        (dict(driver="580"), "different driver"),
-        (dict(data=OTHER), "different data"),
         (dict(data=SWAPPED), "different data"),
         (dict(data=OTHER), "validated on another text than the track's (baseline)"),
         (dict(argv=FLAGS), "different argv"),
@@ -401,11 +324,9 @@ def test_flags_of_one_variant_are_no_difference(tmp_path, capsys):
 # ---- What is no verdict --------------------------------------------------------------------------
 def test_nothing_to_judge(tmp_path, capsys):
     two = write_ours(tmp_path / "x", config=dict(preset="record"), devices=["NVIDIA H100"] * 2)
-    theirs = fake_runs.write_upstream(tmp_path / "theirs", fake_runs.XSA)
     (tmp_path / "y").mkdir()
     for folder, message in (
-        (two, "add --track NAME, or --target LOSS"),
-        (theirs, "add --track NAME, or --target LOSS"),
+        (two, "no track fits these runs: add --target LOSS"),
         (tmp_path / "y", "y has no logs that can be read, which are files"),
         (Path(verify.__file__), "verify.py: it has no line of 100 ="),
     ):
@@ -416,9 +337,9 @@ def test_nothing_to_judge(tmp_path, capsys):
     assert "typo does not exist: name a folder with logs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("encoding, output, status", [
-    ("ascii", "| cat", 0), ("utf-8", ">&-", 2), ("utf-8", ">/dev/full", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "encoding, output, status", [("ascii", "| cat", 0), ("utf-8", ">/dev/full", 2)]
+)
 def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, status):
     """On every terminal and pipe, without packages; no source is executed. A report that is printed
     nowhere is none, and neither is an error."""
@@ -465,7 +386,6 @@ def test_a_whole_plan_takes_the_track_of_its_first_variant(tmp_path, capsys):
     status, text = judged(capsys, tmp_path / "all")
     assert status == 0 and "- note: the rules are those of track tiny" in text
     assert "| new | 5 | 1.4701 " in text and " | +0.0104 | 0.0005 | " in text
-    assert "| new | +0.010 +0.011 +0.010 +0.011 +0.010 |" in text
     rewrite_all(folder, source=sources["new"], versions={"jax": "0.10.2"})
     status, text = judged(capsys, tmp_path / "all")
     assert status == 1 and "- new: **FAIL** different versions: jax" in text
