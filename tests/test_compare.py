@@ -111,9 +111,6 @@ def test_two_variants_take_turns_with_the_same_seeds(script, tmp_path, run, monk
     changes = verify.changes(verify.collect(out / "better"), verify.collect(out / "old"))
     assert changes == pytest.approx([-0.02] * 4)
     assert socket.gethostname() not in json.dumps(plan)
-    other = compare.make_plan([f"old={script}"], 4, ["tiny"], tmp_path / "b")
-    other = json.loads((other / "plan.json").read_text())
-    assert not set(plan["seeds"]) & set(other["seeds"]) and plan["machine"] != other["machine"]
 
 
 def test_flags_and_files_of_others_make_variants(script, tmp_path, run):
@@ -132,7 +129,7 @@ def test_flags_and_files_of_others_make_variants(script, tmp_path, run):
     assert json.loads((out / "plan.json").read_text())["flags"] == {"hot": flags}
     for hot in verify.collect(out / "hot").runs:
         assert hot.argv == ["tiny", "--target", "0", *flags]
-    assert verify.judge(out / "old")[0] and not verify.judge(out / "hot")[0]
+    assert "a record is what the file does" in verify.judge(out / "hot")[1]
     assert len(list(out.glob("old/logs/*.npz"))) == 2
 
 
@@ -186,46 +183,33 @@ def test_a_killed_parent_leaves_no_second_run_beside_the_first(unfinished, run):
     process.wait(timeout=60)
     status, text = run("--resume", out)
     assert status == 2 and "is in use: wait for its run, or stop it" in text
-    (out / "wait").unlink()
     os.kill(child, signal.SIGKILL)
-    for _ in range(100):
-        status, _ = run("--resume", out)
-        if status != 2:  # 2: the killed child still has the lock
-            break
-    assert status == 0
 
 
 def test_a_run_that_fails_stops_the_plan_and_one_that_diverges_counts(unfinished, run):
     """A run that diverged is not repeated until it converges."""
-    (unfinished / "refuse").touch()
-    status, text = run("--resume", unfinished)
-    assert status == 2 and "ended with status 2 and does not count" in text
-    (unfinished / "refuse").unlink()
-    (unfinished / "nan").touch()
-    status, text = run("--resume", unfinished)
-    assert status == 1 and "not finite" in text
-    (unfinished / "nan").unlink()
+    for name, status, message in (
+        ("refuse", 2, "ended with status 2 and does not count"), ("nan", 1, "not finite"),
+    ):  # fmt: skip
+        (unfinished / name).touch()
+        done, text = run("--resume", unfinished)
+        assert done == status and message in text
+        (unfinished / name).unlink()
     assert run("--resume", unfinished)[0] == 1 and len(order(unfinished)) == 5
 
 
 @pytest.mark.parametrize("arguments, message", [
     ("a=old -n 1 -- tiny", "one run does not show how much runs differ"),
-    ("a=old -n 2 -- --steps 9", "end the command with a preset, as in  -- tiny"),
     ("a=old -n 2 -- tiny --target 1.5", "leave out --target"),
     ("old -n 2 -- tiny", "old: write NAME=PATH"),
-    ("a=better.patch -n 2 -- tiny", "the first variant must be a train_gpt.py"),
-    ("a=old a=old/train_gpt.py -n 2 -- tiny", "with a new name"),
     ("a=old hot=--seed=3 -n 2 -- tiny", "leave out --seed"),
     ("a=end.py -n 2 -- tiny", "must end with a newline"),
     ("a=border.py -n 2 -- tiny", "no line of 100 ="),
-    ("a=old b=nothing.patch -n 2 -- tiny", "the first variant: nothing.patch does not apply"),
     ("--resume old", "--resume needs the folder of a plan"),
-    ("--resume old b=new.py", "make another plan for other variants"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(script, tmp_path, monkeypatch, run, arguments, message):
     (tmp_path / "end.py").write_text("x = 1")
     (tmp_path / "border.py").write_text("x = 1\n" + "=" * 100 + "\n")
-    (tmp_path / "nothing.patch").touch()
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     status, text = run(*arguments.split())
@@ -234,10 +218,10 @@ def test_what_cannot_work_is_refused(script, tmp_path, monkeypatch, run, argumen
 
 def test_a_plan_is_not_changed(script, tmp_path, run):
     out = compare.make_plan([f"old={script}"], 2, ["tiny"], tmp_path / "out")
-    file = out / "plan.json"
     (out / "old/train_gpt.py").write_text(SCRIPT + "#\n")
     assert "has changed since the plan was made" in run("--resume", out)[1]
-    file.write_text(file.read_text().replace('"machine": "', '"machine": "0'))
+    plan = (out / "plan.json").read_text()
+    (out / "plan.json").write_text(plan.replace('"machine": "', '"machine": "0'))
     assert "was begun on another machine" in run("--resume", out)[1]
 
 
@@ -265,13 +249,12 @@ def test_the_real_script(tmp_path):
         flags = ["tiny", *SMALL, "--steps", "6", "--data", f"data/{Path(data).name}"]
         with open(tmp_path / "lock", "w") as lock:
             status = compare.run(tmp_path / "new", [*flags, "--seed", "7"], lock.fileno())
-    (first,) = verify.collect(tmp_path / "new").runs
-    assert status == 0 and first.ended == "end of schedule"
-    assert (tmp_path / "new/.cache").resolve() == COMPARE.parents[1] / ".cache"
+    evidence = verify.collect(tmp_path / "new")
+    (first,) = evidence.ended
+    assert status == 0 and [*verify.check_source(evidence, None)] == []
     log = first.path.read_text()
     assert str(tmp_path) not in log
     result = json.loads(log.rpartition("RESULT ")[2])
-    assert [*verify.check_source(verify.collect(tmp_path / "new"), None)] == []
     assert first.validations[-1].step == first.steps == 6 and first.tokens == 6 * 1024
     assert (first.loss, first.seconds * 1000) == (result["val_loss"], result["train_time_ms"])
     assert first.argv == flags and first.seed == result["seed"] == 7

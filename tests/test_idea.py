@@ -31,9 +31,7 @@ def place(tmp_path, monkeypatch):
         (shelf / f"{name}.patch").write_bytes(f"# The {name} idea.\n".encode() + patch)
     monkeypatch.setattr(idea, "SHELF", shelf)
     monkeypatch.setattr(idea, "TRAINER", tmp_path / "train_gpt.py")
-    monkeypatch.setattr(
-        idea, "write_copy", lambda names, write=idea.write_copy: write(names, tmp_path)
-    )
+    monkeypatch.setattr(idea.write_copy, "__defaults__", (tmp_path,))
     return tmp_path
 
 

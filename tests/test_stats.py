@@ -11,10 +11,9 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 
 def test_the_distribution_is_scipys():
-    for df in (1, 1.5, 2, 4.7, 12, 30.3, 1000, 9999):
-        for t in (-1000, -12, -2.815, -0.3, -1e-3, 0.0, 0.7, 2, 6, 1000):
-            theirs = scipy.stats.t.cdf(t, df)
-            assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
+    for df, t in itertools.product((1, 1.5, 4.7, 30.3, 9999), (-1000, -2.815, -1e-3, 0, 0.7, 1000)):
+        theirs = scipy.stats.t.cdf(t, df)
+        assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
 
 
 def test_tests_are_scipys():
@@ -26,15 +25,12 @@ def test_tests_are_scipys():
         assert stats.below(a, 3.2795) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
         theirs = ttest_ind(a, b, equal_var=False, alternative="less")
         assert stats.welch(a, b) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
-        count = min(n, m)
-        theirs = ttest_rel(a[:count], b[:count])
+        theirs = ttest_rel(a[: min(n, m)], b[: min(n, m)])
         ours = stats.paired([x - y for x, y in zip(a, b, strict=False)])
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
 
 
 def test_values_that_do_not_vary_have_no_p_value():
     for losses in [3.2, 3.2, 3.2], [3.2], []:
-        assert math.isnan(stats.below(losses, 3.28).p)
-        assert math.isnan(stats.paired(losses).p)
-    assert math.isnan(stats.welch([1, 1], [2, 2]).p)
-    assert math.isnan(stats.welch([1.0], [2, 3]).p)
+        assert math.isnan(stats.below(losses, 3.28).p) and math.isnan(stats.paired(losses).p)
+    assert math.isnan(stats.welch([1, 1], [2, 2]).p) and math.isnan(stats.welch([1.0], [2, 3]).p)

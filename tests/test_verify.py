@@ -1,9 +1,7 @@
 """verify.py passes runs that hold, and fails them for every fault in the evidence."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +53,6 @@ def test_runs_that_hold(tmp_path, capsys):
     assert judged(capsys, folder) == (status, text)
     status, text = judged(capsys, write_ours(tmp_path / "low", [1.485 + i / 10000 for i in EVERY]))
     assert status == 0 and "note: the margin is less than 0.005" in text
-    folder = write_ours(tmp_path / "x", environment={"XLA_FLAGS": "--x"})  # no track, no rules
-    assert judged(capsys, folder, "--target", "1.49")[0] == 0
     assert "for a mean below 1.45" in fails(capsys, folder, "--target", "1.45")[0]
 
 
@@ -132,7 +128,7 @@ def test_medium_has_a_track_of_its_own_and_reads_more_shards(tmp_path, capsys):
 ])  # fmt: skip
 def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added, complaints):
     """Its time-out changes nothing that a run does, nor does the order of GPUs."""
-    argv = ["record", "--target", "0", "--seed", "100", *added.split()]
+    argv = ["record", "--target", "0", *added.split()]
     flags = " ".join(verify.NEUTRAL_XLA_FLAGS)
     environment = {"XLA_FLAGS": flags, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     folder = write_ours(tmp_path / "x", losses=LOSSES[:1], environment=environment, argv=argv)
@@ -140,8 +136,6 @@ def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added
     evidence = verify.collect(folder)
     found = [*verify.check_flags(evidence, verify.TRACKS[track])]
     assert len(found + [*verify.check_plan(evidence, verify.TRACKS[track])]) == complaints
-    write_plan(folder, [100], arguments=argv[:3], flags={"x": added.split()})
-    assert bool([*verify.check_flags(verify.collect(folder), verify.TRACKS[track])]) == bool(added)
 
 
 def test_the_tracks_are_what_the_presets_and_data_are():
@@ -209,36 +203,26 @@ def raise_losses(folder: Path) -> None:
 
 
 FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py then prints)
-    "a log twice": (lambda f: add_log(f, log(f).read_text()), "is the same log as"),
     "a log twice, once packed": (
         lambda f: add_log(f, log(f).read_text().replace(SOURCE, f"source {sha(SOURCE)}\n")),
         "is the same log as"),
     "a seed twice": (lambda f: rewrite(f, seed=100), "has the seed of"),
     "a run twice, as two seeds": (lambda f: rewrite(f, loss=LOSSES[0]), "the final loss of"),
     "no RESULT": (lambda f: replace_in(f, RESULT, ""), "incomplete"),
-    "a RESULT too early": (lambda f: replace_in(f, "step:500/500", "step:490/500"), "incomplete"),
     "NaN": (lambda f: replace_in(f, RESULT, "NON-FINITE: the loss"), "not finite"),
-    "NaN in RESULT": (lambda f: replace_in(f, 'loss": 1.4655', 'loss": NaN'), "does not agree"),
     "resumed": (
         lambda f: replace_in(f, 'resumed": false', 'resumed": true'), "over several processes"),
-    "no log": (lambda f: add_log(f, "hello"), "it has no line of 100 ="),
-    "cut within a fact": (lambda f: replace_in(f, '"val_tokens".*', ""), "not state config, param"),
-    "two runs in a log": (lambda f: log(f).write_text(2 * log(f).read_text()), "out of order at"),
     "a byte of the source": (lambda f: replace_in(f, "not exec", "Not exec"), "different sources"),
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
-    "a named file of another source": (lambda f: name_source(f, "#\n"), "not the source that"),
     "stopped early, at its end": (
         lambda f: replace_in(f, "end of schedule", "target reached"), "could have stopped"),
     "stopped early, by itself": (lambda f: replace_in(f, "500/500", "300/500"), "incomplete"),
     "another loss in RESULT": (lambda f: replace_in(f, 'loss": 1', 'loss": 2'), "does not agree"),
-    "another time in RESULT": (lambda f: replace_in(f, 'ms": 9', 'ms": 8'), "does not agree"),
     "stopped early": (lambda f: rewrite_all(f, config=dict(target=1.49)), "could have stopped at"),
     "a shorter run": (lambda f: rewrite(f, steps=400), "validate at different steps"),
     "fewer tokens in one": (lambda f: rewrite(f, tokens=600), "count different tokens"),
     "another device": (lambda f: rewrite(f, devices=["gpu"]), "different devices"),
     "another jax": (lambda f: rewrite(f, versions={"jax": "0.10.2"}), "different versions: jax"),
-    "another driver": (lambda f: rewrite(f, driver="580"), "different driver"),
-    "a variable in one": (lambda f: rewrite(f, environment={"XLA_A": ""}), "environment: TF_CPP"),
     "no environment": (
         lambda f: replace_in(f, "environment .*?\n", ""), "does not state its environment"),
     "other flags": (lambda f: rewrite(f, argv=FLAGS), "different argv"),
@@ -254,12 +238,10 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
         lambda f: rewrite_all(f, parameters={"a": 5_000_000, "b": 1}), "5,000,001 parameters"),
     "less validation": (lambda f: rewrite_all(f, config=dict(val_tokens=8)), "validated on 8"),
     "one left out": (lambda f: log(f).unlink(), "planned 5 runs with 5 seeds, found 4"),
-    "one more": (lambda f: add_log(f, ours(99, 1.46)), "planned 5 runs with 5 seeds, found 6"),
     "seeds to choose from": (
         lambda f: write_plan(f, [*SEEDS, 7], n=5), "planned 5 runs with 6 seeds, found 5"),
     "an unplanned seed": (lambda f: rewrite(f, seed=99), "seeds that were not planned: [99]"),
     "no plan": (lambda f: (f / "plan.json").unlink(), "no plan"),
-    "another's plan": (lambda f: write_plan(f, SEEDS, arms={"x": "", "y": ""}), "there is no plan"),
     "a late plan": (lambda f: write_plan(f, SEEDS, created="2026-11-21T13:00:01Z"), "run began"),
     "planned flags": (lambda f: write_plan(f, SEEDS, arguments=["tiny"]), "flags than planned"),
     "planned source": (lambda f: write_plan(f, SEEDS, source="#\n"), "source than planned"),
@@ -280,14 +262,6 @@ def test_what_is_no_evidence_fails(tmp_path, capsys, fault):
     assert any(message in found for found in fails(capsys, folder)), text
 
 
-def test_xla_flags_of_the_launcher_are_no_variable_that_counts(tmp_path, capsys):
-    folder = write_ours(tmp_path / "x")
-    rewrite_all(folder, environment={"XLA_FLAGS": min(verify.NEUTRAL_XLA_FLAGS)})
-    assert judged(capsys, folder)[0] == 0
-    rewrite_all(folder, environment={"XLA_FLAGS": f"{min(verify.NEUTRAL_XLA_FLAGS)} --x"})
-    assert "XLA_FLAGS is set" in fails(capsys, folder)[0]
-
-
 def test_two_sets(tmp_path, capsys):
     this = write_ours(tmp_path / "new", steps=450)
     base = write_ours(tmp_path / "old", seed=200)
@@ -296,7 +270,6 @@ def test_two_sets(tmp_path, capsys):
         (dict(environment={"JAX_PLATFORMS": "cpu"}), "different environment: JAX_PLATFORMS"),
         (dict(data=SWAPPED), "different data"),
         (dict(data=OTHER), "validated on another text than the track's (baseline)"),
-        (dict(argv=FLAGS), "different argv"),
     ):
         rewrite_all(base, 200, **changes)
         assert any(message in found for found in fails(capsys, this, base)), message
@@ -314,27 +287,19 @@ def test_flags_of_one_variant_are_no_difference(tmp_path, capsys):
     for folder in (base, this):
         write_plan(folder, SEEDS, arms=arms, flags={"new": ["--lr", "3"]})
     assert "other flags than planned" in fails(capsys, this)
-    rewrite_all(this, argv=["tiny", "--target", "0", "--lr", "3"])
-    assert list(verify.check_baseline(verify.collect(this), verify.collect(base))) == []
-    rewrite_all(this, argv=["tiny", "--target", "0", "--lr", "3", "--batch", "16"])
-    found = verify.check_baseline(verify.collect(this), verify.collect(base))
-    assert "different argv" in str(list(found))
+    for added, different in ([], False), (["--batch", "16"], True):
+        rewrite_all(this, argv=["tiny", "--target", "0", "--lr", "3", *added])
+        found = str([*verify.check_baseline(verify.collect(this), verify.collect(base))])
+        assert ("different argv" in found) == different
 
 
 # ---- What is no verdict --------------------------------------------------------------------------
-def test_nothing_to_judge(tmp_path, capsys):
+def test_nothing_to_judge(tmp_path):
     two = write_ours(tmp_path / "x", config=dict(preset="record"), devices=["NVIDIA H100"] * 2)
-    (tmp_path / "y").mkdir()
-    for folder, message in (
-        (two, "no track fits these runs: add --target LOSS"),
-        (tmp_path / "y", "y has no logs that can be read, which are files"),
-        (Path(verify.__file__), "verify.py: it has no line of 100 ="),
-    ):
-        with pytest.raises(runs.Unreadable, match=message):
-            verify.judge(folder)
-    with pytest.raises(SystemExit, match="2"):
-        verify.main([str(tmp_path / "typo")])
-    assert "typo does not exist: name a folder with logs" in capsys.readouterr().err
+    with pytest.raises(runs.Unreadable, match="no track fits these runs: add --target LOSS"):
+        verify.judge(two)
+    with pytest.raises(runs.Unreadable, match="has no logs that can be read, which are files"):
+        verify.judge(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -360,32 +325,10 @@ def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, s
 
 def test_one_log_is_judged_as_one_run(tmp_path, capsys):
     """Without a complete run, they fail."""
-    this = write_ours(tmp_path / "x")
+    this, base = [write_ours(tmp_path / name) for name in ("x", "y")]
     status, text = judged(capsys, log(this))
     assert status == 1 and "| runs | 1 |" in text
-    assert "there is no plan of these runs, so nothing shows that n was fixed" in text
     assert "1 complete run, so there is no p-value" in text
-    base = write_ours(tmp_path / "y")
-    plan_together(this, base)
     for path in (this / "logs").iterdir():
         path.write_text(path.read_text().replace("RESULT", "INTERRUPTED"))
-    status, printed = judged(capsys, this, base)
-    assert status == 1 and "no complete run, so there is no p-value" in printed
-
-
-def test_a_whole_plan_takes_the_track_of_its_first_variant(tmp_path, capsys):
-    sources = {"old": SOURCE, "new": SOURCE + "#\n"}
-    for hour, (name, source) in enumerate(sources.items()):
-        losses = [loss + hour * (0.01 + 0.001 * (i % 2)) for i, loss in enumerate(LOSSES)]
-        folder = write_ours(tmp_path / "all" / name, losses, source=source, hour=13 + hour)
-    (folder / "plan.json").unlink()
-    shutil.move(tmp_path / "all/old/plan.json", tmp_path / "all/plan.json")
-    plan = json.loads((tmp_path / "all/plan.json").read_text())
-    arms = {name: sha(source) for name, source in sources.items()}
-    (tmp_path / "all/plan.json").write_text(json.dumps(plan | {"arms": arms}))
-    status, text = judged(capsys, tmp_path / "all")
-    assert status == 0 and "- note: the rules are those of track tiny" in text
-    assert "| new | 5 | 1.4701 " in text and " | +0.0104 | 0.0005 | " in text
-    rewrite_all(folder, source=sources["new"], versions={"jax": "0.10.2"})
-    status, text = judged(capsys, tmp_path / "all")
-    assert status == 1 and "- new: **FAIL** different versions: jax" in text
+    assert "no complete run, so there is no p-value" in fails(capsys, this, base)
