@@ -5,15 +5,14 @@
     ./run.sh pack --tables            renews the histories and adds to SHA256SUMS
 
 VARIANT is the folder of one variant of ./run.sh compare, and DIR the folder of its plan. Your notes
-are in notes.md in that folder. If it is missing, pack.py writes one, with questions to answer. A
-record never changes: records/SHA256SUMS has its hashes, and a test compares them.
+are in notes.md in that folder. A record never changes: records/SHA256SUMS has its hashes, and a
+test compares them.
 """
 
-import difflib
+import argparse
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import statistics
@@ -22,124 +21,52 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import idea
 import runs
 import stats
 import verify
-from messages import Fault, Parser, one_line
+from messages import one_line, refuse
 from verify import TRACKS, Evidence
 
 HERE = Path(__file__).resolve().parent
-RESULT = {  # the form of a record's result.json: see runs.require()
-    "name": str,
-    "date": str,
-    "number": int,
-    "machine": str,
-    "n": int,
-    "mean": float,
-    "sd": float,
-    "p": float,
-    "seconds": float,
-    "tokens": int,
-    "source": str,
-}
-NOTES = """\
-## Idea
-
-<!-- What was changed and why it should help: 3 to 6 sentences, tags, sources. -->
-
-## What did not work
-
-<!-- One line each, with numbers. -->
-"""
 
 
 # ---- What goes into a record ---------------------------------------------------------------------
-def read_notes(folder: Path) -> str:
-    """Returns the text of notes.md; raises Fault where a question in it is not answered."""
-    file = folder / "notes.md"
-    if not file.is_file():
-        file.write_text(NOTES, "utf-8")
-    try:
-        text = file.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise Fault(f"{file} is not UTF-8: save it as UTF-8") from None
-    if "<!--" in text:
-        raise Fault(f"answer the questions in {file}, then repeat this command")
-    return text.strip()
-
-
-def copy_set(e: Evidence, to: Path, patch: str) -> None:
-    """Writes the logs of a set of runs, without their source, its plan, and a patch that is not
-    empty."""
+def copy_logs(e: Evidence, to: Path) -> None:
+    """Writes the logs of a set of runs, without their source, and its plan. The same logs make the
+    same bytes."""
     to.mkdir(parents=True)
-    logs = {}
-    for run in e.runs:
-        _, sha256, text = runs.split(run.path.read_bytes())
-        logs[run.name] = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
-    write_archive(to / "logs.tar.xz", logs)
+    with tarfile.open(to / "logs.tar.xz", "w:xz", preset=9) as tar:
+        for run in e.runs:
+            sha256, text = runs.split(run.path.read_bytes())
+            content = f"source {sha256}\n".encode() + runs.BORDER + text.encode()
+            member = tarfile.TarInfo(f"logs/{run.name}")  # with no time and no owner
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
     if (e.folder / "unfinished").is_dir():
         shutil.copytree(e.folder / "unfinished", to / "unfinished")
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
-    if patch:
-        (to / "change.patch").write_text(patch, "utf-8", "surrogateescape")
 
 
-def read_source(folder: Path) -> bytes:
-    """Returns the source of a folder's logs, as they state it; raises Fault if it is missing."""
-    file = runs.source_file(folder)
-    if not file.is_file():
-        raise Fault(f"{file} is missing: put the file there that these logs ran")
-    return runs.without_cr(file.read_bytes())
-
-
-def copy_source(content: bytes, to: Path, packed: Path) -> None:
-    """Writes a source into the folder `to`, which will be moved to `packed`: if a record has the
-    same file, as a train_gpt.sha256 that names it, else as train_gpt.py."""
-    for file in sorted(HERE.glob("tracks/*/*/train_gpt.py")):
-        if runs.without_cr(file.read_bytes()) == content:
-            sha256 = hashlib.sha256(content).hexdigest()
-            path = Path(os.path.relpath(file, packed)).as_posix()
-            (to / runs.POINTER).write_text(f"{sha256}  {path}\n")
-            return
-    (to / "train_gpt.py").write_bytes(content)
-
-
-def difference(old: Path, new: Path) -> str:
+def difference(old: Path, new: Path) -> bytes:
     """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    a = read_source(old).decode("utf-8", "surrogateescape").splitlines(keepends=True)
-    b = read_source(new).decode("utf-8", "surrogateescape").splitlines(keepends=True)
-    return "".join(difflib.unified_diff(a, b, "a/train_gpt.py", "b/train_gpt.py"))
-
-
-def is_rewritten(patch: str, folder: Path) -> bool:
-    """Returns whether a patch is longer than half of the train_gpt.py that it makes. It is not
-    packed then, because reading both files says more."""
-    return len(patch.splitlines()) > len(read_source(folder).splitlines()) / 2
-
-
-def write_archive(path: Path, logs: dict[str, bytes]) -> None:
-    """Packs logs, given by name. The same logs make the same bytes."""
-    with tarfile.open(path, "w:xz", preset=9) as tar:
-        for name, content in sorted(logs.items()):
-            member = tarfile.TarInfo(f"logs/{name}")  # with no time and no owner
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    return idea.difference(*(runs.source_file(folder).read_bytes() for folder in (old, new)))
 
 
 def require_better(
     this: Evidence, base: Evidence | None, metric: str, name: str, last: dict
 ) -> None:
-    """Raises Fault unless the runs beat the last record, which has this name and this result.json.
+    """Refuses runs that do not beat the last record, which has this name and this result.json.
     verify.report compares times with those of the baseline; here it must be the last record."""
-    now = {"tokens": this.tokens[0], "steps": this.runs[0].steps}
-    if metric in now and now[metric] >= last.get(metric, 0):
-        raise Fault(f"not a record, because {name} takes {last.get(metric, 0):,} {metric}")
+    now = {"tokens": this.runs[0].tokens, "steps": this.runs[0].steps}
+    if metric in now and now[metric] >= last[metric]:
+        refuse(f"not a record, because {name} takes {last[metric]:,} {metric}")
     is_last_record = base is not None and base.runs[0].source_sha256 == last["source"]
     if not is_last_record or not verify.interleaved(this, base):
-        raise Fault(f"a record needs --baseline, with {name} in the same plan")
+        refuse(f"a record needs --baseline, with {name} in the same plan")
 
 
 def describe(e: Evidence, target: float) -> dict[str, Any]:
@@ -154,132 +81,85 @@ def describe(e: Evidence, target: float) -> dict[str, Any]:
                 steps=run.steps, source=run.source_sha256)  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """What is to be packed."""
-
-    # By the folder inside the record: "" (the record itself) and "baseline", or every variant.
-    sets: dict[str, Evidence]
-    patches: dict[str, str]  # by the same folder: what changes the parent's train_gpt.py, if any
-    rewritten: list[str]  # the folders whose patch is left out: see is_rewritten
-    is_study: bool  # a comparison of several variants
-    result: dict[str, Any]  # the content of result.json
-    report: str  # of verify.py
-    track: str
-
-
-def judge(folder: Path, name: str, baseline: Path | None) -> Plan:
-    """Collects the runs of a folder, or of every variant of a plan; raises Fault unless they
-    hold."""
-    is_study = verify.is_plan(folder)
-    variants = [""]
-    if is_study:
-        variants = list(verify.read_plan_file(folder / "plan.json")["arms"])
-    sets = {variant: verify.collect(folder / variant) for variant in variants}
-    this = sets[variants[0]]
-    base = verify.collect(baseline) if baseline else None
-    track = verify.infer_track(this)
-    if not track or not this.plan:
-        raise Fault("these runs do not fit any track, or have no plan")
-    if is_study:
-        holds, report = verify.study(folder)
-    else:
-        holds, report = verify.report(this, base, TRACKS[track], TRACKS[track].target)
-    if not holds:
-        print(report)
-        raise Fault("nothing is packed, because the runs fail as shown above")
-    number = 1
-    parent = None  # the folder of the last record
-    earlier = records_of(track)
-    if earlier:
-        parent, last = earlier[-1]
-        number = last["number"] + 1
-        if not is_study:
-            require_better(this, base, TRACKS[track].metric, parent.name, last)
-    result = dict(
-        kind="comparison" if is_study else "record",
-        track=track,
-        name=name,
-        date=this.runs[0].began[:10],
-        number=number,
-        parent=parent.name if parent else None,
-        **describe(this, TRACKS[track].target),
-    )
-    patches = {}
-    rewritten = []
-    parents = dict.fromkeys(variants[1:], this.folder) if is_study else {"": parent}
-    for inside, old in parents.items():
-        patch = difference(old, sets[inside].folder) if old else ""
-        if is_rewritten(patch, sets[inside].folder):
-            rewritten.append(inside)
-        else:
-            patches[inside] = patch
-    if base:
-        sets["baseline"] = base
-    return Plan(sets, patches, rewritten, is_study, result, report, track)
-
-
-def make(folder: Path, name: str, baseline: Path | None) -> None:
+def make(folder: Path, name: str, baseline: Path | None = None) -> Path:
     """Makes a record, or a comparison, whose result.json is that of its first variant. It is
-    written to a temporary folder and moved when complete; it never replaces another record."""
+    written to a temporary folder and moved when complete; it never replaces another record. Returns
+    its folder."""
     import plot  # here, because --tables does not need matplotlib
 
-    plan = judge(folder, name, baseline)
-    track = TRACKS[plan.track]
-    to = HERE / "tracks" / plan.track / f"{plan.result['date']}_{name}"
+    holds, report = verify.judge(folder, baseline)
+    if not holds:
+        print(report)
+        refuse("nothing is packed, because the runs fail as shown above")
+    if verify.is_plan(folder):
+        sets = verify.variants_of(folder)
+    else:  # by their folders in the record
+        sets = {"": verify.collect(folder)}
+        if baseline:
+            sets["baseline"] = verify.collect(baseline)
+    this = list(sets.values())[0]
+    track_name = verify.infer_track(this)
+    track = TRACKS[track_name]
+    is_record = "" in sets
+    earlier = records_of(track_name)
+    parent, last = earlier[-1] if earlier else (None, {"number": 0})
+    if is_record and parent:
+        require_better(this, sets.get("baseline"), track.metric, parent.name, last)
+    result = dict(
+        kind="record" if is_record else "comparison",
+        track=track_name,
+        name=name,
+        date=this.runs[0].began[:10],
+        number=last["number"] + 1,
+        parent=parent.name if parent else None,
+        **describe(this, track.target),
+    )
+    to = HERE / "tracks" / track_name / f"{result['date']}_{name}"
     if to.exists():
-        raise Fault(f"{to} is there already; choose another --name, or remove it")
-    notes = read_notes(folder)
+        refuse(f"{to} is there already; choose another --name, or remove it")
+    notes = folder / "notes.md"
+    if not notes.is_file():
+        refuse(f"write {notes}: the idea in 3 to 6 sentences, with sources, and what did not work")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
-        for inside, evidence in plan.sets.items():
-            patch = plan.patches.get(inside, "")
-            source = read_source(evidence.folder)
-            copy_set(evidence, place / inside, patch)
-            if not inside:
-                # A record has its file, whoever else has it.
-                (place / "train_gpt.py").write_bytes(source)
-            elif not patch:
-                copy_source(source, place / inside, packed=to / inside)
-        if plan.is_study:
+        for inside, evidence in sets.items():
+            copy_logs(evidence, place / inside)
+            old = parent if is_record else this.folder
+            patch = difference(old, evidence.folder) if old and inside != "baseline" else b""
+            if patch:
+                (place / inside / "change.patch").write_bytes(patch)
+            if is_record or not patch:
+                shutil.copy(runs.source_file(evidence.folder), place / inside / "train_gpt.py")
+        if not is_record:
             shutil.copy(folder / "plan.json", place)
-        (place / "result.json").write_text(json.dumps(plan.result, indent=1) + "\n")
-        (place / "README.md").write_text(page(plan, notes), "utf-8")
-        curves = [(inside or name, evidence) for inside, evidence in plan.sets.items()]
+        (place / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        (place / "README.md").write_text(page(result, notes.read_text("utf-8"), report), "utf-8")
+        curves = [(inside or name, evidence) for inside, evidence in sets.items()]
         units = ["steps", "time"] if track.metric == "time" else [track.metric]
-        target = None if plan.is_study else track.target
-        plot.plot(curves, place / "curves", units, target, to.name, differences=plan.is_study)
+        target = track.target if is_record else None
+        plot.plot(curves, place / "curves", units, target, to.name)
         place.rename(to)
-    print(f"packed {to}")
+    return to
 
 
-def page(plan: Plan, notes: str) -> str:
+def page(result: dict[str, Any], notes: str, report: str) -> str:
     """Returns the README.md of a record or a comparison."""
-    result = plan.result
-    left_out = ""
-    if plan.rewritten:
-        names = ", ".join(inside or result["name"] for inside in plan.rewritten)
-        left_out = (
-            f"There is no `change.patch` of {names}, because it would be longer than half of the "
-            "file.\n\n"
-        )
     return (
-        f"# {result['name']}\n\nTrack `{plan.track}`, {result['date']}, {result['machine']}; the "
-        f"last record before it: {result['parent'] or 'none'}.\n\n"
-        f"![validation loss](curves.svg)\n\n{notes}\n\n{left_out}## Evidence\n\n"
-        f"The report of `records/verify.py` when this was packed:\n\n{plan.report}\n"
+        f"# {result['name']}\n\nTrack `{result['track']}`, {result['date']}, {result['machine']}; "
+        f"the last record before it: {result['parent'] or 'none'}.\n\n"
+        f"![validation loss](curves.svg)\n\n{notes}\n\n## Evidence\n\n"
+        f"The report of `records/verify.py` when this was packed:\n\n{report}\n"
     )
 
 
 # ---- Tables and hashes ---------------------------------------------------------------------------
 def records_of(track: str) -> list[tuple[Path, dict[str, Any]]]:
     """Returns the records of a track, folder and result.json; the last is the one to beat."""
-    paths = HERE.glob(f"tracks/{track}/*/result.json")
     found = []
-    for path in paths:
-        result = runs.read_json(path, {"kind": str})
+    for path in HERE.glob(f"tracks/{track}/*/result.json"):
+        result = json.loads(path.read_text("utf-8"))
         if result["kind"] == "record":
-            runs.require(result, RESULT, str(path))
             found.append((path.parent, result))
     return sorted(found, key=lambda entry: entry[1]["number"])
 
@@ -303,12 +183,7 @@ def history(track: str) -> str:
 def fill(text: str) -> str:
     """Returns records/README.md with a new table in every <!-- history TRACK: begin --> ... end."""
     form = r"(<!-- history (\S+): begin -->\n).*?(<!-- history \2: end -->)"
-
-    def renewed(match: re.Match) -> str:
-        begin, track, end = match.groups()
-        return begin + history(track) + end
-
-    return re.sub(form, renewed, text, flags=re.S)
+    return re.sub(form, lambda match: match[1] + history(match[2]) + match[3], text, flags=re.S)
 
 
 def sums(folder: Path) -> Iterator[str]:
@@ -332,8 +207,7 @@ def renew() -> None:
     readme = HERE / "README.md"
     known = listed.read_text("utf-8") if listed.is_file() else ""
     for file in sorted(HERE.glob("tracks/*/*/result.json")):
-        is_listed = f"  {file.relative_to(HERE).as_posix()}\n" in known
-        if not is_listed:
+        if f"  {file.relative_to(HERE).as_posix()}\n" not in known:
             known += "".join(sums(file.parent))
     listed.write_text(known, "utf-8")
     readme.write_text(fill(readme.read_text("utf-8")), "utf-8")
@@ -341,21 +215,21 @@ def renew() -> None:
 
 def main(argv: list[str]) -> None:
     """Makes the record that the command line names, if any, and renews the tables."""
-    cli = Parser(prog="./run.sh pack", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(prog="./run.sh pack", description=__doc__, formatter_class=form)
+    cli.error = refuse
     cli.add_argument("folder", type=Path, nargs="?", help="folder of a variant, or of a whole plan")
-    cli.add_argument(
-        "--name", default="", help="name of the record: small letters, digits, _ and -"
-    )
+    cli.add_argument("--name", default="", help="of the record: small letters, digits, _ and -")
     cli.add_argument("--baseline", type=Path, help="folder of the variant to beat")
     cli.add_argument("--tables", action="store_true", help="only renew the tables")
     args = cli.parse_args(argv)
     if not args.tables:
         if not args.folder or not re.fullmatch("[a-z0-9][a-z0-9_-]*", args.name):
-            raise Fault("give a folder, and a --name of small letters, digits, _ and -")
-        make(args.folder, args.name, args.baseline)
+            refuse("give a folder, and a --name of small letters, digits, _ and -")
+        print(f"packed {make(args.folder, args.name, args.baseline)}")
     renew()
 
 
 if __name__ == "__main__":
-    with one_line("pack.py", status=2):
+    with one_line("pack.py"):
         main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Student's t, the tests that rest on it, and their power: for verify.py, which needs no packages.
+"""Student's t and the tests that rest on it, for verify.py, which needs no packages.
 
 Samples and targets are in one unit (nats, seconds, tokens); p is a probability.
 """
@@ -18,28 +18,25 @@ class Result(NamedTuple):
 
 
 UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or all of them equal
-# Smaller standard deviations count as 0: their fourth power, which Welch's formula needs, would be
-# 0 in float64.
-SMALLEST = 1e-50
 
 
-def tail(t: float, df: float, shift: float = 0.0) -> float:
-    """Returns P(T > t) of Student's t with df degrees of freedom, noncentral where shift is not 0.
+def tail(t: float, df: float) -> float:
+    """Returns P(T > t) of Student's t with df degrees of freedom.
 
-    T > t where a normal variable exceeds t u - shift; u is the sample's standard deviation divided
-    by the true one. So P(T > t) is the integral of u's density times that normal tail. It is summed
+    T > t where a normal variable exceeds t u; u is the sample's standard deviation divided by the
+    true one. So P(T > t) is the integral of u's density times that normal tail. It is summed
     over log u in equal steps: both ends fall off so fast that only rounding errors remain."""
     width = 1 / math.sqrt(2 * df)  # about the standard deviation of log u
     constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
     # Where t is large, the integrand has its peak at a small u, about 1 / sqrt(1 + t^2 / df).
     start = -math.log1p(t * t / df) / 2 - 9 * width - 40 / df
-    step = min(width, 1 / (1 + abs(shift))) / 4
+    step = min(width, 1) / 4
     total = 0.0
     for i in range(math.ceil((9 * width - start) / step)):
         log_u = start + i * step
         u = math.exp(log_u)
         density = math.exp(constant + df * (log_u - u * u / 2))
-        total += density * math.erfc((t * u - shift) / math.sqrt(2)) / 2
+        total += density * math.erfc(t * u / math.sqrt(2)) / 2
     return total * step
 
 
@@ -47,7 +44,7 @@ def below(values: Sequence[float], target: float) -> Result:
     """Tests whether the mean is below the target: one sample, one-sided."""
     n = len(values)
     sd = stdev(values) if n > 1 else 0.0
-    if sd < SMALLEST:
+    if sd == 0:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(n))
     return Result(t, n - 1, tail(-t, n - 1))
@@ -55,7 +52,7 @@ def below(values: Sequence[float], target: float) -> Result:
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     """Tests whether the mean of a is below that of b: one-sided, variances may differ (Welch)."""
-    if min(len(a), len(b)) < 2 or max(stdev(a), stdev(b)) < SMALLEST:
+    if min(len(a), len(b)) < 2 or max(stdev(a), stdev(b)) == 0:
         return UNDEFINED
     var_a = stdev(a) ** 2 / len(a)  # of the mean
     var_b = stdev(b) ** 2 / len(b)
@@ -70,43 +67,3 @@ def paired(differences: Sequence[float]) -> Result:
     if math.isnan(test.p):
         return test
     return test._replace(p=2 * tail(abs(test.t), test.df))
-
-
-def critical(alpha: float, df: float) -> float:
-    """Returns the t with P(T > t) = alpha, for alpha < 1/2, by bisection."""
-    low = 0.0
-    high = 1.0
-    while tail(high, df) > alpha:
-        high *= 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        if tail(middle, df) > alpha:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def power(effect: float, n: int, alpha: float = 0.01) -> float:
-    """Returns the chance that n runs pass whose true mean is `effect` standard deviations below the
-    target."""
-    return tail(critical(alpha, n - 1), n - 1, effect * math.sqrt(n))
-
-
-def runs_needed(effect: float, chance: float = 0.8, alpha: float = 0.01) -> int | None:
-    """Returns the fewest runs that pass at alpha with this chance; None if more than 10,000."""
-    if not effect > 0.03:  # NaN, too
-        return None
-    effect = min(effect, 100)  # two runs suffice; tail() takes long for larger shifts
-    low = 1
-    high = 2
-    while power(effect, high, alpha) < chance:
-        low = high
-        high *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if power(effect, middle, alpha) >= chance:
-            high = middle
-        else:
-            low = middle
-    return high if high <= 10_000 else None

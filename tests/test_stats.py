@@ -10,53 +10,27 @@ import stats
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 
-@pytest.mark.parametrize("df", [1, 1.5, 2, 3, 4.7, 7, 12, 30.3, 100, 1000, 9999])
-def test_the_distribution_is_scipys(df):
-    for t in (-1000, -40, -12, -5, -2.815, -1, -0.3, -1e-3, 0.0, 1e-4, 0.7, 2, 6, 30, 1000):
+def test_the_distribution_is_scipys():
+    for df, t in itertools.product((1, 1.5, 4.7, 30.3, 9999), (-1000, -2.815, -1e-3, 0, 0.7, 1000)):
         theirs = scipy.stats.t.cdf(t, df)
         assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
 
 
 def test_tests_are_scipys():
     dice = random.Random(1)
-    for n, m, shift, width in itertools.product((2, 3, 8, 40), (2, 5, 22), (-1, 0.1, 3), (0.1, 2)):
+    for n, m, shift, width in itertools.product((2, 8, 40), (2, 22), (-1, 3), (0.1, 2)):
         a = [dice.gauss(3.28, 0.0013) for _ in range(n)]
         b = [dice.gauss(3.28 + shift * 0.0013, width * 0.0013) for _ in range(m)]
         theirs = ttest_1samp(a, 3.2795, alternative="less")
         assert stats.below(a, 3.2795) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
         theirs = ttest_ind(a, b, equal_var=False, alternative="less")
         assert stats.welch(a, b) == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue))
-        count = min(n, m)
-        theirs = ttest_rel(a[:count], b[:count])
+        theirs = ttest_rel(a[: min(n, m)], b[: min(n, m)])
         ours = stats.paired([x - y for x, y in zip(a, b, strict=False)])
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
 
 
 def test_values_that_do_not_vary_have_no_p_value():
     for losses in [3.2, 3.2, 3.2], [3.2], []:
-        assert math.isnan(stats.below(losses, 3.28).p)
-        assert math.isnan(stats.paired(losses).p)
-    assert math.isnan(stats.welch([1, 1], [2, 2]).p)
-    assert math.isnan(stats.welch([1.0], [2, 3]).p)
-    rounding = [0.0, 1e-300]  # t would be infinite, and its degrees of freedom 0 / 0
-    assert math.isnan(stats.below(rounding, 3.28).p)
-    assert math.isnan(stats.welch(rounding, rounding).p)
-
-
-@pytest.mark.parametrize("effect, n", [(0.4, 20), (0.8, 10), (3, 4), (50, 2), (0.1, 700)])
-@pytest.mark.parametrize("alpha", [0.01, 0.05])
-def test_power_is_that_of_the_noncentral_t(effect, n, alpha):
-    limit = scipy.stats.t.isf(alpha, n - 1)
-    assert stats.critical(alpha, n - 1) == pytest.approx(limit, rel=1e-9)
-    exact = scipy.stats.nct.sf(limit, n - 1, effect * math.sqrt(n))
-    assert stats.power(effect, n, alpha) == pytest.approx(exact, abs=1e-8)
-
-
-def test_runs_needed_is_the_first_number_that_suffices():
-    for effect in 0.05, 0.3, 0.8, 1.5, 4, 50:
-        n = stats.runs_needed(effect)
-        assert stats.power(effect, n) >= 0.8
-        if n > 2:
-            assert stats.power(effect, n - 1) < 0.8
-    assert stats.runs_needed(1e16) == 2  # soon: the losses of two runs may hardly differ
-    assert not any(stats.runs_needed(effect) for effect in (0.0, -1.0, 0.001, math.nan))
+        assert math.isnan(stats.below(losses, 3.28).p) and math.isnan(stats.paired(losses).p)
+    assert math.isnan(stats.welch([1, 1], [2, 2]).p) and math.isnan(stats.welch([1.0], [2, 3]).p)

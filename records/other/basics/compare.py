@@ -5,6 +5,7 @@
 Reads the logs here and those of `tiny`'s record. README.md says how they were made.
 """
 
+import argparse
 import ast
 import os
 import re
@@ -144,10 +145,9 @@ def draw(path: str) -> None:
 
 
 if __name__ == "__main__":
-    with runs.messages.one_line("compare.py"):
-        cli = runs.messages.Parser(description=__doc__)
-        cli.add_argument("--draw", metavar="FILE.svg")
-        args = cli.parse_args()
-        if args.draw:
-            draw(args.draw)
-        print(*table(), sep="\n")
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--draw", metavar="FILE.svg")
+    args = cli.parse_args()
+    if args.draw:
+        draw(args.draw)
+    print(*table(), sep="\n")
