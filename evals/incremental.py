@@ -236,7 +236,7 @@ class Reader:
 
     def forward(self, whole: dict, tokens: Array, rows_BND: Array) -> Array:
         """The normalised output of the script's forward()."""
-        w = whole | {"bigram_rows": rows_BND}
+        w = whole | {"ngram_rows": rows_BND}
         return self.w.code.norm(self.w.code.forward(w, tokens, self.w.c, self.w.stage))
 
     def pointer_qk(self, x: Array, whole: dict) -> tuple:

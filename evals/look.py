@@ -62,8 +62,8 @@ def read(w: weights.Weights, tokens: np.ndarray) -> Reading:
     """Runs the file's own forward() on tokens (B, T + 1), with its n-grams and without them."""
     outputs, window, scale = run_model(w, tokens)
     # Zeros that nobody reads take no memory, so it is no second table.
-    zeros = np.zeros(w.arrays["bigram"].shape, np.float32)
-    bare, *_ = run_model(w._replace(arrays=w.arrays | {"bigram": zeros}), tokens)
+    zeros = np.zeros(w.arrays["ngram"].shape, np.float32)
+    bare, *_ = run_model(w._replace(arrays=w.arrays | {"ngram": zeros}), tokens)
     reads = []
     for q, k in zip(outputs.pop("q"), outputs.pop("k"), strict=True):
         reads.append(mean_attention(q, k, window, scale, tokens.shape[1] - 1))
@@ -289,7 +289,7 @@ def facts(w: weights.Weights, run: runs.Run | None) -> str:
         f"{w.result['train_time_ms'] / 1000:,.0f} seconds{devices} and read {w.result['tokens']:,} "
         f"tokens. The model has {len(c.layers)} layers, {len(c.attention_layers())} of them with "
         f"attention, of width {c.D} with {c.H} heads; {total:,} parameters, of which "
-        f"{w.arrays['bigram'].size:,} are rows of n-grams; {c.vocab:,} tokens."
+        f"{w.arrays['ngram'].size:,} are rows of n-grams; {c.vocab:,} tokens."
     )
 
 

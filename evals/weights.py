@@ -214,7 +214,7 @@ def place(w: Weights, devices: int | None = None) -> tuple[jax.sharding.Mesh, di
     stored = {}
     specs = {}
     for name, param in w.code.param_table(w.c).items():
-        if name == "bigram":
+        if name == "ngram":
             continue
         padded = np.zeros(param.shape, np.float32)
         # A view; of a bank, one of its matrices.
@@ -248,7 +248,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
 
     def on_device(whole: dict, arguments: tuple[Array, ...]) -> Any:
         tokens, rows, *more = arguments
-        weights = whole | {"bigram_rows": rows}
+        weights = whole | {"ngram_rows": rows}
         x = w.code.norm(w.code.forward(weights, tokens[:, :-1], w.c, w.stage))
         return read(x, whole, tokens, *more)
 
@@ -265,7 +265,7 @@ def runner(w: Weights, read: Callable, devices: int | None = None) -> Callable:
 def ngram_rows(w: Weights, tokens_BT: np.ndarray) -> np.ndarray:
     """The rows of the n-gram table that tokens read, (B, N, D): what forward() takes."""
     hashes = jax.jit(w.code.ngram_rows, static_argnames="c")
-    return w.arrays["bigram"][np.asarray(hashes(tokens_BT, c=w.c))]
+    return w.arrays["ngram"][np.asarray(hashes(tokens_BT, c=w.c))]
 
 
 def check_outputs(w: Weights, outputs: Any) -> Any:
@@ -306,7 +306,7 @@ def predict(w: Weights, whole: dict, x_BD: Array, tokens_BT: Array, t: Array, q_
     row = jnp.arange(len(x_BD))[:, None]
     right_BV = jnp.zeros_like(alone_BV).at[row, votes_BT].add(weights_BT)
     every_B1 = weights_BT.sum(axis=1, keepdims=True)
-    columns = jnp.broadcast_arrays(right_BV, every_B1, whole["pointer_slot"][longest_B1])
+    columns = jnp.broadcast_arrays(right_BV, every_B1, whole["pointer_share"][longest_B1])
     mixed = jax.vmap(w.code.mixed_log_p, in_axes=(1, None, 1), out_axes=1)
     log_p_BV = mixed(alone_BV, slot_B, jnp.stack(columns, axis=-1))
     return Prediction(log_p_BV, weights_BT)
@@ -342,7 +342,7 @@ def target_log_p(w: Weights, whole: dict, x_BTD: Array, tokens_BS: Array, chunk:
     alone_N, slot_N = lax.map(one, positions, batch_size=chunk)
     log_p_N = alone_N
     if w.c.pointer:
-        votes = w.code.pointer_votes(x_BTD, tokens_BS, whole, w.c)
+        votes = w.code.pointer_copies(x_BTD, tokens_BS, whole, w.c)
         log_p_N = w.code.mixed_log_p(alone_N, slot_N, votes.reshape(len(alone_N), -1))
     return log_p_N.reshape(targets_BT.shape), alone_N.reshape(targets_BT.shape)
 

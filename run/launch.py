@@ -243,7 +243,7 @@ def fit(preset: str, words: list[str]) -> dict[str, int]:
     memory = min(stat.get("bytes_limit", math.inf) for stat in stats) / 1e9  # inf: not stated
     memory = float(process_allgather(np.float32(memory)).min())
     flags = machine.fit(preset, memory, len(jax.devices()))
-    if re.search("--(batch|microbatch|head_chunk|val_T|bigrams)", " ".join(words)):
+    if re.search("--(batch|microbatch|head_chunk|val_T|ngram_buckets)", " ".join(words)):
         return {}
     if flags is None:
         refuse(f"JAX has {memory:.1f} GB of each device, too little for {preset}: ./run.sh tiny")

@@ -29,7 +29,7 @@ SMALL = 47.0  # GB; JAX takes three quarters of a GPU's memory, and 0.92 of thos
 TPUS = {"0x005e": 32, "0x0062": 95, "0x0063": 16, "0x006f": 32, "0x0076": 192}
 # Flags, and the gigabytes that JAX must have of each of 1, 2, 4 and 8 devices with them. They were
 # compiled by `lab/compile_8xh100.py --memory`, and never ran. With twice the batch, a step has as
-# many tokens, in sequences half as long. The record's last row is another model, because its bigram
+# many tokens, in sequences half as long. The record's last row is another model, because its n-gram
 # table is smaller.
 FITS = {
     "record": (
@@ -37,7 +37,7 @@ FITS = {
         ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.3, 4: 21.0, 8: 17.5}),
         ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 20.5, 2: 14.5, 4: 12.0, 8: 11.0}),
         (
-            {"batch": 64, "head_chunk": 2048, "val_T": 32768, "bigrams": 65536},
+            {"batch": 64, "head_chunk": 2048, "val_T": 32768, "ngram_buckets": 65536},
             {1: 14.5, 2: 11.0, 4: 9.0, 8: 8.0},
         ),
     ),

@@ -40,7 +40,7 @@ def all_log_p(w: weights.Weights, x, whole: dict, tokens):
 
 
 def test_files_have_every_parameter_and_setting(tmp_path, monkeypatch, capsys):
-    layers = (*MINI.layers[:3], Layer(None, skip_from=1, x0=False, bigram=True), LAST)
+    layers = (*MINI.layers[:3], Layer(None, skip_from=1, x0=False, ngram=True), LAST)
     c = dataclasses.replace(MINI, layers=layers, mudd_head=(), data="data/words")
     save(tmp_path / "a.npz", c)
     out = tmp_path / "new/out"

@@ -56,14 +56,14 @@ def refusal(data, capsys):
 # ---- What would be wrong in silence --------------------------------------------------------------
 FIRST = Layer(LONG, value_table=0)
 NO_ATTENTION = "layer 1 has no attention: it can only set"
-MUDD = "layer 1: mudd adds bigram, not x0: set bigram=True, x0=False"
+MUDD = "layer 1: mudd adds ngram, not x0: set ngram=True, x0=False"
 SILENT = dict(  # the second layer, changes of Config, the message
     key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
     value_table=(Layer(None, value_table=1), {}, NO_ATTENTION),
     attend_to=(Layer(None, attend_to=0), {}, NO_ATTENTION),
-    mudd=(Layer(None, mudd=("layer0",), x0=False, bigram=True), {}, NO_ATTENTION),
-    mudd_bigram=(Layer(LONG, mudd=("input",), x0=False), {}, MUDD),
-    mudd_x0=(Layer(LONG, mudd=("input",), bigram=True), {}, MUDD),
+    mudd=(Layer(None, mudd=("layer0",), x0=False, ngram=True), {}, NO_ATTENTION),
+    mudd_ngram=(Layer(LONG, mudd=("input",), x0=False), {}, MUDD),
+    mudd_x0=(Layer(LONG, mudd=("input",), ngram=True), {}, MUDD),
     tokens=(
         FIRST,
         dict(batch=2, stages=(dataclasses.replace(STAGE, tokens=257),)),

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 import train_gpt
 from tests.test_export import TRAIN
-from tests.tools import PHRASE, bank_matrices, bigram_rows
+from tests.tools import PHRASE, bank_matrices, ngram_rows
 
 ENCODE = shards.coder(257, 256).encode
 CONTEXT = PHRASE[-7:] + PHRASE[:7]  # of all examples
@@ -54,7 +54,7 @@ def sums_by_hand(w: weights.Weights) -> list[list[float]]:
 
     @jax.jit
     def stream(inputs):
-        rows = bigram_rows(whole, inputs, w.c)
+        rows = ngram_rows(whole, inputs, w.c)
         return train_gpt.norm(train_gpt.forward(rows, inputs, w.c, w.stage))
 
     def loss(ending):

@@ -17,7 +17,7 @@ C = incremental.CHUNK
 # Every technique: paired heads also with dc and key_offset, in the last layer.
 EVERY = dataclasses.replace(MINI32, layers=(*MINI32.layers[:5], LAST))
 SMALL = dataclasses.replace(
-    EVERY, layers=(Layer(SHORT, bigram=True), Layer(LONG, key_offset=True)), mudd_head=()
+    EVERY, layers=(Layer(SHORT, ngram=True), Layer(LONG, key_offset=True)), mudd_head=()
 )
 
 

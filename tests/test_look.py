@@ -25,8 +25,8 @@ LOG = weights.ROOT / "records/other/example/2026-11-25T15-13-11_917ae0e6.txt"  #
 LINE = b"<b>&amp;\xffif (a)\n\tx = [1, 2]</script>\x1b\n"
 C = dataclasses.replace(
     train_gpt.PRESETS["tiny"], stages=(Stage(1, 512, short=8, long=24, max_doc=0, lr=1.0),),
-    D=32, H=4, F=64, bigrams=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8,
-    layers=(Layer(SHORT, bigram=True), Layer(LONG, paired_heads=True)),
+    D=32, H=4, F=64, ngram_buckets=512, head_chunk=32, val_T=64, val_tokens=1024, batch=8,
+    layers=(Layer(SHORT, ngram=True), Layer(LONG, paired_heads=True)),
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_losses_are_those_that_loss_prints(made):
 
 def test_without_ngrams_the_losses_are_those_of_weights_without_them(made):
     w = made.w
-    no_rows = w._replace(arrays=w.arrays | {"bigram": 0 * w.arrays["bigram"]})
+    no_rows = w._replace(arrays=w.arrays | {"ngram": 0 * w.arrays["ngram"]})
     outputs, *_ = look.run_model(no_rows, made.tokens)
     np.testing.assert_allclose(made.reading.loss_without_ngrams, outputs["loss"], atol=1e-5)
     for other in made.reading.loss_without_copy, made.reading.loss_without_ngrams:

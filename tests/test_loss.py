@@ -14,7 +14,7 @@ import weights
 import train_gpt
 from tests.test_export import TRAIN
 from tests.test_pointer import formula
-from tests.tools import FLOAT32, bank_matrices, bigram_rows, noise, write_shard
+from tests.tools import FLOAT32, bank_matrices, ngram_rows, noise, write_shard
 from train_gpt import Stage
 
 
@@ -40,7 +40,7 @@ def by_hand(run, c, stage, T, count, S=12, L=30) -> list[np.ndarray]:
     @jax.jit
     def read(rows):
         inputs = rows[:, :-1]
-        return train_gpt.forward(bigram_rows(whole, inputs, c), inputs, c, stage)
+        return train_gpt.forward(ngram_rows(whole, inputs, c), inputs, c, stage)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "rope_frequencies", lambda *_: frequencies)

@@ -123,7 +123,7 @@ def test_medium_has_a_track_of_its_own_and_reads_more_shards(tmp_path, capsys):
     ("8xh100", "", 0),
     ("8xh100", "--batch 16 --head_chunk 8192", 1),
     ("1xgpu", "--batch 32 --head_chunk 4096 --val_T 65536", 0),
-    ("1xgpu", "--batch 64 --head_chunk 2048 --val_T 32768 --bigrams 65536", 1),  # another model
+    ("1xgpu", "--batch 64 --head_chunk 2048 --val_T 32768 --ngram_buckets 65536", 1),  # no record
     ("1xgpu", "--steps 20", 2),  # nothing that run/launch.py adds
 ])  # fmt: skip
 def test_the_launcher_may_add_flags_for_memory_on_one_gpu(tmp_path, track, added, complaints):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab.tests.interpreted import CAN_INTERPRET, interpreter
 
+from lab.tests.interpreted import CAN_INTERPRET, interpreter
 from tests.tools import ROOT, basic
 
 sys.path.append(str(ROOT / "basics"))

@@ -1,0 +1,126 @@
+"""README's promises have a test each, and what pages name or count is there."""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+import verify
+
+import train_gpt
+
+ROOT = Path(train_gpt.__file__).resolve().parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TECHNIQUES = (ROOT / "records/techniques.md").read_text(encoding="utf-8")
+RECORD = "records/tracks/tiny-2k/2026-11-27_pointer"
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/**/*.md"), *ROOT.glob(".github/*.md")]
+    if not path.is_relative_to(ROOT / "records/tracks")
+]
+
+# A sentence of README.md, and the test that shows it.
+PROMISES = {
+    "eight runs end at 1.3698 ± 0.0046": "test_pages::test_the_figure_of_tiny_is_that_of_its_logs",
+}
+
+
+def prose(text: str) -> str:
+    """A page with every white space as one space."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("sentence", PROMISES)
+def test_a_promise_has_a_test(sentence):
+    file, _, name = PROMISES[sentence].partition("::")
+    assert sentence in prose(README)
+    assert re.search(rf"^def {name}\(", (ROOT / f"tests/{file}.py").read_text(), re.M)
+
+
+def test_the_figure_of_tiny_is_that_of_its_logs():
+    losses = verify.collect(ROOT / RECORD).losses
+    assert f"{len(losses)}" == "8"
+    assert f"end at {fmean(losses):.4f} ± {stdev(losses):.4f} nats per byte" in prose(README)
+    assert f"p = {json.loads((ROOT / RECORD / 'result.json').read_text())['p']:.0e}".replace(
+        "e-0", "e-"
+    ) in prose(README)
+
+
+def test_the_end_of_a_run_is_that_of_its_log():
+    (path,) = re.findall(r"ends like this \(\[log\]\((\S+)\)\)", README)
+    log = (ROOT / path).read_text()
+    lines = re.findall(r"^step:\d+/187 val_loss:.*$", README, re.M)
+    assert len(lines) == 2 and all(f"\n{line}\n" in log for line in lines)
+
+
+def test_the_sample_is_one_of_those_that_are_stored():
+    path, block = re.search(r"\[more\]\((\S+)\)\):\n\n```python\n(.*?)```", README, re.S).groups()
+    assert block in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_commands_name_files_and_flags_that_are_there():
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
+    commands = re.findall(r"`(\./run\.sh[^`\n]*)`", README)
+    commands += [line.partition(" #")[0].strip() for line in blocks.splitlines()]
+    scripts = {word for command in commands for word in command.split() if word.endswith(".py")}
+    assert len(commands) > 10 and "train_gpt.py" in scripts
+    for script in scripts - {"my_idea.py"}:  # the reader makes this copy
+        assert (ROOT / script).exists(), script
+    for command in commands:
+        words = command.split()
+        if words[1:2] in (["tiny"], ["my_idea.py"]):
+            train_gpt.parse_config([word for word in words[1:] if word != "my_idea.py"])
+
+
+def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there():
+    text = re.search(r"^## The file\n(.*?)(?=^## |\Z)", TECHNIQUES, re.M | re.S)[1]
+    titles = re.findall(r"^# -{4} (.+?) -{4,}$", train_gpt.SOURCE, re.M)
+    assert re.findall(r"^- \*\*(.+?)\*\*", text, re.M) == titles and len(titles) > 10
+    entries = re.split(r"^- ", text, flags=re.M)[1:]
+    sources = re.split(r"^# -{4} .+? -{4,}$", train_gpt.SOURCE, flags=re.M)[1:]
+    for title, entry, source in zip(titles, entries, sources, strict=True):
+        names = re.findall(r"`(\w+)`", entry)
+        missing = [n for n in names if not re.search(rf"^((def|class) {n}\b|{n} =)", source, re.M)]
+        assert names and not missing, (title, missing)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_picture_is_there(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if target.startswith(("https://", "../blob")):
+            continue
+        path, _, title = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if title:
+            heads = re.findall("^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert title in slugs, target
+
+
+def test_what_tiny_predicts_is_counted_in_the_table_of_techniques():
+    """A technique of the record agrees with upstream if the loss rises without it."""
+    rows = re.findall(r"^`\[([\w-]+)\]` \|(.*)", TECHNIQUES, re.M)
+    other_way = ("costs", "adding all five", "no longer window")  # cells about something added
+    agrees = []
+    for tag, row in rows:
+        worth = re.search(r"\[([+-][\d.]+)±", row)
+        if worth and tag not in ("key-start", "pointer"):  # these are not the record's
+            is_worth = not any(words in row for words in other_way)
+            agrees.append(is_worth and float(worth[1]) > 0)
+    assert f"For {sum(agrees)} of {len(agrees)} the sign is that of upstream" in prose(README)
+    assert f"all {len(rows)} techniques with their sources" in prose(README)
+
+
+def test_the_race_with_nanogpt_is_that_of_its_page():
+    race = prose((ROOT / "records/other/nanogpt/README.md").read_text(encoding="utf-8"))
+    pattern = (
+        r"reached \*\*(\S+)\*\* nats per byte after \*\*(\d+) CPU seconds\*\* of training; `tiny` "
+        r"passes \S+ after \*\*(\d+)\*\*"
+    )
+    loss, theirs, ours = re.search(pattern, race).groups()
+    sentence = (
+        f"it reached {loss} nats per byte after {theirs} CPU seconds of training, and `tiny` "
+    )
+    assert f"{sentence}passes that after {ours} " in prose(README)
