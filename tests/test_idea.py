@@ -52,11 +52,10 @@ def test_an_edited_copy_stays(place):
     idea.write_copy(["first"])
     idea.write_copy(["first"])
     text = copy.read_text()
-    for edited in text.replace("a4 = 2", "a4 = 4"), text + "x = 1\n", "":
-        copy.write_text(edited)
-        with pytest.raises(idea.Conflict, match="idea_first.py is there, edited or older"):
-            idea.write_copy(["first"])
-        assert copy.read_text() == edited
+    copy.write_text(text + "x = 1\n")
+    with pytest.raises(idea.Conflict, match="idea_first.py is there, edited or older"):
+        idea.write_copy(["first"])
+    assert copy.read_text() == text + "x = 1\n"
 
 
 @pytest.mark.parametrize("words, message", [
