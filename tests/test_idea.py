@@ -78,6 +78,6 @@ def test_patches_are_refreshed_when_the_file_changes(place, capsys):
         idea.copy_of(["first"])
     idea.refresh(BASE.encode())
     assert idea.copy_of(["first"]).decode() == new.replace("a4 = 1", "a4 = 2")
-    assert idea.comment(idea.SHELF / "first.patch") == "# The first idea.\n"
+    assert idea.description(idea.SHELF / "first.patch") == ["The first idea."]
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{name} conflicts with what has changed" for name in ("second", "third")]
