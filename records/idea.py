@@ -39,14 +39,15 @@ def shelf() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHELF.glob("*.patch"))}
 
 
-def comment(patch: Path) -> str:
-    """The lines with which a patch begins, each with a # before it."""
-    return patch.read_text("utf-8", "replace").partition("--- a/")[0]
+def description(patch: Path) -> list[str]:
+    """The lines of the comment with which a patch begins."""
+    comment = patch.read_text("utf-8", "replace").partition("--- a/")[0]
+    return [line.lstrip("# ") for line in comment.splitlines()]
 
 
 def base_of(patch: Path) -> Path | None:
     """The patch that another one was made on top of, if there is one."""
-    found = BASE.search(" ".join(comment(patch).replace("#", " ").split()))
+    found = BASE.search(" ".join(description(patch)))
     if not found:
         return None
     beside = patch.parent / found[1]
@@ -118,7 +119,8 @@ def refresh(old: bytes) -> None:
         if merged is None or base is None:
             print(f"{patch.stem} conflicts with what has changed")
         else:
-            patch.write_bytes(comment(patch).encode() + difference(base, merged))
+            comment = "".join(f"# {line}\n" for line in description(patch))
+            patch.write_bytes(comment.encode() + difference(base, merged))
 
 
 # ---- Copies --------------------------------------------------------------------------------------
@@ -144,8 +146,7 @@ def main(argv: list[str]) -> None:
     names = list(itertools.takewhile(shelf().__contains__, argv))
     if not argv:
         for name, patch in shelf().items():
-            first_line = comment(patch).splitlines()[0]
-            print(f"{name:<18} {first_line.lstrip('# ')}")
+            print(f"{name:<18} {description(patch)[0]}")
     elif argv[0] == "--refresh":
         refresh(subprocess.check_output(["git", "show", f"{argv[1]}:train_gpt.py"], cwd=ROOT))
     elif argv[0] in ("-h", "--help"):

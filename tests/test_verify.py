@@ -212,7 +212,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "NaN": (lambda f: replace_in(f, RESULT, "NON-FINITE: the loss"), "not finite"),
     "resumed": (
         lambda f: replace_in(f, 'resumed": false', 'resumed": true'), "over several processes"),
-    "a byte of the source": (lambda f: replace_in(f, "not exec", "Not exec"), "different sources"),
     "every source": (lambda f: rewrite_all(f, source="#\n"), "not the source that"),
     "stopped early, at its end": (
         lambda f: replace_in(f, "end of schedule", "target reached"), "could have stopped"),
@@ -225,8 +224,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "another jax": (lambda f: rewrite(f, versions={"jax": "0.10.2"}), "different versions: jax"),
     "no environment": (
         lambda f: replace_in(f, "environment .*?\n", ""), "does not state its environment"),
-    "other flags": (lambda f: rewrite(f, argv=FLAGS), "different argv"),
-    "other data": (lambda f: rewrite(f, data=OTHER), "different data"),
     "a variable": (lambda f: rewrite_all(f, environment={"XLA_FLAGS": "--x"}), "XLA_FLAGS is set"),
     "flags in all": (lambda f: rewrite_all(f, argv=FLAGS), "a record is what the file does"),
     "a GPU on tiny": (lambda f: rewrite_all(f, devices=["NVIDIA H100"]), "not the track's devices"),
@@ -236,7 +233,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
         lambda f: rewrite_all(f, config=dict(val_T=256)), "sequences of 256 tokens, not 1,024"),
     "a larger model": (
         lambda f: rewrite_all(f, parameters={"a": 5_000_000, "b": 1}), "5,000,001 parameters"),
-    "less validation": (lambda f: rewrite_all(f, config=dict(val_tokens=8)), "validated on 8"),
     "one left out": (lambda f: log(f).unlink(), "planned 5 runs with 5 seeds, found 4"),
     "seeds to choose from": (
         lambda f: write_plan(f, [*SEEDS, 7], n=5), "planned 5 runs with 6 seeds, found 5"),
@@ -248,7 +244,6 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "a renamed log": (lambda f: log(f).rename(f / "logs" / "r.txt"), "name does not give the time"),
     "finished, then thrown away": (throw_away, "had its final loss: it counts"),
     "a margin of luck": (raise_losses, "p = 0.0297 for a mean below 1.49, and it takes p < 0.01"),
-    "equal losses": (lambda f: rewrite_all(f, loss=1.46), "do not vary, so there is no p-value"),
 }  # fmt: skip
 
 
@@ -302,10 +297,8 @@ def test_nothing_to_judge(tmp_path):
         verify.judge(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "encoding, output, status", [("ascii", "| cat", 0), ("utf-8", ">/dev/full", 2)]
-)
-def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, status):
+@pytest.mark.parametrize("output, status", [("| cat", 0), (">/dev/full", 2)])
+def test_only_a_report_has_the_status_of_a_verdict(tmp_path, output, status):
     """On every terminal and pipe, without packages; no source is executed. A report that is printed
     nowhere is none, and neither is an error."""
     flag = tmp_path / "executed"
@@ -316,19 +309,8 @@ def test_only_a_report_has_the_status_of_a_verdict(tmp_path, encoding, output, s
         (folder / "plan.json").write_text(plan)
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", f"{sys.executable} -S {verify.__file__} . {output}"],
-            cwd=folder, env={"PATH": os.environ["PATH"], "PYTHONIOENCODING": encoding},
-            capture_output=True, encoding=encoding,
+            cwd=folder, env={"PATH": os.environ["PATH"], "PYTHONIOENCODING": "ascii"},
+            capture_output=True, encoding="ascii",
         )  # fmt: skip
         assert done.returncode == right and not flag.exists(), done.stderr
         assert ("## PASS: x" in done.stdout) == (right == 0)
-
-
-def test_one_log_is_judged_as_one_run(tmp_path, capsys):
-    """Without a complete run, they fail."""
-    this, base = [write_ours(tmp_path / name) for name in ("x", "y")]
-    status, text = judged(capsys, log(this))
-    assert status == 1 and "| runs | 1 |" in text
-    assert "1 complete run, so there is no p-value" in text
-    for path in (this / "logs").iterdir():
-        path.write_text(path.read_text().replace("RESULT", "INTERRUPTED"))
-    assert "no complete run, so there is no p-value" in fails(capsys, this, base)
