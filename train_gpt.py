@@ -288,8 +288,8 @@ class Config:
         return math.ceil(self.ngram_capacity * len(self.ngrams) * T)
 
     def validates_before(self, step: int) -> bool:
-        """Whether the run validates before this step."""
-        return step % self.val_every == 0 or step == self.total_steps
+        """Whether the run validates before this step: it does not before the first."""
+        return (step > 0 and step % self.val_every == 0) or step == self.total_steps
 
     def value_tables(self) -> list[int]:
         """Numbers of the value tables."""
