@@ -47,20 +47,12 @@ FITS = {
         ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 32.5, 2: 24.5, 4: 21.0, 8: 19.0}),
     ),
 }
-# GB of tokens and weights, and what plan says. The minutes are estimates: no GPU has run a preset.
+# GB of tokens and weights, of memory, and minutes, which are estimates: no GPU has run a preset.
 NEEDS = {
-    "record": (
-        4.1,
-        "34.5 GB of one device, 22 of each of eight, less with flags; a checkpoint of 9.6 GB; 2 to "
-        "5 minutes to compile; an H100 trains 15, A100 30, RTX 4090 55; 8 an eighth (estimate)",
-    ),
-    "medium": (
-        8.3,
-        "67 GB of one device, 48.5 of each of eight, less with flags; a checkpoint of 11.5 GB; 5 "
-        "to 12 minutes to compile, 26 to train on eight H100s (estimates)",
-    ),
-    "small": (0.6, "5.3 GB of a device; nobody knows the minutes, on a CPU a day and more"),
-    "tiny": (0.03, "1.4 GB of RAM and, on a CPU, one to two minutes with all that comes before"),
+    "record": (4.1, "22 GB of each of 8 devices, 34.5 of one", "2 on 8 H100s, 15 on one"),
+    "medium": (8.3, "48.5 GB of each of 8 devices, 67 of one", "26 on 8 H100s"),
+    "small": (0.6, "5.3 GB of one device", "nobody knows how many"),
+    "tiny": (0.03, "1.4 GB of RAM", "1 to 2 with all that comes before, on a CPU"),
 }
 
 
@@ -169,7 +161,7 @@ def tpus() -> list[Device]:
 # ---- The command line ----------------------------------------------------------------------------
 def plan(machine: Machine, preset: str) -> str:
     """Three lines on what ./run.sh PRESET does on a machine, and what that takes."""
-    size, needs = NEEDS[preset]
+    size, memory, minutes = NEEDS[preset]
     count = len(machine.devices)
     names = "no GPU or TPU that JAX can use"
     if count:
@@ -179,7 +171,7 @@ def plan(machine: Machine, preset: str) -> str:
     return (
         f"machine  {names}; packages for {machine.wheels}\n"
         f"run      {preset} {does}; ./run.sh alone trains {machine.preset}, as {machine.why}\n"
-        f"needs    {DISK[machine.wheels] + size:.1f} GB of disk; {needs}"
+        f"needs    {DISK[machine.wheels] + size:.1f} GB of disk; {memory}; minutes: {minutes}"
     )
 
 
