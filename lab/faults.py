@@ -4,7 +4,7 @@
     .venv/bin/python lab/faults.py window evals/loss.py  those whose name or file contains a word
     .venv/bin/python lab/faults.py --out FILE            also writes a log
 
-This finds faults that no test catches: of mathematics, data, the judge and resume. At most 120 are
+This finds faults that no test catches: of mathematics, data, the judge and resume. At most 130 are
 there, without those that would only change a number of the golden tests. It takes half an hour, so
 it is not part of the suite, and .github/workflows/faults.yml runs it every week. The exit status is
 1 if a fault survived, or if a test fails without any fault.

@@ -12,15 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import train_gpt
-from lab.tests.tools import (
-    bank_matrices,
-    make_mesh,
-    ngram_rows,
-    noise,
-    place_on,
-    sequences,
-)
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
+from tests.tools import bank_matrices, make_mesh, ngram_rows, noise, place_on, sequences
 
 
 def start(module, c, devices: int) -> tuple:

@@ -13,18 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import train_gpt
+from lab.tests.ideas_head_checks import with_one_layer
 from lab.tests.ideas_record92_checks import one_step
-from lab.tests.tools import ROOT, ngram_rows, noise, sequences, whole_weights
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
 from tests import law
+from tests.tools import ROOT, ngram_rows, noise, sequences, whole_weights
 
 VOCABULARY = ROOT / "tests/gpt2_vocab.bpe.xz"  # GPT-2's merges
-
-
-def one_layer(module, c):
-    """The config with a single layer, which compiles faster."""
-    layers = (module.Layer(module.SHORT, ngram=True),)
-    return dataclasses.replace(c, layers=layers, mudd_head=())
 
 
 # ---- normalised_ids ------------------------------------------------------------------------------
@@ -101,7 +96,7 @@ def check_trigrams(module, c) -> None:
     assert sum(x.size * x.dtype.itemsize for x in arrays) < 8 * 9e9  # on each of eight GPUs: 9 GB
     assert "ngram" not in state.waiting_grads
 
-    c = dataclasses.replace(one_layer(module, c), adam_every=2)
+    c = dataclasses.replace(with_one_layer(module, c), adam_every=2)
     before, after, row = one_step(module, c)
     _, plain, _ = one_step(train_gpt, c)
     grad = plain.waiting_grads["ngram"]
@@ -196,7 +191,7 @@ def check_document_copies(module, c) -> None:
     starts_BT = (tokens_BT == c.eot) | (np.arange(tokens_BT.shape[1]) == 0)
     np.testing.assert_array_equal(match_BT == 0, starts_BT)
 
-    c = one_layer(module, c)
+    c = with_one_layer(module, c)
     tokens_BS = law.text(c, T=127, count=8)
     tokens_BT = jnp.asarray(tokens_BS[:, :-1])
     w = ngram_rows(whole_weights(c), tokens_BT, c)

@@ -8,24 +8,9 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from lab.tests.tools import make_mesh, place_on, sequences
-
-
-def losses_and_weights(module, c) -> list:
-    """The losses of three steps, and the weights after them."""
-    mesh = make_mesh(1)
-    state = module.make_state(c, mesh)
-    program = module.compile_train_step(0, True, c, mesh)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    losses = []
-    for step, row in enumerate(module.schedule(c)):
-        tokens = sequences(c, c.sequence_length(0), seed=step)
-        state, loss = program(state, place_on(mesh, tokens), jax.device_put(row, everywhere))
-        losses.append(loss)
-    return jax.tree.leaves(jax.tree.map(np.asarray, (losses, state.params)))
+from lab.tests.tools import train
 
 
 def check_other_devices(module, c) -> None:
@@ -53,9 +38,7 @@ def check_other_devices(module, c) -> None:
     layers = tuple(train_gpt.Layer(**vars(layer)) for layer in c.layers)
     stages = tuple(train_gpt.Stage(**vars(stage)) for stage in c.stages)
     as_it_is = train_gpt.Config(**values | {"layers": layers, "stages": stages})
-    others = losses_and_weights(train_gpt, as_it_is)
-    for got, want in zip(losses_and_weights(module, c), others, strict=True):
-        np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, train(module, c), train(train_gpt, as_it_is))
 
 
 def check_fused_mlp(module, c) -> None:

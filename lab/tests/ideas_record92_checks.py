@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.tests.record92 import frozen
-from lab.tests.tools import make_mesh, noise, place_on, sequences
 from records.upstream92.golden_r92 import GOLDEN, META, normal, relative
+from tests.tools import make_mesh, noise, place_on, sequences
 
 STEPS = 1194  # of record 92's run
 

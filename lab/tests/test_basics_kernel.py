@@ -19,13 +19,6 @@ SOURCE = Path(kernel.__file__).read_text(encoding="utf-8")
 interprets = pytest.mark.skipif(not CAN_INTERPRET, reason="this version of JAX has no interpreter")
 
 
-@pytest.mark.skipif(CAN_INTERPRET, reason="this version of JAX has an interpreter")
-def test_an_older_jax_gets_one_line(tmp_path):
-    done = basic(tmp_path, "kernel")
-    line = f"kernel.py needs jax 0.12, and so Python 3.12; this is jax {jax.__version__}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
-
-
 @interprets
 @pytest.mark.parametrize("wait, first, second", [
     ("barrier_wait", "copy_gmem_to_smem(a_g", "copy_gmem_to_smem(a_g"),

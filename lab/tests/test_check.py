@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import train_gpt
-from lab import check, check_kernels, profile
+from lab import check, check_kernels
 from lab.check_kernels import ATTEMPTS
 
 C = dataclasses.replace(check.SMALL, attention="band")
@@ -133,15 +133,3 @@ def test_a_kernel_that_aborts_stops_nothing_else(monkeypatch, tmp_path, capfd):
     assert facts["failed"] == [name for name in ATTEMPTS if name == "fused_head"]
     assert facts[check_kernels.STEPS]["use"] == "fused_mlp,fused_qkv"  # none with flags
     assert "FAIL  fused_head ended with exit status -6" in capfd.readouterr().out
-
-
-# ---- The profile ---------------------------------------------------------------------------------
-def test_the_trace_has_five_steps(tmp_path, monkeypatch, capsys):
-    """With a step that compiles fast."""
-    step = jax.jit(lambda state, tokens, row: (state + 1, tokens.sum() * row.momentum))
-    monkeypatch.setattr(check, "compile_cycle", lambda c, stage, mesh: [step, step])
-    monkeypatch.setattr(train_gpt, "make_state", lambda *_: jax.numpy.zeros(()))
-    monkeypatch.chdir(tmp_path)
-    profile.main(["tiny", "--seed", "1"])
-    assert "The trace is logs/profile/" in capsys.readouterr().out
-    assert len([*tmp_path.glob("logs/profile/**/perfetto_trace.json.gz")]) == 1

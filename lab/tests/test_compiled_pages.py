@@ -5,7 +5,6 @@ import re
 
 import compile_8xh100
 import compile_kernels
-import compile_simple
 import compile_tpu
 import jax
 import machine
@@ -59,19 +58,6 @@ def test_the_tpu_page_is_of_the_rows_of_fits_and_without_faults():
     text = compile_tpu.PAGE.read_text(encoding="utf-8")
     missing = [name for name in compile_tpu.CHIPS if compile_tpu.heading(name) not in text]
     assert missing == [] and "FAIL" not in text, "python lab/compile_tpu.py renews it"
-
-
-@pytest.mark.parametrize("tool, argv", [
-    (compile_8xh100, []), (compile_kernels, []), (compile_tpu, []),
-    (compile_simple, ["muon", "--chip", "h100-8"]),
-])  # fmt: skip
-def test_without_its_compiler_a_tool_names_it(tool, argv, monkeypatch, capsys):
-    monkeypatch.setattr(compile_8xh100, "cudnn_version", lambda: None)
-    monkeypatch.setattr(compile_tpu, "distributions", lambda name: [])
-    with pytest.raises(SystemExit, match="2"):
-        tool.main(argv)
-    shown = capsys.readouterr().err
-    assert compile_8xh100.MISSING in shown or compile_tpu.MISSING in shown
 
 
 def test_a_run_with_an_idea_is_priced_by_the_stages_that_were_compiled():

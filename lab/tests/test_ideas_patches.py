@@ -16,10 +16,10 @@ import idea
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import train_gpt
-from lab.tests.tools import FLOAT32, ROOT, import_source, make_mesh, place_on, sequences
+from lab.tests.tools import import_source, train
+from tests.tools import FLOAT32, ROOT
 
 PATCHES = idea.shelf()
 README = (idea.SHELF / "README.md").read_text(encoding="utf-8")
@@ -94,28 +94,13 @@ def small(module: ModuleType, **changes):
     return module.fit_kernels(jax.devices()[0], c)
 
 
-def three_steps(module: ModuleType, c, devices: int) -> list[float]:
-    """The losses of three steps."""
-    mesh = make_mesh(devices)
-    keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(3)]
-    programs = {key: module.compile_train_step(*key, c, mesh) for key in dict.fromkeys(keys)}
-    state = module.make_state(c, mesh)
-    losses = []
-    for step, row in enumerate(module.schedule(c)):
-        tokens = sequences(c, c.sequence_length(c.stage_at(step)))  # the same in every step
-        row = jax.device_put(row, NamedSharding(mesh, PartitionSpec()))
-        state, loss = programs[keys[step]](state, place_on(mesh, tokens), row)
-        losses.append(float(loss))
-    return losses
-
-
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_trains_alike_on_1_and_8_devices(name):
     module = load(name)
     c = small(module, adam_every=module.PRESETS["record"].adam_every)
-    losses = three_steps(module, c, 1)
-    assert losses[2] < losses[0], losses
-    np.testing.assert_allclose(three_steps(module, c, 8), losses, rtol=1e-5)
+    losses, _ = train(module, c)
+    assert len(losses) == 3 and losses[2] < losses[0], losses
+    np.testing.assert_allclose(train(module, c, devices=8)[0], losses, rtol=1e-5)
 
 
 def checks() -> dict:

@@ -8,13 +8,11 @@ import tomllib
 from pathlib import Path
 
 import idea
-import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lab.tests.interpreted import CAN_INTERPRET, interpreter, load
-from lab.tests.tools import UPSTREAM92, make_mesh, place_on, sequences
+from lab.tests.tools import UPSTREAM92, train
 from train_gpt import LONG, SHORT, Layer, Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -94,17 +92,8 @@ def losses(kernels: str, fp8: int) -> list[float]:
     model = dict(layers=layers, stages=stages, kernels=kernels, mlp_fp8=fp8, qkv_fp8=fp8)
     model |= dict(logits_fp8=int(fp8 == 2))
     c = dataclasses.replace(module.PRESETS["record"], **SMALL | model)
-    mesh = make_mesh(1)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    found = []
     with interpreter():
-        program = module.compile_train_step(0, True, c, mesh)
-        state = module.make_state(c, mesh)
-        for step, row in enumerate(module.schedule(c)):
-            tokens = sequences(c, c.sequence_length(0), seed=step, count=c.batch)
-            state, loss = program(state, place_on(mesh, tokens), jax.device_put(row, everywhere))
-            found.append(float(loss))
-    return found
+        return train(module, c)[0]
 
 
 @interprets
