@@ -50,6 +50,7 @@ class Folder:
     def __init__(self, root: Path):
         self.root = root
         (root / "bin").mkdir()
+        (root / "clones" / root.name).mkdir(parents=True)
         for name in TOOLS:
             (root / "bin" / name).symlink_to(shutil.which(name))
         for name in "run.sh requirements.txt evals/requirements.txt tests/requirements.txt".split():
@@ -64,9 +65,12 @@ class Folder:
         (self.root / "bin" / name).chmod(0o755)
 
     def start(self, *argv: str, **env: str) -> subprocess.Popen:
+        """Types folder/run.sh where CDPATH has another folder of this name."""
         env = {"PATH": str(self.root / "bin"), "VENV": "python3.12"} | env
+        env["CDPATH"] = str(self.root / "clones")
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen([self.root / "run.sh", *argv], env=env, **pipes)
+        command = [f"{self.root.name}/run.sh", *argv]
+        return subprocess.Popen(command, cwd=self.root.parent, env=env, **pipes)
 
     def run(self, words: str = "", status: int = 0, **env: str) -> list[str]:
         """The lines that the fakes have written."""
