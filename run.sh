@@ -15,7 +15,7 @@
 #   ./run.sh test | install | help            runs lint and tests; only installs; prints this
 
 set -euo pipefail
-cd -- "$(dirname -- "$0")"
+CDPATH="" cd -- "$(dirname -- "$0")" # CDPATH may have another clone
 unset PYTHONPATH PYTHONHOME # other packages would come before those of .venv
 python=.venv/bin/python
 

@@ -109,13 +109,13 @@ def mean_attention(q, k, window: int, scale: float, T: int) -> np.ndarray:
 def expect(w: weights.Weights, whole: dict, x: Array, tokens: Array) -> dict[str, Array]:
     """What is expected at each position of x (B, T, D), from tokens (B, T + 1): arrays of Reading
     by name. Losses are those of loss.py. Without a pointer, its softmax includes the padding."""
-    targets_BT = tokens[:, 1:]  # also what each token votes for, if the pointer attends to it
+    targets_BT = tokens[:, 1:]  # also the successor of each token, which the pointer copies
 
     def one(prediction: weights.Prediction, t: Array) -> dict[str, Array]:
         log_p_likely, likely = lax.top_k(prediction.log_p, LIKELY)
         outputs = {"likely": likely, "p": jnp.exp(log_p_likely)}
         if w.c.pointer:
-            # The place with the largest share, of those with the right vote if there are any.
+            # The place with the largest share, of those with the right successor if there are any.
             right_BT = jnp.where(targets_BT == targets_BT[:, t, None], prediction.pointer, 0)
             is_right_B1 = right_BT.max(axis=1, keepdims=True) > 0
             shares_BT = jnp.where(is_right_B1, right_BT, prediction.pointer)

@@ -282,7 +282,7 @@ class Prediction(NamedTuple):
     """What a model expects after one token of each of B texts. V is the vocabulary."""
 
     log_p: Array  # (B, V): log-probabilities of the next token
-    pointer: Array | None  # (B, T): the pointer's attention to the texts; the rest is the sink's
+    pointer: Array | None  # (B, T): the pointer's attention to the texts; the sentinel has the rest
 
 
 def predict(w: Weights, whole: dict, x_BD: Array, tokens_BT: Array, t: Array, q_BE: Array | None,
@@ -290,7 +290,7 @@ def predict(w: Weights, whole: dict, x_BD: Array, tokens_BT: Array, t: Array, q_
     """What is expected after token t. x is the model's normalised output there, q and k are the
     pointer's, for token t and for all tokens. About padding, see head_log_p()."""
     c = w.c
-    alone_BV, slot_B = head_log_p(w, x_BD, whole["head"], padding)
+    alone_BV, share_logit_B = head_log_p(w, x_BD, whole["head"], padding)
     if not c.pointer:
         return Prediction(alone_BV, None)
     labels = w.code.pointer_labels(tokens_BT, c)
@@ -298,17 +298,17 @@ def predict(w: Weights, whole: dict, x_BD: Array, tokens_BT: Array, t: Array, q_
     j_1T = jnp.arange(tokens_BT.shape[1])[None]
     first = (t // c.pointer_band - 1) * c.pointer_band  # of the band before that of t
     visible_1T = (first <= j_1T) & (j_1T < t)
-    scores_B1T, sink_B1, longest_B1 = w.code.pointer_scores(
+    scores_B1T, sentinel_B1, longest_B1 = w.code.pointer_scores(
         q_BE[:, None], labels_t, k_BTE, labels, visible_1T, whole, c
     )
-    weights_BT = jax.nn.softmax(jnp.append(scores_B1T[:, 0], sink_B1, axis=1))[:, :-1]
-    votes_BT = jnp.roll(tokens_BT, -1, axis=1)  # the last token has weight 0
+    weights_BT = jax.nn.softmax(jnp.append(scores_B1T[:, 0], sentinel_B1, axis=1))[:, :-1]
+    successors_BT = jnp.roll(tokens_BT, -1, axis=1)  # the last token has weight 0
     row = jnp.arange(len(x_BD))[:, None]
-    right_BV = jnp.zeros_like(alone_BV).at[row, votes_BT].add(weights_BT)
+    right_BV = jnp.zeros_like(alone_BV).at[row, successors_BT].add(weights_BT)
     every_B1 = weights_BT.sum(axis=1, keepdims=True)
     columns = jnp.broadcast_arrays(right_BV, every_B1, whole["pointer_share"][longest_B1])
     mixed = jax.vmap(w.code.mixed_log_p, in_axes=(1, None, 1), out_axes=1)
-    log_p_BV = mixed(alone_BV, slot_B, jnp.stack(columns, axis=-1))
+    log_p_BV = mixed(alone_BV, share_logit_B, jnp.stack(columns, axis=-1))
     return Prediction(log_p_BV, weights_BT)
 
 
@@ -335,22 +335,23 @@ def target_log_p(w: Weights, whole: dict, x_BTD: Array, tokens_BS: Array, chunk:
 
     def one(position):
         x_D, target = position
-        log_p_V, slot = head_log_p(w, x_D, whole["head"], padding)
-        return log_p_V[target], slot
+        log_p_V, share_logit = head_log_p(w, x_D, whole["head"], padding)
+        return log_p_V[target], share_logit
 
     positions = x_BTD.reshape(-1, w.c.D), targets_BT.reshape(-1)
-    alone_N, slot_N = lax.map(one, positions, batch_size=chunk)
+    alone_N, share_logit_N = lax.map(one, positions, batch_size=chunk)
     log_p_N = alone_N
     if w.c.pointer:
-        votes = w.code.pointer_copies(x_BTD, tokens_BS, whole, w.c)
-        log_p_N = w.code.mixed_log_p(alone_N, slot_N, votes.reshape(len(alone_N), -1))
+        copies = w.code.pointer_copies(x_BTD, tokens_BS, whole, w.c)
+        copies_N3 = copies.reshape(len(alone_N), -1)
+        log_p_N = w.code.mixed_log_p(alone_N, share_logit_N, copies_N3)
     return log_p_N.reshape(targets_BT.shape), alone_N.reshape(targets_BT.shape)
 
 
 def head_log_p(w: Weights, x: Array, head: Array, padding: bool) -> tuple[Array, Array | None]:
     """The log-probabilities (..., V) of the head alone, in float32, and the logit (...) of the
-    pointer's slot, if there is one. x is (..., D). The softmax of a model without [pointer]
-    includes the head's padding in training, and so it does here with padding=True."""
+    copies' share, if the model has a pointer. x is (..., D). The softmax of a model without
+    [pointer] includes the head's padding in training, and so it does here with padding=True."""
     vocab = w.c.vocab
     z = w.code.softcap(jnp.einsum("...D,VD->...V", x, head.astype(x.dtype)))
     summed = z if padding and not w.c.pointer else z[..., :vocab]

@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import cached_hellaswag
 import check
@@ -30,7 +28,7 @@ def run(module, monkeypatch, *argv):
 # ---- source_code.py ------------------------------------------------------------------------------
 def test_the_text_of_tiny_is_the_committed_one(tmp_path, monkeypatch, capsys):
     """A damaged shard is made anew, and nothing is written where all is right. Another text is
-    refused, and not written. There is enough text."""
+    refused, and not written."""
     out = tmp_path / "out"
     run(source_code, monkeypatch, "--out", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -44,14 +42,12 @@ def test_the_text_of_tiny_is_the_committed_one(tmp_path, monkeypatch, capsys):
     assert {name: shards.sha256(out / name) for name in source_code.SHARDS} == source_code.SHARDS
     assert check.check(out) == 0
 
-    texts = [shards.load(out / name) for name in source_code.SHARDS]
     changed = source_code.read_files() | {"optax/extra.py": b"def extra(): pass\n"}
     monkeypatch.setattr(source_code, "read_files", lambda: changed)
     with pytest.raises(SystemExit, match="2"):
         run(source_code, monkeypatch, "--out", tmp_path / "other")
     assert re.fullmatch("source_code: .* optax==0.2.8 .*again\n", capsys.readouterr().err)
     assert not (tmp_path / "other").exists()
-    assert len(texts[0]) < 500 * 8 * 256 < len(texts[0]) + len(texts[1]) and len(texts[2]) > 131_072
 
 
 # ---- check.py ------------------------------------------------------------------------------------
@@ -74,24 +70,15 @@ def write_manifest(data: Path, vocab: int = 257) -> Path:
     return data
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[20] ^= 1  # in the header, where nobody reads
-    path.write_bytes(raw)
-
-
 @pytest.mark.parametrize("change, says", [
     (lambda d: write_shard(d / SECOND, text(2), magic=0), "is no token shard"),
-    (lambda d: os.truncate(d / SECOND, 0), "is no token shard"),
     (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
     (lambda d: write_shard(d / SECOND, text(1)), "has the bytes of x_train_000001.bin"),
-    (lambda d: flip(d / SECOND), r"has sha256 (\w{64}), in MANIFEST.json (?!\1)\w{64}"),
+    (lambda d: write_shard(d / SECOND, text(9)), r"has sha256 \w{64}, in MANIFEST.json \w{64}"),
     (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "is not in MANIFEST.json"),
     (lambda d: write_manifest(d, vocab=256), "has token 256, but a vocabulary of 256"),
     (lambda d: write_manifest(write_shard(d / SECOND, [1, 2]).parent), "has no token 256, which"),
-    (lambda d: (d / SECOND).rename(d / "x_train_000004.bin"), "No such file"),
     (lambda d: ((d / SECOND).unlink(), write_manifest(d)), "it lacks train shard 2, before x_tr"),
-    (lambda d: ((d / "x_val_000000.bin").unlink(), write_manifest(d)), "it has no val shard"),
     (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
     (lambda d: write_shard(d / "x_train_000002 (1).bin", text(9)), "is not called NAME_train_NNNN"),
 ])  # fmt: skip
@@ -104,35 +91,6 @@ def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, 
     with pytest.raises(SystemExit, match="True"):
         run(check, monkeypatch, data)
     assert re.search(says, capsys.readouterr().out)
-
-
-def test_the_tokens_of_a_folder(data, monkeypatch, capsys):
-    assert np.array_equal(shards.tokens(data, "train"), np.concatenate([*map(text, (1, 2, 3))]))
-    assert np.array_equal(shards.tokens(data, "val"), text(0))
-    os.truncate(data / SECOND, 3222)
-    with pytest.raises(SystemExit, match="2"):
-        shards.tokens(data, "train")
-    assert re.search("has 3222 bytes .*check.py .* names the shard\n", capsys.readouterr().err)
-
-
-def test_a_closed_pipe_ends_a_tool_quietly(data):
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, check.__file__, data], stdout=write, stderr=-1)
-    assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "a.bin"
-    parts = [shards.header(3), np.arange(3, dtype="<u2")]
-    assert shards.write(path, parts) == dict(size=1030, sha256=shards.sha256(path))
-    raw = np.array([20240520, 1, 3] + [0] * 253, "<i4").tobytes() + b"\0\0\1\0\2\0"
-    with pytest.raises(ZeroDivisionError):
-        shards.write(path, (bytes(1 // i) for i in (1, 0)))
-    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))  # at the last moment
-    with pytest.raises(KeyboardInterrupt):
-        shards.write(path, [b"other"])
-    assert path.read_bytes() == raw and list(path.parent.iterdir()) == [path]
 
 
 # ---- cached_hellaswag.py -------------------------------------------------------------------------

@@ -12,10 +12,9 @@ import weights
 from safetensors.numpy import load_file
 
 import train_gpt
-from tests.tools import MINI, whole_weights
+from tests.tools import MINI, ROOT, whole_weights
 from train_gpt import Layer
 
-ROOT = Path(train_gpt.__file__).resolve().parent
 TRAIN = ROOT / "train_gpt.py"
 LAST = dataclasses.replace(MINI.layers[-1], paired_heads=True, skip_from=0)
 

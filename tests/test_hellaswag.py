@@ -10,11 +10,9 @@ import cached_hellaswag
 import hellaswag
 import jax
 import numpy as np
-import pyarrow
 import pytest
 import shards
 import weights
-from pyarrow import parquet
 
 import train_gpt
 from tests.test_export import TRAIN
@@ -105,10 +103,3 @@ def test_weights_with_nan_get_no_score(its, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         call(monkeypatch, w, its.file)
     assert "computes numbers that are not finite" in capsys.readouterr().err
-
-
-def test_parquet_is_read(its, tmp_path):
-    rows = [row | dict(label=str(row["label"])) for row in ROWS]  # as the hub has it
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    examples = [*cached_hellaswag.read(its.file)]
-    assert [*cached_hellaswag.read(tmp_path / "x.parquet")] == examples and len(examples) == 7

@@ -138,10 +138,7 @@ def test_the_text_is_escaped_and_complete(made):
             nats = made.data["sequences"][int(sequence) - 1]["loss"][int(number) - 1]
             assert int(color[2:]) == sum(nats >= level for level in look.LEVELS)
     pieces = [b"a", b"\xe2", b"\x82", b"\xac", b"\xff", b"\n", b" \xc3", b"\xa9x", b"\x00"]
-    more = look.MORE
-    assert look.token_texts(pieces) == ["a", "€", more, more, "\\xff", "\n", " é", "x", "\\x00"]
-    names = [look.token_name(piece) for piece in (b" the\n", b"\xe2\x82", b"\x07", b"\xc3\xa9")]
-    assert names == ["␣the↵", "bytes E2 82", "\\x07", "é"]
+    assert look.token_texts(pieces) == ["a", "€", "⁺", "⁺", "\\xff", "\n", " é", "x", "\\x00"]
 
 
 def test_the_page_of_a_model_that_does_not_copy_and_of_an_own_text(tmp_path, monkeypatch, capsys):
@@ -158,28 +155,14 @@ def test_the_page_of_a_model_that_does_not_copy_and_of_an_own_text(tmp_path, mon
     assert "128 tokens of the beginning of text, in sequences of 64" in page
 
 
-def test_the_curve_has_all_losses_and_stages():
-    run = runs.read(LOG)
-    c = train_gpt.PRESETS["tiny"]
-    svg = look.curve(run, SimpleNamespace(c=c, result={"target": 1.38}))
-    assert svg.count('class="batch"') == len(run.training) > 9
-    assert svg.count('class="stage"') == len(c.stages) and svg.count('class="target"') == 1
-    heights = [float(y) for y in re.findall(r'<circle class="validation" cx="\S+" cy="(\S+)"', svg)]
-    assert len(heights) == len(run.validations)
-    order = np.argsort([v.loss for v in run.validations])
-    assert np.all(np.diff(np.array(heights)[order]) < 0)
-
-
-# Points at a token, moves by keys, closes; then writes what the panel showed into the document.
+# Points at a token and moves by a key; then writes what the panel showed into the document.
 EVENTS = """<script>
 const seen = [];
-const note = () => seen.push([active?.span.id, panel.innerText, lines.children.length]);
-const key = (name) => text.dispatchEvent(new KeyboardEvent("keydown", {key: name, bubbles: true}));
+const note = () => seen.push([active.span.id, panel.innerText, lines.children.length]);
 document.getElementById("1-%d").dispatchEvent(
   new PointerEvent("pointerover", {pointerType: "mouse", bubbles: true})); note();
-text.focus(); key("ArrowRight"); note();
-key("Escape"); note();
-document.getElementById("2-0").click(); note();
+text.focus();
+text.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true})); note();
 document.body.dataset.seen = JSON.stringify(seen);
 </script>"""
 
@@ -191,15 +174,13 @@ def test_a_browser_shows_the_numbers(made, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(made.page + EVENTS % t)
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
-    flags += "--disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
-    flags += f" --window-size=1200,900 --user-data-dir={tmp_path}/user {path.as_uri()}"
+    flags += "--virtual-time-budget=5000 --dump-dom --window-size=1200,900 "
+    flags += f"--user-data-dir={tmp_path}/user {path.as_uri()}"
     command = ["chromium", *flags.split()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     seen = json.loads(html.unescape(re.search('data-seen="([^"]*)"', dom)[1]))
-    pointed, moved, closed, beginning = seen
-    assert pointed[0] == f"1-{t}" and moved[0] == f"1-{t + 1}" and closed[0] is None
-    assert "nothing predicts" in beginning[1]
-    for (_, panel, lines), at in (pointed, t - 1), (moved, t):
+    assert [name for name, _, _ in seen] == [f"1-{t}", f"1-{t + 1}"]
+    for (_, panel, lines), at in zip(seen, (t - 1, t), strict=True):
         panel = re.sub(r"\s+", " ", panel)
         nats = sequence["loss"][at]
         assert f"loss {nats:.3f} nats, {nats / np.log(2):.3f} bits" in panel

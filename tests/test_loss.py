@@ -133,7 +133,6 @@ def test_bits_are_per_byte_of_the_text(run, monkeypatch, call):
 
 @pytest.mark.parametrize("message, argv", [
     ("1500 tokens, not 1501", "{run} --T 750 --tokens 1500"), ("--T at 2", "{run} --T 1"),
-    ("--L begin at 0", "{run} --L -1"), ("--tokens at one sequence", "{run} --tokens 63"),
     ("no *_val_*.bin", "{here}"), ("not a complete shard", "{here}/cut.bin"),
     ("has token 50256 and 2 documents, but the model knows 257 tokens", "{here}/gpt2.bin"),
     ("has token 199 and 0 documents", "{here}/no_eot.bin"), ("no token shard", "typo.bin"),
