@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.tools import basic, text, write_shard
 
 SMALL = gpt2.Config(L=3, H=2, D=32, T=24, V=61, compute="float32")
-SAVED = Path(__file__).with_name("gpt2_by_transformers")  # made by gpt2_fixture.py
+SAVED = Path(__file__).with_name("gpt2_by_transformers")  # losses.json has its versions
 FEWER = "L=6, H=2, D=128, T=256", "L=2, H=2, D=64, T=64"  # a smaller model
 
 
