@@ -1,18 +1,10 @@
-"""basics/data_parallel.py runs, sees planted faults, and its exercises have these answers."""
+"""The exercises of basics/data_parallel.py have these answers."""
 
 import jax
 import numpy as np
 from data_parallel import SPECS, by_hand, loss_and_grads, loss_sum, make
 from jax import lax
 from jax.sharding import AxisType
-
-from tests.tools import basic
-
-
-def test_it_runs(tmp_path):
-    run = basic(tmp_path, "data_parallel")
-    assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.count("ok   ") == 5 and "WRONG" not in run.stdout
 
 
 def assert_right(function):

@@ -89,6 +89,8 @@ def imported_rooms(path: Path, modules: dict[str, str]) -> set[str]:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
             first = name.partition(".")[0]
+            if (path.parent / f"{first}.py").is_file():  # muon is in two rooms
+                continue
             room = first if first in (*FLOORS, "lab") else modules.get(first)
             if room:
                 rooms.add(room)

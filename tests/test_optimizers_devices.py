@@ -1,5 +1,5 @@
-"""The optimizer benchmark on 1, 2, 4 and 8 simulated devices: first values and losses are the
-same in float32, and every device has its share of the parameters, of the state and of the batch."""
+"""The optimizer benchmark on 1, 2, 4 and 8 simulated devices: losses are the same in
+float32, and every device has its share of the parameters, of the state and of the batch."""
 
 import dataclasses
 import functools
@@ -21,7 +21,6 @@ SIZE = dataclasses.replace(
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 50, (STEPS + 1) * SIZE.batch * SIZE.T + 1)
 OPTIMIZERS = {"muon": muon.optimizer, "adamw": simple.optimizer}
-RUNS = [("muon", 1), ("muon", 8), ("adamw", 1), ("adamw", 8)]
 
 
 def make_mesh(devices: int) -> Mesh:
@@ -44,46 +43,26 @@ def random_params() -> dict[str, np.ndarray]:
 @functools.cache
 def run(name: str, devices: int) -> SimpleNamespace:
     """A run from random_params(): its losses, of which the last is the validation program's; the
-    first values that the optimizer's program makes of seed 5; the parameters and the state at the
-    end; and the text of the training program."""
+    parameters and the state at the end; and the text of the training program."""
     mesh = make_mesh(devices)
     start = random_params()
     tx = OPTIMIZERS[name](start, STEPS)
     begin, step, validation = simple.compile_programs(tx, SIZE, mesh)
-    first, state = begin(5)
+    _, state = begin(5)
     params = jax.device_put(start, simple.shardings(start, mesh))
     losses = []
     for i in range(STEPS):
         params, state, loss = step(params, state, batch(i, mesh))
         losses.append(float(loss))
     losses.append(float(validation(params, state, batch(STEPS, mesh))))
-    first = jax.tree.map(np.asarray, first)
-    return SimpleNamespace(
-        losses=losses, first=first, params=params, state=state, text=step.as_text()
-    )
+    return SimpleNamespace(losses=losses, params=params, state=state, text=step.as_text())
 
 
-@functools.cache
-def loss_by_hand() -> float:
-    """The mean over the sequences of the first batch, of which each is alone."""
-    mesh = make_mesh(1)
-    loss = jax.jit(simple.mean_loss, static_argnums=(2, 3))
-    sequences = batch(0, mesh).reshape(SIZE.batch, 1, SIZE.T + 1)
-    return float(np.mean([loss(random_params(), one, SIZE, mesh) for one in sequences]))
-
-
-@pytest.mark.parametrize("name, devices", RUNS)
-def test_losses_are_the_same(name, devices):
-    losses = run(name, devices).losses
-    assert losses[0] == pytest.approx(loss_by_hand(), rel=1e-6)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_losses_are_the_same(name):
+    losses = run(name, 8).losses
     np.testing.assert_allclose(losses, run(name, 1).losses, rtol=1e-5)
     assert losses[-1] < losses[0] - 0.1
-
-
-def test_first_values_are_the_same():
-    one = run("muon", 1).first
-    for name, param in run("muon", 8).first.items():
-        np.testing.assert_array_equal(param, one[name], err_msg=name)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

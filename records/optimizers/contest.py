@@ -1,6 +1,6 @@
 """Puts a contestant's file into train_gpt_simple.py, in place of its section "Optimizer".
 
-It executes nothing, and needs no packages. run.py checks what the functions of a contestant do.
+It executes nothing, and needs no packages. run.py checks the shapes of what a contestant makes.
 """
 
 import ast

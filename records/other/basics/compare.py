@@ -26,7 +26,7 @@ Curve = dict[int, float]  # tokens -> validation loss
 
 def read(log: runs.ArchivedLog) -> tuple[dict, Curve]:
     """A log of gpt2.py: its flags, its curve."""
-    text = log.read_text(encoding="utf-8")
+    text = log.read_bytes().decode()
     found = re.findall(r"^step:\d+/\d+ tokens:(\d+) val_loss:(\S+) ", text, re.M)
     flags = ast.literal_eval(re.search(r"^gpt2\.py (\{.*\})$", text, re.M)[1])
     return flags, {int(tokens): float(loss) for tokens, loss in found}
