@@ -76,7 +76,7 @@ LAYERS = (
     Layer(SHORT, paired_heads=True, value_table=0),
     Layer(LONG, key_offset=True, head_gate=True, ngram=True, attend_to=0, new_gates=True),
 )
-STAGES = (Stage(8, 256, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),)
+STAGES = (Stage(4, 256, short=8, long=24, max_doc=0, lr=1.0, targets=(1.0, (0.5, 0.0))),)
 SMALL = dict(D=256, H=2, F=512, R=8, vocab=257, eot=256, ngram_buckets=512, batch=1, microbatch=1)
 SMALL |= dict(head_chunk=256, dc_window=12, val_T=256, val_tokens=2048, prefixes="", seed=5)
 SMALL |= dict(ngram_capacity=1.0, attention="band", adam_every=1)
