@@ -97,7 +97,7 @@ def small(module: ModuleType, **changes):
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_trains_alike_on_1_and_8_devices(name):
     module = load(name)
-    c = small(module)
+    c = small(module, adam_every=module.PRESETS["record"].adam_every)
     losses, _ = train(module, c)
     assert len(losses) == 3 and losses[2] < losses[0], losses
     np.testing.assert_allclose(train(module, c, devices=8)[0], losses, rtol=1e-5)
