@@ -41,6 +41,7 @@ install() { # install FILE
 tool="" packages=""
 case ${1:-} in
   help | -h | --help) sed -n "2,/^set/s/^# \{0,1\}//p" run.sh && exit ;;
+  basics/*.py) tool=$1 packages=evals/requirements.txt ;;
   "" | -* | *.py | record | medium | small | tiny | record92) ;;
   loss | look | hellaswag | export) tool=evals/$1.py packages=evals/requirements.txt ;;
   pack | plot) tool=records/$1.py packages=evals/requirements.txt ;;
@@ -53,8 +54,7 @@ case ${1:-} in
   install) tool="run/machine.py plan" ;;
   basics)
     [ $# -gt 1 ] || exec grep "^## .*py: " basics/README.md
-    shift
-    tool=basics/$1.py packages=evals/requirements.txt
+    exec ./run.sh "basics/$2.py" "${@:3}"
     ;;
   plan)
     [ -x $python ] || python=${PYTHON:-python3}
