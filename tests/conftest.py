@@ -19,6 +19,10 @@ if int(version("jax").split(".")[1]) < 11:  # later versions abort at the first 
         "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
         "--xla_cpu_experimental_ynn_fusion_type="  # it computes some sums wrong
     )
+# glibc keeps the memory of large arrays for the next ones, in processes that start from here on.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "268435456")
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "33554432")
+os.environ.setdefault("MALLOC_TOP_PAD_", "16777216")
 # All workers and processes share compiled programs, and so does the next run of the suite.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -32,7 +36,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(50_000, 20, 100)  # tracing makes many objects and little garbage
 
 # The longest files: if a worker began one of them last, the other workers would wait for it.
-LONG_FILES = "hosts golden resume run devices tweaks basics_gpt2".split()
+LONG_FILES = "hosts golden resume run devices basics_gpt2".split()
 
 
 def pytest_collection_modifyitems(items):

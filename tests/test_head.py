@@ -88,14 +88,6 @@ def test_the_gradients_are_as_fine_in_a_larger_batch():
         np.testing.assert_array_equal(a, n * np.asarray(b))
 
 
-def test_chunks_change_nothing():
-    given = operands("float32")
-    one = ours(*given, F32)
-    other = ours(*given, dataclasses.replace(F32, head_chunk=4))
-    for a, b in zip(one, other, strict=True):
-        assert relative(a, b) < 1e-6
-
-
 def test_the_gradient_of_a_share_of_the_loss_is_that_share():
     *given, shares = operands("float32")
 

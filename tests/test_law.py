@@ -37,14 +37,8 @@ def mixture(tokens_BT: np.ndarray, fault: str = "") -> np.ndarray:
     return (p_lm_BTV * (1 - MASS * (1 - sink_BT1)) + MASS * p_copy_BTV).astype("f4")
 
 
-def summed_loss(tokens_BS: np.ndarray) -> float:
-    """-log p of the mixture."""
-    p_BTV = mixture(tokens_BS[:, :-1])
-    return -np.log(np.take_along_axis(p_BTV, tokens_BS[:, 1:, None], axis=2)).sum()
-
-
 def test_a_mixture_that_is_right_passes():
-    law.check(mixture, TOKENS_BS, C.vocab, summed_loss)
+    law.check(mixture, TOKENS_BS, C.vocab)
 
 
 @pytest.mark.parametrize("fault, message", [
@@ -55,10 +49,3 @@ def test_a_mixture_that_is_right_passes():
 def test_planted_faults_are_found(fault, message):
     with pytest.raises(AssertionError, match=message):
         law.check(lambda tokens_BT: mixture(tokens_BT, fault), TOKENS_BS, C.vocab)
-
-
-def test_another_loss_and_a_constant_are_found():
-    with pytest.raises(AssertionError, match="-log p adds up to"):
-        law.check(mixture, TOKENS_BS, C.vocab, lambda tokens_BS: 1.01 * summed_loss(tokens_BS))
-    with pytest.raises(AssertionError, match="nothing depends on"):
-        law.check(lambda tokens: np.full((*tokens.shape, 17), 1 / 17, "f4"), TOKENS_BS, C.vocab)

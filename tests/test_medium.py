@@ -5,7 +5,6 @@ import math
 import pytest
 
 import train_gpt
-from train_gpt import LONG
 
 MEDIUM = train_gpt.PRESETS["medium"]
 BLOCK = 128  # upstream counts windows in blocks of so many positions
@@ -53,17 +52,3 @@ def test_the_model_has_the_parameters_that_were_counted_by_hand():
         millions[kind if kind in millions else "rest"] += math.prod(param.model_shape) / 1e6
     assert millions == pytest.approx(expected, rel=0.002, abs=0.2)
     assert sum(millions.values()) == pytest.approx(819.9, abs=0.5)
-
-
-def test_layers_are_those_of_the_second_track():
-    """Long windows see the keys of the previous token. Values, skips and the saved source are where
-    pull requests 188 and 261 have them."""
-    layers = MEDIUM.layers
-    assert len(layers) == 16 and all(layer.window for layer in layers)
-    assert [i for i, layer in enumerate(layers) if layer.window == LONG] == [0, 4, 11, 15]
-    assert [layer.key_offset for layer in layers] == [layer.window == LONG for layer in layers]
-    values = [layer.value_table for layer in layers]
-    assert values == [0, 1, 2, 3, 4] + [None] * 6 + [0, 1, 2, 3, 4]
-    assert {i: layers[i].skip_from for i in (9, 10, 11)} == {9: 6, 10: 4, 11: 2}
-    assert [layer.attend_to for layer in layers] == [None] * 12 + [11] * 4
-    assert [name for name, _ in MEDIUM.mudd_head] == "input layer11 layer14 value0 layer4".split()

@@ -111,7 +111,7 @@ def slow_exchange(slots: int, c: train_gpt.Config) -> tuple:
 
 
 @pytest.mark.parametrize("capacity, slots, counts", [
-    (0.02, 2, [8]), (0.08, 5, [1, 2, 4, 8]), (1.0, 58, [8]),
+    (0.02, 2, [8]), (0.08, 5, [1, 4, 8]), (1.0, 58, [8]),
 ])  # fmt: skip
 def test_devices_exchange_the_rows_for_which_there_are_slots(capacity, slots, counts):
     """Other n-grams read zeros, their gradients are dropped, and they are counted."""

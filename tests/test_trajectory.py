@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import train_gpt
 from tests.tools import FLOAT32, make_mesh, make_random_state
@@ -21,7 +20,6 @@ from tests.tools import FLOAT32, make_mesh, make_random_state
 LOSSES = [5.3602, 3.5743, 3.2768]
 
 
-@pytest.mark.quick
 def test_three_steps_of_tiny(tmp_path):
     script = Path(train_gpt.__file__).parent / "data" / "source_code.py"
     subprocess.run([sys.executable, script, "--out", tmp_path], check=True)
