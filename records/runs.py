@@ -31,9 +31,9 @@ POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
 LOSS = re.compile(
     r"step:(\d+)/(\d+) (val|train)_loss:(\d+\.\d+|nan|-?inf) train_time:(\d+)ms( step_avg:\S+)?"
 )
-# What a log states before its first loss. The last two are missing without ./run.sh.
+# What a log states before its first loss. The last three are missing without ./run.sh.
 FACTS = ("versions", "devices", "argv", "seed", "config", "data", "parameters")
-FACTS += ("driver", "environment")
+FACTS += ("driver", "environment", "wheels")
 RESULT = {"reason", "val_loss", "tokens", "train_time_ms", "seed", "steps"}
 COMPLETE = "end of schedule", "target reached"  # how a run ends that has a final loss
 
@@ -261,12 +261,13 @@ def with_result(run: Run, result: dict[str, Any]) -> Run:
 def facts_of_run(stated: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the facts that the class Log of train_gpt.py writes, in this and in earlier versions.
     name is that of the file, which begins with the time. Raises Unreadable if one is missing."""
-    missing = [key for key in FACTS[:-2] if key not in stated]
+    missing = [key for key in FACTS[:-3] if key not in stated]
     if missing:
         raise Unreadable(f"it does not state {', '.join(missing)}")
     if stated["config"]["seed"] != stated["seed"]:
         raise Unreadable("its config has another seed")
     facts = {key: stated.get(key) for key in FACTS}
+    facts["versions"] = facts["versions"] | (facts.pop("wheels") or {})
     facts["config"] = {key: value for key, value in stated["config"].items() if key != "seed"}
     facts["argv"] = without_seed(facts["argv"])
     facts["parameters"] = sum(stated["parameters"].values())

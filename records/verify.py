@@ -42,7 +42,7 @@ NEUTRAL = re.compile(
     "|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_.*|PRODUCT_NAME)|(NCCL|CUDNN)_VERSION"
     "|TF_CPP_MIN_LOG_LEVEL|TPU_SKIP_MDS_QUERY|XLA_CLIENT_MEM_FRACTION|GLIBC_TUNABLES"
 )
-NEUTRAL_XLA_FLAGS = {  # run/launch.py sets them
+NEUTRAL_XLA_FLAGS = {  # run.sh sets them
     "--xla_gpu_first_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_experimental_ynn_fusion_type=",
 }
