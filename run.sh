@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .venv, with uv where it is and else with pip, fetches tokens, and trains.
 #
-#   ./run.sh [PRESET] [--field value ...]     trains record, record92, medium, small or tiny
-#   ./run.sh tiny --help                      lists its values, which are the flags
+#   ./run.sh [PRESET] [--field value ...]     trains record, record92, medium, small or tiny; --help
 #   ./run.sh my_idea.py tiny [--field ...]    trains a copy of train_gpt.py
 #   ./run.sh idea NAME... [PRESET]            trains a copy with ideas of records/ideas/
 #   ./run.sh plan [PRESET]                    says what a run takes here, and installs nothing
@@ -54,7 +53,7 @@ case ${1:-} in
   install) tool="run/machine.py plan" ;;
   basics)
     [ $# -gt 1 ] || exec grep "^## .*py: " basics/README.md
-    exec ./run.sh "basics/$2.py" "${@:3}"
+    exec ./run.sh "basics/${2%.py}.py" "${@:3}"
     ;;
   plan)
     [ -x $python ] || python=${PYTHON:-python3}
@@ -81,6 +80,7 @@ if command -v nvidia-smi >/dev/null || [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ];
 fi
 if [ "$wheels" != cpu ]; then
   [ ! -d .venv/lib/python3.11 ] || refuse "GPUs and TPUs need Python 3.12: rm -r .venv"
+  export XLA_FLAGS="--xla_gpu_first_collective_call_terminate_timeout_seconds=600 ${XLA_FLAGS:-}"
   export JAX_PLATFORMS="${JAX_PLATFORMS:-${wheels%%[0-9]*},cpu}" # else JAX may take the CPU
   export XLA_CLIENT_MEM_FRACTION="${XLA_CLIENT_MEM_FRACTION:-$fraction}"
 fi
@@ -108,7 +108,7 @@ else
   case "$preset $wheels${JAX_PLATFORMS:-} $* " in
     *" -h "* | *" --help "* | *" --data"*) ;;
     "record cpu "* | "record92 cpu "* | "medium cpu "*) refuse "$preset needs a GPU, and $why" ;;
-    tiny*) [ -e data/source_code/MANIFEST.json ] || $python data/source_code.py ;;
+    tiny*) $python data/source_code.py ;; # which also checks what is there
     record*) $python data/cached_fineweb10B.py ;;
     medium*) $python data/cached_fineweb10B.py 24 ;; # training shards
     small*) $python data/cached_fineweb10B.py 1 ;;
