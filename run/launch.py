@@ -287,10 +287,11 @@ def machine_facts(script: ModuleType) -> dict[str, Any]:
     script's folder, where it is the whole of a repository and not a part of one."""
     secret = re.compile("TOKEN|KEY|SECRET|PASS")
     relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLIBC_TUNABLES")
+    home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
     environment = {}
     for name, value in os.environ.items():
         if relevant.match(name) and not secret.search(name):
-            environment[name] = value
+            environment[name] = home.sub("~", value)
     folder = Path(script.__file__).resolve().parent
     git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
     return {
