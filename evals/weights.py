@@ -64,7 +64,8 @@ def parse(cli: argparse.ArgumentParser, has_word: bool = False) -> argparse.Name
     most = 2 if has_word else 1
     if len(words) > most:
         refuse(f"unexpected words: {' '.join(words[most:])}; put quotes around a text")
-    if len(words) == most or (words and (words[0].endswith(".npz") or os.path.isfile(words[0]))):
+    is_file = words and (words[0].endswith(".npz") or os.path.isfile(words[0]))
+    if len(words) == most or (is_file and not words[0].endswith(".bin")):  # a shard is a text
         args.weights = Path(words.pop(0))
     else:
         args.weights = newest()

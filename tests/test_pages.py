@@ -40,7 +40,7 @@ PROMISES = {
     "its record 89, which `record` reproduces": "golden::test_every_gradient",
     "NorMuon updates the matrices": "golden::test_eight_steps_of_the_optimizers",
     "gathers the weights": "devices::test_each_weight_is_sent_once_and_none_is_all_reduced",
-    "in turn, with the same seeds": "compare::test_two_variants_take_turns_with_the_same_seeds",
+    "# in turn, with the same seeds": "compare::test_two_variants_take_turns",
     "five small changes as patches": "tweaks::test_a_patch_runs",
     "`./run.sh idea NAME` trains one": "idea::test_ideas_make_a_copy_that_run_sh_trains",
     "`verify` judges runs": "records::test_a_record_holds",
@@ -85,7 +85,8 @@ def test_commands_name_files_and_flags_that_are_there():
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
     commands = re.findall(r"`(\./run\.sh[^`\n]*)`", README)
     commands += [line.partition(" #")[0].strip() for line in blocks.splitlines()]
-    scripts = {word for command in commands for word in command.split() if word.endswith(".py")}
+    words = [word.split("=")[-1] for command in commands for word in command.split()]
+    scripts = {word for word in words if word.endswith(".py")}
     assert len(commands) > 10 and "train_gpt.py" in scripts
     for script in scripts - {"my_idea.py"}:  # the reader makes this copy
         assert (ROOT / script).exists(), script
