@@ -222,6 +222,7 @@ FAULTS = {  # name: (what changes the folder of runs that hold, what verify.py t
     "fewer tokens in one": (lambda f: rewrite(f, tokens=600), "count different tokens"),
     "another device": (lambda f: rewrite(f, devices=["gpu"]), "different devices"),
     "another jax": (lambda f: rewrite(f, versions={"jax": "0.10.2"}), "different versions: jax"),
+    "another cudnn": (lambda f: rewrite(f, wheels={"cudnn": "9.1"}), "different versions: cudnn"),
     "no environment": (
         lambda f: replace_in(f, "environment .*?\n", ""), "does not state its environment"),
     "a variable": (lambda f: rewrite_all(f, environment={"XLA_FLAGS": "--x"}), "XLA_FLAGS is set"),
