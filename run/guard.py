@@ -5,7 +5,6 @@ after it, and save(). It also reads start, seconds, log_path and facts. A checkp
 logs/RUN/STEP.state: a NumPy archive of raw arrays, with facts of the run as JSON.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import fcntl
@@ -33,7 +32,6 @@ from messages import refuse  # noqa: E402
 
 RUN = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d_[0-9a-f]{8}")  # the name of a run's folder
 STEP = re.compile("[0-9]{7}")  # the name of a checkpoint
-FACTS = "step", "seconds", "log", "identity"  # of a checkpoint
 # SIGHUP: the terminal is closed. The last three are warnings of Slurm and other queues.
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 PATIENCE = 1800  # seconds for what is no step: compiling, validation, checkpoints
@@ -79,15 +77,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """FACTS and arrays of a checkpoint, or of the newest intact one in a folder."""
+    """Facts and arrays of a checkpoint, or of the newest intact one in a folder."""
     for path in reversed([source] if source.is_file() else checkpoints(source)):
         try:
             with np.load(path) as file:
                 if file.zip.testzip():  # np.load compares the checksums only of what it reads whole
                     raise ValueError("a checksum is wrong")
                 arrays = dict(file)
-            facts = json.loads(arrays.pop("facts").item())
-            return {name: facts[name] for name in FACTS}, arrays
+            return json.loads(arrays.pop("facts").item()), arrays
         except Exception as error:
             print(f"warning: {path} is not an intact checkpoint: {error!r}", file=sys.stderr)
     refuse(f"--resume {source}: there is no intact checkpoint (a file .state)")
@@ -144,14 +141,14 @@ class Forgiving:
 
 # ---- The guard -----------------------------------------------------------------------------------
 class Guard:
-    """Protects the one run of a process. options has save_every, resume, force and stall."""
+    """Protects the one run of a process. options has save_every, resume and stall."""
 
     def __init__(self, script: ModuleType, options: Any):
         self.script = script
         self.options = options
         self.checkpoint, self.arrays = {}, {}
         if options.resume:
-            self.checkpoint, self.arrays = load_checkpoint(Path(options.resume))
+            self.checkpoint, self.arrays = load_checkpoint(options.resume)
         # What the run reads.
         self.start = self.checkpoint.get("step", 0)  # the step to begin with
         self.seconds = self.checkpoint.get("seconds", 0.0)  # of training before it
@@ -166,31 +163,26 @@ class Guard:
             threading.Thread(target=self.watch, daemon=True).start()
 
     # -- before the run
-    def compare(self, c: Any, data: list[dict], command: str) -> None:
-        """Compares the run with the checkpoint that it resumes, if there is one. command is how to
-        start the run, without --resume. Exits with status 2 if the run has ended, or if source,
-        flags or tokens have changed; --force 1 makes another run of it, with a new log."""
-        self.identity = identity(self.script, c, data)
-        self.command = command
+    def compare(self, its_identity: dict[str, Any]) -> None:
+        """Compares the run with the checkpoint that it resumes, if there is one. Exits with status
+        2 if the run has ended, or if source, flags or tokens have changed."""
+        self.identity = its_identity
         if not self.checkpoint:
             return
         before = self.checkpoint["identity"]
         changes = []
-        for name in before | self.identity:
-            was, now = before.get(name), self.identity.get(name)
+        for name in before | its_identity:
+            was, now = before.get(name), its_identity.get(name)
             if was != now:
                 changes.append(f"{name} was {was!r:.60}, is {now!r:.60}")
         log = Path(self.checkpoint["log"])
+        if changes:
+            refuse(f"--resume {self.options.resume}: {'; '.join(changes[:5])}")
         if log.exists() and "\nRESULT " in log.read_text(errors="replace"):
-            changes.append(f"the run has ended: {log} has its RESULT")
-        self.facts["resume"] = {"step": self.start, "changed": "; ".join(changes)}
-        if changes and not self.options.force:
-            why = f"--resume {self.options.resume}: {'; '.join(changes[:5])}"
-            refuse(f"{why}; repeat the flags of its run, or add --force 1, which makes another run")
-        if not changes:
-            self.log_path = str(log)
-            self.lock_log(log)
-        print(f"resuming {log} after step {self.start}")
+            refuse(f"--resume {self.options.resume}: the run has ended, {log} has its RESULT")
+        self.log_path = str(log)
+        self.lock_log(log)
+        self.facts["resume"] = {"step": self.start}
 
     def lock_log(self, path: Path) -> None:
         """Makes this process the only one that writes to a log and its checkpoints. Exits with
@@ -256,22 +248,21 @@ class Guard:
         if self.status == self.script.NON_FINITE:
             self.log.line(f"NON-FINITE: the loss, by step {step}")
             sys.exit(self.status)
-        facts = dict(zip(FACTS, (step, seconds, str(self.log.path), self.identity), strict=True))
+        facts = {"step": step, "seconds": seconds, "log": str(self.log.path)}
+        facts["identity"] = self.identity
         path = self.log.path.with_suffix("") / f"{step:07}.state"
         finite = True
-        how = f"to resume: {self.command} --resume {path}"
         try:
             finite = save_checkpoint(state, facts, path)
         except OSError as error:  # the run is worth more than a checkpoint
             self.log.line(f"warning: no checkpoint of step {step}: {error}")
-            how = "there is no checkpoint of it"
         process_allgather(np.int32(0))  # the others wait for the process that writes
         if not finite:
             self.log.line(f"NON-FINITE: a weight, by step {step}")
             sys.exit(self.script.NON_FINITE)
         if self.status:
             name = signal.Signals(self.status - 128).name
-            self.log.line(f"INTERRUPTED by {name} after step {step}; {how}")
+            self.log.line(f"INTERRUPTED by {name} after step {step}; add --resume {path.parent}")
             sys.exit(self.status)
 
     def step_ended(self, loss: jax.Array) -> None:
@@ -307,9 +298,10 @@ class Guard:
             time.sleep(1)
             self.idle += 1
         print(f"No step has ended for {self.limit} s (--stall).", file=sys.stderr)
-        with contextlib.suppress(Exception):  # there may be no screen
+        try:
             faulthandler.dump_traceback(sys.__stderr__)
-        os._exit(1)
+        finally:  # there may be no screen
+            os._exit(1)
 
     def agreed_exit(self, step: int) -> int:
         """The first exit status, or 0. Several processes agree on the largest one every ten steps.

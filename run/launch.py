@@ -15,10 +15,8 @@ import math
 import os
 import re
 import secrets
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,12 +35,13 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "run"), str(ROOT / "data")]
 import machine  # noqa: E402
-from guard import Forgiving, Guard  # noqa: E402
+from guard import Forgiving, Guard, identity  # noqa: E402
 from messages import refuse  # noqa: E402
+from shards import read_manifest  # noqa: E402
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
-MAY_BE_ZERO = "seed R eot pointer save save_every force stall".split()  # of the flags with integers
+MAY_BE_ZERO = "seed R eot pointer save save_every stall".split()  # of the flags with integers
 # The variables in which torchrun, Open MPI and Slurm give a process the number of processes and its
 # rank among them, in the whole run and on its host.
 LAUNCHERS = (
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> NoReturn:
         start_jax()
         weights = train(load_script(Path(argv[0])), argv)
         if weights:
-            show_next(weights, argv[0])
+            print(f"next: ./run.sh look {weights}, or ./run.sh sample {weights}")
     except SystemExit as end:
         status = end.code
     except Exception:
@@ -74,18 +73,6 @@ def main(argv: list[str]) -> NoReturn:
     os._exit(status or 0)
 
 
-def show_next(weights: Path, script: str) -> None:
-    """Says what to do with a run's weights. On a terminal, replaces this process by one that
-    generates text, so that the devices are free for it."""
-    words = [str(weights)] if script == "train_gpt.py" else [str(weights), "--script", script]
-    print(f"next: ./run.sh look {shlex.join(words)}")
-    print(f"next: ./run.sh sample {shlex.join(words)}")
-    if sys.stdout.isatty() and jax.process_count() == 1:
-        os.closerange(3, 4096)  # the new process could not open a device that is still open
-        tool = str(ROOT / "evals/sample.py")
-        os.execv(sys.executable, [sys.executable, tool, *words, "--go_on"])
-
-
 def train(script: ModuleType, argv: list[str]) -> Path | None:
     """Trains with a guard, after all checks. argv are the words of the command line, the script's
     name first. Returns the path of the weights, if they are saved."""
@@ -93,14 +80,11 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     cli.error = refuse
     add = cli.add_argument
     add("--save_every", type=int, default=0, help="steps between checkpoints; 0: none")
-    add("--resume", help="a checkpoint, or a folder, for its newest intact one")
-    add("--force", type=int, default=0, help="1: resume although source, flags or tokens changed")
+    add("--resume", type=Path, help="a checkpoint, or a folder, for its newest intact one")
     add("--stall", type=int, default=300, help="seconds without a step that end the run; 0: never")
     options, words = cli.parse_known_args(argv)
     if {"-h", "--help"} & {*words}:
         cli.print_help()
-    if options.resume == "":  # as of --resume "$unset", which must not begin another run
-        refuse("--resume needs the path of a checkpoint or of a folder")
     preset, c = script.parse_config(words[1:])
     check_values(argv, vars(c) | vars(options))
     set_compilation_cache()  # JAX looks only once, at the first program
@@ -108,26 +92,27 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     added = fit(preset, words)
     c = dataclasses.replace(c, **added)
     devices, fitted = script.fit_devices(c)
-    check_run(script, preset, fitted, devices)
+    check_run(script, fitted, devices)
     shards = script.find_data(c)
     check_documents(script, shards, c)
     data = script.data_facts(shards, c)
+    check_shards(data, Path(c.data))
     if c.seed < 0:
         seed = guard.checkpoint["identity"]["--seed"] if guard.checkpoint else secrets.randbits(31)
         c = dataclasses.replace(c, seed=int(broadcast_one_to_all(np.uint32(seed))))
-    same = script.SOURCE, dataclasses.replace(c, data=""), data, guard.start, options.save_every
-    same += tuple(module.__version__ for module in (jax, np, optax)), jax.local_device_count()
+    its_identity = identity(script, c, data)
+    versions = [module.__version__ for module in (jax, np, optax)]
+    same = its_identity, c.save, options.save_every, guard.start, versions, jax.local_device_count()
     sums = process_allgather(np.uint32(crc32(repr(same).encode())))
     if np.any(sums != sums.flat[0]):
         refuse("the hosts differ in source, flags, tokens, checkpoint, versions or devices")
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
-    added = machine.command_line(added).split()
-    command = ["./run.sh", *words, *added, "--save_every", str(options.save_every)]
-    guard.compare(c, data, shlex.join(command))
-    guard.facts |= machine_facts(script)
+    guard.compare(its_identity)
+    guard.facts |= machine_facts()
     c = dataclasses.replace(fitted, seed=c.seed)
-    return script.run(preset, c, devices, shards, data, [*argv[1:], *added], guard)
+    argv = argv[1:] + machine.command_line(added).split()
+    return script.run(preset, c, devices, shards, data, argv, guard)
 
 
 # ---- What evals/, records/ and lab/ use as well --------------------------------------------------
@@ -152,9 +137,9 @@ def set_compilation_cache() -> None:
 
 def wheels() -> dict[str, str]:
     """Versions of the installed wheels of cuDNN, cuBLAS with cuBLASLt, NCCL and libtpu, by name."""
-    found = {wheel.metadata["Name"]: wheel.version for wheel in importlib.metadata.distributions()}
+    installed = {wheel.name or "": wheel.version for wheel in importlib.metadata.distributions()}
     wanted = re.compile("nvidia-(cudnn|cublas|nccl)|libtpu")
-    return {name: found[name] for name in sorted(filter(wanted.match, filter(None, found)))}
+    return {name: installed[name] for name in sorted(installed) if wanted.match(name)}
 
 
 def start_jax() -> None:
@@ -173,8 +158,6 @@ def start_jax() -> None:
     if coordinator and coordinator != "auto":
         place = {"coordinator_address": coordinator, "num_processes": count, "process_id": rank}
         place["cluster_detection_method"] = "deactivate"
-        if rank == 0:  # JAX would end without a word if the port is taken
-            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     # Several processes on a host take one GPU each, unless the launcher shows only one to each.
     alone = re.match(r"1\b", env.get(names[2], "1"))  # Slurm: "1(x2)" on two nodes
     sees_several = "," in env.get("CUDA_VISIBLE_DEVICES", ",")
@@ -200,12 +183,9 @@ def check_values(argv: list[str], values: dict[str, Any]) -> None:
                 refuse(f"--{name} is at least {least}, and below 2**32: it cannot be {value}")
 
 
-def check_run(script: ModuleType, preset: str, c: Any, devices: list[jax.Device]) -> None:
-    """Exits with status 2 if a large preset would train on a CPU, if cuDNN's attention is wrong, or
-    if the disk has no room for the weights."""
-    on_cpu = devices[0].platform == "cpu" and jax.config.jax_platforms != "cpu"
-    if on_cpu and preset in ("record", "medium"):
-        refuse(f"JAX sees only a CPU, but {preset} needs GPUs or TPUs; without: ./run.sh tiny")
+def check_run(script: ModuleType, c: Any, devices: list[jax.Device]) -> None:
+    """Exits with status 2 if cuDNN's attention is wrong, or if the disk has no room for the
+    weights."""
     lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
     if c.attention == "cudnn" and any(T % 128 for T in lengths):
         refuse(
@@ -220,6 +200,15 @@ def check_run(script: ModuleType, preset: str, c: Any, devices: list[jax.Device]
     free = shutil.disk_usage(".").free
     if need > free:
         refuse(f"the weights take {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f}: or --save 0")
+
+
+def check_shards(data: list[dict[str, Any]], folder: Path) -> None:
+    """Exits with status 2 if a shard has not the sha256 of the folder's MANIFEST.json. A bit that
+    was flipped may leave a token that can be."""
+    stated = read_manifest(folder).get("files", {})
+    for shard in data:
+        if shard["sha256"] != stated.get(shard["file"], shard)["sha256"]:
+            refuse(f"{folder / shard['file']} is damaged: its sha256 is not that of MANIFEST.json")
 
 
 def check_documents(script: ModuleType, shards: dict[str, list], c: Any) -> None:
@@ -282,9 +271,9 @@ def attention_errors(script: ModuleType, c: Any) -> list[float]:
 
 
 # ---- Facts for the log ---------------------------------------------------------------------------
-def machine_facts(script: ModuleType) -> dict[str, Any]:
-    """The environment without secrets, versions of wheels, the driver, and the commit of the
-    script's folder, where it is the whole of a repository and not a part of one."""
+def machine_facts() -> dict[str, Any]:
+    """The environment without secrets, versions of wheels, and the driver; "" where none answers
+    within a minute."""
     secret = re.compile("TOKEN|KEY|SECRET|PASS")
     relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLIBC_TUNABLES")
     home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
@@ -292,23 +281,12 @@ def machine_facts(script: ModuleType) -> dict[str, Any]:
     for name, value in os.environ.items():
         if relevant.match(name) and not secret.search(name):
             environment[name] = home.sub("~", value)
-    folder = Path(script.__file__).resolve().parent
-    git = "git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"
-    return {
-        "environment": environment,
-        "wheels": wheels(),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "git": output_of(*git, "describe", "--always", "--dirty", "--abbrev=40"),
-    }
-
-
-def output_of(*command: str) -> str:
-    """What a command writes to stdout within a minute; "" if it cannot, as a driver that hangs."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+        driver = ""
+    return {"environment": environment, "wheels": wheels(), "driver": driver.strip()}
 
 
 if __name__ == "__main__":

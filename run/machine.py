@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 # ---- Tables --------------------------------------------------------------------------------------
-# Files of run/wheels/, the oldest driver and the lowest compute capability for each, by jax's
-# docs/installation.md: the first that fits is installed. Since 9.11, cuDNN crashes on GPUs before
-# 7.5 (conda-forge/jaxlib-feedstock, pull request 330): the last has an older one, and never ran.
-CUDA = (("cuda13", 580, 7.5), ("cuda12", 525, 7.5), ("cuda12-volta", 525, 5.2))
-DISK = {"cpu": 0.7, "tpu": 1.3, "cuda13": 4.8, "cuda12": 5.9, "cuda12-volta": 5.8}  # GB of .venv
+# Files of run/wheels/ and the oldest driver for each, by jax's docs/installation.md: the first that
+# fits is installed.
+DRIVERS = (("cuda13", 580), ("cuda12", 525))
+DISK = {"cpu": 0.7, "tpu": 1.3, "cuda13": 4.8, "cuda12": 5.9}  # GB of .venv
+TURING = 7.5  # cuDNN crashes below (conda-forge/jaxlib-feedstock, pull request 330)
 AMPERE = 8.0  # the capability from which on there are bfloat16 and cuDNN's attention
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
 SMALL = 47.0  # GB; JAX takes three quarters of a GPU's memory, and 0.92 of those below
@@ -60,20 +60,13 @@ NEEDS = {
 def fit(preset: str, memory_gb: float, devices: int) -> dict[str, int] | None:
     """The flags of the preset's first row in FITS for which so many gigabytes of each device are
     enough; {} for a preset without rows; None if the memory is too small for all of them."""
-    for flags, gigabytes in FITS.get(preset, [({}, dict.fromkeys((1, 2, 4, 8), 0.0))]):
-        if memory_gb >= gigabytes[listed(devices)]:
+    if preset not in FITS:
+        return {}
+    listed = max(number for number in (1, 2, 4, 8) if number <= devices)
+    for flags, gigabytes in FITS[preset]:
+        if memory_gb >= gigabytes[listed]:
             return flags
     return None
-
-
-def least(preset: str, devices: int) -> float:
-    """The gigabytes of each device that the preset's last row needs."""
-    return FITS[preset][-1][1][listed(devices)]
-
-
-def listed(devices: int) -> int:
-    """The largest number of devices in a row of FITS that is no larger than this one."""
-    return max(number for number in (1, 2, 4, 8) if number <= devices)
 
 
 def command_line(flags: dict[str, int]) -> str:
@@ -103,49 +96,46 @@ class Machine(NamedTuple):
 
 def find_machine() -> Machine:
     """The machine that this runs on; where JAX_PLATFORMS is cpu, one without GPUs and TPUs."""
-    devices, driver, why = nvidia()
-    devices = devices or tpus()
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        devices, why = [], "JAX_PLATFORMS=cpu is set"
-    if not devices:
-        return Machine([], "cpu", 1.0, math.inf, "tiny", why)
+    gpus, driver = nvidia()
+    devices = gpus or tpus()
+    if not devices or os.environ.get("JAX_PLATFORMS") == "cpu":
+        why = "nvidia-smi and PCI show no GPU or TPU, or JAX_PLATFORMS or CUDA_VISIBLE_DEVICES"
+        return Machine([], "cpu", 1.0, math.inf, "tiny", f"{why} hides it")
     smallest = min(device.gigabytes for device in devices)
-    fraction = 0.92 if smallest < SMALL else 0.75
-    memory = USABLE * smallest * (fraction if driver else 1.0)
     capability = min(device.capability for device in devices)
-    rows = [name for name, oldest, low in CUDA if driver >= oldest and capability >= low]
-    wheels = (rows or ["cpu"])[0] if driver else "tpu"
-    preset = "tiny"
+    fraction = 0.92 if smallest < SMALL else 0.75
+    memory = USABLE * smallest
+    wheels = "tpu"
+    if gpus:
+        memory *= fraction
+        fitting = [name for name, oldest in DRIVERS if driver >= oldest]
+        wheels = fitting[0] if fitting and capability >= TURING else "cpu"
+    preset = "record"
     why = f"this machine has {len(devices)} x {devices[0].name}"
-    if wheels == "cpu" or capability < AMPERE:
-        why += f", and the record needs driver {CUDA[-1][1]} and compute capability {AMPERE}"
-    elif fit("record", memory, len(devices)) is None:
-        why += f" with {memory:.1f} GB, and the record needs {least('record', len(devices))} GB"
-    else:
-        preset = "record"
+    if wheels == "cpu" or capability < AMPERE or fit("record", memory, len(devices)) is None:
+        preset = "tiny"
+        why += ": driver, compute capability or memory is too little for the record"
     return Machine(devices, wheels, fraction, memory, preset, why)
 
 
-def nvidia() -> tuple[list[Device], int, str]:
-    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES shows, by index or UUID; the driver;
-    why there are none. A lost GPU has words where others have numbers, and does not count."""
+def nvidia() -> tuple[list[Device], int]:
+    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES shows, by index or UUID, and the
+    driver. A lost GPU has words where others have numbers, and does not count."""
     fields = "index,uuid,name,compute_cap,driver_version,memory.total"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return [], 0, "there is no NVIDIA GPU that answers, and no TPU"
-    text = done.stdout + done.stderr
-    rows = re.findall(r"(?m)^(\d+), (.+), (.+), ([\d.]+), (\d+)[\d.]*, (.+)$", text)
+        return [], 0
+    rows = re.findall(r"(?m)^(\d+), (.+), (.+), ([\d.]+), (\d+)[\d.]*, (.+)$", done.stdout)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = []
-    for index, uuid, name, capability, _, mib in rows:
+    devices, driver = [], 0
+    for index, uuid, name, capability, version, mib in rows:
+        driver = int(version)
         gigabytes = float(mib) * 2**20 / 1e9 if mib.isdigit() else math.inf
         if visible is None or index in visible.split(",") or uuid in visible:
             devices.append(Device(name, gigabytes, float(capability)))
-    if not rows:
-        return [], 0, f"nvidia-smi shows no GPU: {' '.join(text.splitlines()[:1])}"
-    return devices, int(rows[0][4]), f"CUDA_VISIBLE_DEVICES={visible} shows no GPU"
+    return devices, driver
 
 
 def tpus() -> list[Device]:

@@ -82,7 +82,7 @@ def test_a_tweak_that_would_be_wrong_in_silence_fails_with_its_reason(name):
         dataclasses.replace(train_gpt.PRESETS["tiny"], layers=(FIRST, layer, FIRST), **changes)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4, 5, 100, 1285, 1286])
+@pytest.mark.parametrize("steps", [1, 4, 5, 100, 1285])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_of_any_length_goes_through_its_stages(name, steps):
     lengths = [stage.steps for stage in CONFIGS[name].stages]
@@ -102,7 +102,7 @@ def test_a_run_of_any_length_goes_through_its_stages(name, steps):
 
 
 # ---- Devices -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("count, batch", [(3, 24), (6, 24), (8, 12)])
+@pytest.mark.parametrize("count, batch", [(3, 24), (8, 12)])
 def test_devices_must_divide_batch_and_groups(refusal, monkeypatch, count, batch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
     stages = (dataclasses.replace(STAGE, tokens=240),)
@@ -148,27 +148,23 @@ def test_formats_and_kernel_fit_the_device(
 
 # ---- Shards --------------------------------------------------------------------------------------
 BROKEN = dict(
-    short=3000, long=4000, odd_byte=3225, header_only=1024, cut_header=1023, empty=0,
-    magic=dict(magic=1), version=dict(version=2), no_tokens=dict(count=0),
-    negative=dict(count=-1100), huge=dict(count=2**31 - 1),
+    short=3000, odd_byte=3225, header_only=1024, empty=0, magic=dict(magic=1),
+    version=dict(version=2), no_tokens=dict(count=0), huge=dict(count=2**31 - 1),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_shards_are_refused(refusal, data, fault):
-    for name in NAMES[0], NAMES[2]:
-        if isinstance(BROKEN[fault], int):
-            os.truncate(data / name, BROKEN[fault])
-        else:
-            write_shard(data / name, TEXT, **BROKEN[fault])
-        assert f"{data / name} is not a complete shard: " in refusal()
-        write_shard(data / name, TEXT)
+    if isinstance(BROKEN[fault], int):
+        os.truncate(data / NAMES[2], BROKEN[fault])
+    else:
+        write_shard(data / NAMES[2], TEXT, **BROKEN[fault])
+    assert f"{data / NAMES[2]} is not a complete shard: " in refusal()
 
 
 @pytest.mark.parametrize("gone, flags, message", [
     ("*", "", "train shards hold 0 of 6 batches"),
     ("*_train_000002*", "", "train shards hold 4 of 6 batches"),
-    ("none", "--steps 9", "train shards hold 8 of 9 batches; .* with fewer --steps"),
     ("*_val_*", "", "val shards hold 0 of 2 batches"),
     ("none", "--val_tokens 1536", "val shards .* with fewer --val_tokens"),
 ])  # fmt: skip
@@ -182,21 +178,13 @@ def test_too_few_tokens_are_refused(refusal, data, gone, flags, message):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0, 500, -1])  # no batch has the last token
-def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name, place):
+def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name):
     tokens = TEXT.copy()
-    tokens[place] = 257
+    tokens[-1] = 257  # no batch has it
     write_shard(data / name, tokens)
     assert f"{data / name}: largest token is 257 (--vocab 257), " in refusal()
     write_shard(data / name, np.full(1100, 7))  # of another vocabulary
     assert "largest token is 7 (--vocab 257), 0 are --eot" in refusal()
-
-
-def test_prefixes_that_are_not_there_are_refused(refusal, data, monkeypatch):
-    stages = (dataclasses.replace(STAGE, prefix=(0.0, 0.1)),)
-    changed = dataclasses.replace(train_gpt.PRESETS["tiny"], stages=stages, prefixes="no.bin")
-    monkeypatch.setitem(train_gpt.PRESETS, "tiny", changed)
-    assert "no.bin does not hold 257 prefixes" in refusal()
 
 
 def test_a_process_of_torchrun_does_not_train_alone(refusal, monkeypatch):

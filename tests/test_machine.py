@@ -33,7 +33,7 @@ def shows(tmp_path, monkeypatch):
     (H100.replace("580.65", "579.99"), "cuda12", "record", 0.75),
     ("0, GPU-a, A100-SXM4-40GB, 8.0, 550.54.15, 40960", "cuda12", "record", 0.92),
     ("0, GPU-a, Laptop, 8.9, 580.65, 8188", "cuda13", "tiny", 0.92),
-    ("0, GPU-a, Tesla P100, 6.0, 580.1, 16384", "cuda12-volta", "tiny", 0.92),
+    ("0, GPU-a, Tesla P100, 6.0, 580.1, 16384", "cpu", "tiny", 0.92),
     ("0, GPU-a, NVIDIA GB10, 12.1, 580.95, [N/A]", "cuda13", "record", 0.75),
     ("No devices were found", "cpu", "tiny", 1.0),
     ("0, GPU-a, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", "cpu", "tiny", 1.0),
@@ -70,7 +70,7 @@ def test_the_first_row_for_which_the_memory_is_enough_is_taken(preset):
     for devices in 1, 2, 4, 8:
         for flags, gigabytes in machine.FITS[preset]:
             assert machine.fit(preset, gigabytes[devices], devices) == flags
-        assert machine.fit(preset, machine.least(preset, devices) - 0.1, devices) is None
+        assert machine.fit(preset, gigabytes[devices] - 0.1, devices) is None
     assert machine.fit(preset, math.inf, 3) == {} and machine.fit("tiny", 0.1, 1) == {}
     for flags, _ in machine.FITS[preset]:
         words = machine.command_line(flags).split()

@@ -28,7 +28,7 @@ from tests import launched
 from tests.launched import STAND_INS, wait_for_line
 from tests.test_run import FLAGS as RUN_FLAGS
 from tests.test_run import read, set_tiny, write_script
-from tests.tools import ROOT, make_mesh, text, write_shard
+from tests.tools import make_mesh, text, write_shard
 from train_gpt import LONG, Layer, Stage
 
 # Step 12 is the last of the first stage, step 18 the last with embedding and head tied.
@@ -41,7 +41,7 @@ FLAGS = [*RUN_FLAGS, *"--steps 30 --val_every 15 --cooldown_start 0.33 --cooldow
 FLAGS += "--untie 0.58 --seed 7 --data data --stall 0".split()
 # No program depends on these fields, so that runs which differ in them share programs.
 SAME = dict(data="", save=0, val_every=1, seed=0)
-OPTIONS = SimpleNamespace(resume="", force=0, save_every=0, stall=0)
+OPTIONS = SimpleNamespace(resume=None, save_every=0, stall=0)
 
 
 @pytest.fixture
@@ -72,12 +72,7 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
     returned, and may return something else. Programs are not compiled before they are called."""
     steps = SimpleNamespace(done=0)
     guards = []
-    real_train = train_gpt.train
     real_init = guard.Guard.__init__
-
-    def train(state, c, mesh, programs, shards, log, guard):
-        steps.done = guard.start
-        return real_train(state, c, mesh, programs, shards, log, guard)
 
     def program(key, c, state, *inputs):
         out = compiled(*key, c, devices)(state, *inputs)
@@ -90,11 +85,13 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
         return hook(steps.done, out) or out
 
     def compile_all(c, mesh, log):
+        steps.done = guards[-1].start
         c = dataclasses.replace(c, **SAME, steps=30)
         keys = itertools.product(range(2), (False, True, "val"))
         return {key: functools.partial(program, key, c) for key in keys}
 
     def init(self, *args):
+        self.lock = None
         guards.append(self)
         real_init(self, *args)
 
@@ -104,7 +101,6 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(jax, "devices", lambda: mine)
-        patch.setattr(train_gpt, "train", train)
         patch.setattr(train_gpt, "compile_all", compile_all)
         patch.setattr(train_gpt, "warm_up", lambda programs, c, mesh: None)
         patch.setattr(guard.Guard, "__init__", init)
@@ -115,10 +111,8 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0, devices: int = 
             code = end.code
     for name, handler in handlers.items():  # as at the end of a process
         signal.signal(signal.Signals[name], handler)
-    for its_guard in guards:
-        lock = vars(its_guard).get("lock")
-        if lock:
-            lock.close()
+    if guards[-1].lock:
+        guards[-1].lock.close()
     return look(folder, code=code)
 
 
@@ -175,85 +169,64 @@ def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole):
     assert losses[:3] == losses[3:] and len(losses) == 6
 
 
-def test_a_checkpoint_along_the_way_is_as_good(whole, folder):
-    """Four checkpoints were written, and the last two are left."""
+def test_a_checkpoint_along_the_way_is_as_good(whole, tmp_path):
+    """Four checkpoints were written, and the last two are left. A run that has ended does not go
+    on, as by a script that is queued a second time."""
     assert [path.name for path in whole.states] == ["0000021.state", "0000028.state"]
-    log = go(folder, "--resume", whole.states[0], "--force", 1)  # the run has ended
+    folder = shutil.copytree(whole.folder, tmp_path / "copy")
+    assert go(folder, "--resume", whole.states[0]).code == 2
+    path = folder / "logs" / whole.path.name
+    path.write_text(path.read_text().replace("\nRESULT ", "\nresult "))
+    log = go(folder, "--resume", whole.states[0])
     assert log.sha == whole.sha and log.losses.items() <= whole.losses.items()
 
 
-def test_other_devices_go_on_within_rounding(folder, whole):
-    go(folder, devices=8, stop=3)
-    log = go(folder, "--resume", "logs")
-    assert log.result["devices"] == 2 and log.result["resumed"]
-    for name in log.weights.keys() - {"config", "result", "source"}:
-        x, y = log.weights[name], whole.weights[name]
-        assert np.linalg.norm(x - y) <= 0.01 * np.linalg.norm(y), name
-
-
-def test_the_clock_and_the_log_go_on(stopped, half, capsys, monkeypatch):
-    """With the seed of the checkpoint, and by the command that the log names."""
+def test_the_clock_and_the_log_go_on(stopped, half, monkeypatch):
+    """With the seed of the checkpoint."""
     monkeypatch.setattr(sys.modules[__name__], "FLAGS", [*FLAGS[:-6], *FLAGS[-4:]])  # no seed
-    assert half.lines[-1].startswith("INTERRUPTED by SIGTERM after step 15; to resume: ./run.sh tr")
-    path = f"logs/{half.path.stem}/{LAST}"
-    assert half.lines[-1].endswith(f" --data data --save_every 8 --resume {path}")
+    path = f"logs/{half.path.stem}"
+    assert half.lines[-1] == f"INTERRUPTED by SIGTERM after step 15; add --resume {path}"
     log = go(stopped, "--resume", path)
     assert log.rest.startswith(half.rest) and log.path.name == half.path.name
     assert log.result["seed"] == 7
     times = [int(ms) for ms in re.findall(r"train_time:(\d+)ms", log.rest)]
     assert times == sorted(times) and times[-1] == round(log.result["train_time_ms"])
     assert half.times[15] <= log.times[15] <= half.times[15] + 50  # it validates a second time
-    assert go(stopped, "--resume", path).code == 2  # a script that queues it a second time
-    assert f"has ended: logs/{log.path.name} has its RESULT" in capsys.readouterr().err
 
 
-SHARD = "data/x_train_000002.bin"
-CHANGES = dict(  # the flags, what else is changed, the message
-    config=("--val_every 10", lambda *_: None, "--val_every was 15, is 10"),
-    source=(
-        "",
-        lambda folder, patch: patch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE + "#\n"),
-        r"the source was \d+, is \d+",
-    ),
-    data=(
-        "",
-        lambda folder, patch: write_shard(folder / SHARD, text(4000, 5)),
-        f"{SHARD[5:]} was '.*, is",
-    ),
-)
+SHARD = "x_train_000002.bin"
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_another_run_goes_on_only_by_force(stopped, half, monkeypatch, capsys, change):
-    flags, make, message = CHANGES[change]
-    make(stopped, monkeypatch)
-    log = go(stopped, "--resume", "logs", *flags.split())
-    shown = capsys.readouterr()
-    assert (log.code, log.rest, shown.out) == (2, half.rest, "")
-    assert re.search(rf": --resume logs: {message}.*; .*, or add --force 1, .*\n", shown.err)
-    log = go(stopped, "--resume", "logs", *flags.split(), "--force", 1)
-    assert log.code == 0 and re.search(message, log.facts["resume"]["changed"])
-    assert (stopped / "logs" / half.path.name).read_bytes() == half.path.read_bytes()
+@pytest.mark.parametrize("change", ["--val_every", "the source", SHARD])
+def test_another_run_does_not_go_on(stopped, half, monkeypatch, capsys, change):
+    flags = []
+    if change == "--val_every":
+        flags = [change, "10"]
+    elif change == "the source":
+        monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE + "#\n")
+    else:
+        write_shard(stopped / "data" / SHARD, text(4000, 5))
+    log = go(stopped, "--resume", "logs", *flags)
+    assert (log.code, log.rest) == (2, half.rest)
+    assert f": --resume logs: {change} was " in capsys.readouterr().err
 
 
 # ---- Files ---------------------------------------------------------------------------------------
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
     """The writing takes time, which is not on the clock."""
     synced = []
-    fsync = os.fsync
     began = time.perf_counter()
 
     def slow_fsync(fd):
         time.sleep(0.5)
-        fsync(fd)
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.is_file():
-            synced.append((path.suffix, len([*path.parent.glob("*.state")])))
+        if path.suffix == ".part":
+            synced.append(len([*path.parent.glob("*.state")]))
             guard.load_checkpoint(path)  # it is whole
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     log = go(folder, "--save_every", 14)
-    assert synced == [(".part", 0), (".part", 1)]
+    assert synced == [0, 1]
     assert log.result["train_time_ms"] / 1000 < time.perf_counter() - began - 1
 
 
@@ -264,16 +237,14 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
     before = bad.read_bytes()
     facts, arrays = guard.load_checkpoint(bad)
     # With a smaller dtype or shape, an array would have fewer bytes than the checksum is of.
-    kind = before.index(b"'<f4'") + 3
-    shape = before.index(b"(384, 32)") + 1
-    flips = [(kind, 6), (shape, 1), (0, 255), (len(before) - 1, 255)]
-    places = np.random.default_rng(0).integers(0, len(before), 20)
-    for place, bits in [*flips, *((place, 255) for place in places)]:
+    flips = [(before.index(b"'<f4'") + 3, 6), (before.index(b"(384, 32)") + 1, 1), (0, 255)]
+    flips += [(place, 255) for place in range(999, len(before), len(before) // 10)]
+    for place, bits in flips:
         bad.write_bytes(before[:place] + bytes([before[place] ^ bits]) + before[place + 1 :])
         found, now = guard.load_checkpoint(stopped / "logs")
-        warned = capsys.readouterr().err.startswith(f"warning: {bad}")
-        assert (found["step"], warned) in ((8, True), (15, False)), place
-        if not warned:
+        if capsys.readouterr().err.startswith(f"warning: {bad}"):
+            assert found["step"] == 8
+        else:
             assert found == facts and now.keys() == arrays.keys(), place
             assert all(now[name].tobytes() == x.tobytes() for name, x in arrays.items()), place
     bad.write_bytes(before[: len(before) // 2])
@@ -281,50 +252,27 @@ def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
     for path in stopped.glob("logs/*/*"):
         path.write_bytes(b"?")
     assert go(stopped, "--resume", "logs").code == 2
-    assert "--resume logs: there is no intact checkpoint" in capsys.readouterr().err
 
 
-def test_names_of_files_decide_and_not_their_times(stopped, half, capsys):
+def test_names_of_files_decide_and_not_their_times(stopped, half):
     """A clock that was wrong, or a copy, may give earlier checkpoints later times. Of other names,
     as of a copy that a person made before an experiment, none is deleted or newer."""
     run = stopped / "logs" / half.path.stem
     first, last = half.states
     others = ["2020-01-01T00-00-00_00000000/0000029.state", f"{run.name}.bak/0000029.state"]
-    others += ["zz backup/0000029.state", f"{run.name}/best.state", f"{run.name}/50.state"]
+    others += [f"{run.name}/best.state"]
     for name in others:
         (stopped / "logs" / name).parent.mkdir(exist_ok=True)
         shutil.copy(first, stopped / "logs" / name)
     for path in (stopped / "logs" / others[0], run / first.name):
         os.utime(path, (2**32, 2**32))
-    elsewhere = run.rename(stopped / "scratch")  # a link to another disk
-    run.symlink_to(elsewhere)
     log = go(stopped, "--resume", "logs", "--save_every", 8, stop=20)
-    assert f"resuming logs/{half.path.name} after step 15\n" in capsys.readouterr().out
-    left = ["0000016.state", "0000020.state", "50.state", "best.state"]
+    assert log.facts["resume"] == {"step": 15}
+    left = ["0000016.state", "0000020.state", "best.state"]
     assert sorted(path.name for path in run.iterdir()) == left
-    assert log.lines[-1].endswith(left[1])
-    assert guard.load_checkpoint(stopped / "logs")[0]["step"] == 20
-    assert guard.load_checkpoint(run)[0]["step"] == 20
-
-
-def test_a_checkpoint_that_was_put_aside_goes_on(stopped):
-    """A checkpoint that is written beside those of later steps is not deleted as the oldest, and
-    its run names it."""
-    (path,) = stopped.glob("logs/*/*08.state")
-    aside = shutil.copy(path, stopped / "aside.state")
-    go(stopped, "--resume", "logs", "--save_every", 7, stop=28)
-    log = go(stopped, "--resume", aside, stop=10)
-    assert log.lines[-1].endswith("/0000010.state")
-    assert [path.name for path in log.states] == [f"00000{n}.state" for n in (10, 21, 28)]
-
-
-@pytest.mark.parametrize("number", [1.0, np.nan])
-def test_only_the_first_process_writes_a_checkpoint(tmp_path, monkeypatch, number):
-    """The others say whether all numbers are finite."""
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    state = train_gpt.State({"a": jax.numpy.full(3, number)}, {}, {}, {}, np.int32(0))
-    assert guard.save_checkpoint(state, {}, tmp_path / "run/1.state") == (number == 1.0)
-    assert not [*tmp_path.iterdir()]
+    # One that is written beside those of later steps is not deleted as the oldest.
+    log = go(stopped, "--resume", run / "best.state", stop=10)
+    assert [path.name for path in log.states if path.parent == run] == ["0000010.state", *left]
 
 
 # ---- Faults --------------------------------------------------------------------------------------
@@ -372,11 +320,7 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_run(folder, whole, lim
 
 def test_a_log_that_finds_no_room_does_not_end_the_run(stopped, limit_files, capsys):
     (path,) = stopped.glob("logs/*.txt")
-
-    def hook(done, _):
-        if done == 27:
-            limit_files(path.stat().st_size)
-
+    hook = lambda done, _: limit_files(path.stat().st_size) if done == 27 else None
     log = go(stopped, "--resume", "logs", "--save", 0, hook=hook)
     out, err = capsys.readouterr()
     assert log.code == 0 and "step:20/30 train_loss" in log.lines[-1]
@@ -386,17 +330,13 @@ def test_a_log_that_finds_no_room_does_not_end_the_run(stopped, limit_files, cap
 
 def test_a_log_has_one_writer(tmp_path, monkeypatch, capsys):
     """Some network disks have no locks: there a run goes on with a warning."""
-    path = tmp_path / "log.txt"
     first = guard.Guard(train_gpt, OPTIONS)
-    first.lock_log(path)
-    with pytest.raises(SystemExit) as end:
-        guard.Guard(train_gpt, OPTIONS).lock_log(path)
-    line = f": another process trains the run of {path}: wait for its end, or stop it\n"
-    assert end.value.code == 2 and capsys.readouterr().err.endswith(line)
-    first.lock.close()
-    guard.Guard(train_gpt, OPTIONS).lock_log(path)
+    first.lock_log(tmp_path / "log.txt")
+    with pytest.raises(SystemExit):
+        guard.Guard(train_gpt, OPTIONS).lock_log(tmp_path / "log.txt")
+    assert ": another process trains the run of " in capsys.readouterr().err
     monkeypatch.setattr(guard.fcntl, "flock", Mock(side_effect=OSError(37, "No locks available")))
-    guard.Guard(train_gpt, OPTIONS).lock_log(path)
+    guard.Guard(train_gpt, OPTIONS).lock_log(tmp_path / "log.txt")
     assert "this disk has no locks" in capsys.readouterr().out
 
 
@@ -407,13 +347,13 @@ def test_on_a_terminal_losses_end_with_tokens_a_second_and_the_time_left(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     log = go(folder)
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step:")]
-    logged = [line for line in log.lines if line.startswith("step:")]
-    assert len(shown) == len(logged) == 5
     tokens = {10: 2560, 15: 4608, 20: 7168, 30: 12288}
-    for line, with_rate in zip(logged, shown, strict=True):
-        rate, minutes, seconds = re.fullmatch(
-            re.escape(line) + r"  ([\d,]+) tokens/s, (\d+):(\d\d) left", with_rate
+    assert len(shown) == 5
+    for line in shown:
+        logged, rate, minutes, seconds = re.fullmatch(
+            r"(.*)  ([\d,]+) tokens/s, (\d+):(\d\d) left", line
         ).groups()
+        assert logged in log.lines
         step, ms = map(int, re.match(r"step:(\d+)/.*train_time:(\d+)ms", line).groups())
         assert int(rate.replace(",", "")) == round(tokens[step] / ms * 1000)
         left = (tokens[30] - tokens[step]) / tokens[step] * ms / 1000
@@ -453,30 +393,6 @@ def test_only_a_step_that_is_under_way_can_stall(stalls):
     assert not stalls(9, step=1, sleep=lambda its_guard: its_guard.step_ended(1.0))
     compiles = lambda its_guard: jax.jit(lambda x: x + time.monotonic())(1)
     assert not stalls(9, step=1, sleep=compiles)  # JAX reports it
-
-
-def test_processes_agree_on_a_signal_without_a_wait(monkeypatch):
-    """They ask every ten steps for the largest status of all devices, and read the answer when the
-    step after it has ended."""
-    its_guard = guard.Guard(train_gpt, OPTIONS)
-    its_guard.places = jax.sharding.NamedSharding(make_mesh(8), jax.P("fsdp"))
-    largest = jax.jit(jax.numpy.max)
-    asked = []
-
-    def ask(numbers):
-        asked.append(Mock(__int__=Mock(return_value=int(largest(numbers)))))
-        return asked[-1]
-
-    its_guard.largest = ask
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    its_guard.agreed_exit(0)
-    its_guard.exits = [130, 143]
-    statuses = [its_guard.agreed_exit(step) for step in range(1, 26)]
-    assert [(step, status) for step, status in enumerate(statuses, 1) if status] == [
-        (15, 130), (25, 130),
-    ]  # fmt: skip
-    assert 5 > train_gpt.STEPS_AHEAD
-    assert [answer.__int__.call_count for answer in asked] == [1, 1, 1]
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -561,49 +477,3 @@ def test_a_run_that_hangs_ends_and_shows_where_but_one_that_was_stopped_goes_on(
     assert process.returncode == 1 and not look(folder).states
     assert err.startswith("No step has ended for 2 s (--stall")
     assert " in HANG\n" in err and " in train\n" in err
-
-
-# Twenty processes save checkpoints and are killed. All .state files must be whole; `parts` counts
-# the kills in the middle of a save.
-SAVES = """
-import os, random, signal, time
-from pathlib import Path
-import numpy as np, train_gpt, guard
-step = 0
-parts = 0
-folder = Path("logs/2026-01-01T00-00-00_00000000")
-folder.parent.mkdir()
-for _ in range(20):
-    child = os.fork()
-    if not child:
-        while True:
-            step += 1
-            x = np.full(10**6, step, "f4")
-            params, opt_state = dict(a=x, b=x), dict(a=(x, x))
-            state = train_gpt.State(params, opt_state, dict(a=x), dict(), x)
-            facts = dict.fromkeys(guard.FACTS, step)
-            guard.save_checkpoint(state, facts, folder / f"{step:07}.state")
-    while not list(folder.glob(f"*{step + 1}.state")):
-        time.sleep(0.01)
-    time.sleep(random.uniform(0, 0.15))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    parts += len([*folder.glob("*.part")])
-    states = sorted(folder.glob("*.state"))
-    for path in states:
-        facts, arrays = guard.load_checkpoint(path)
-        values = {n for x in arrays.values() for n in (x.min(), x.max())}
-        assert values == {facts["step"]} == {int(path.stem)}, (path, values)
-    step = facts["step"]
-    assert step == guard.load_checkpoint(folder.parent)[0]["step"] and len(states) <= 3
-print(parts)
-"""
-
-
-def test_kills_leave_whole_checkpoints(folder):
-    """JAX starts in the children alone, because a fork would lose its threads."""
-    command = [sys.executable, "-c", SAVES]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'run'}"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "warning: logs" not in done.stderr, done.stderr
-    assert int(done.stdout) > 3  # so many kills were within a save
