@@ -22,6 +22,7 @@ NOTICED = (
     "RACE DETECTED",
     "is waiting at barrier",
     "no threads observed phase",
+    "threads must observe each barrier completion",
     "Not all copy_smem_to_gmem",
     "Out-of-bounds",
 )
