@@ -30,6 +30,7 @@ the tags in brackets, and tests/differences.md lists what differs from upstream.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -2212,6 +2213,7 @@ class Log:
         seconds, number = broadcast_one_to_all(np.uint32([time.time(), secrets.randbits(32)]))
         name = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(int(seconds)))
         self.path = Path(path or f"logs/{name}_{number:08x}.txt")
+        self.weights = self.path.with_suffix(".npz")
         self.path.parent.mkdir(exist_ok=True)
         writes = jax.process_index() == 0
         self.file = open(self.path if writes else os.devnull, "a", encoding="utf-8")
@@ -2273,14 +2275,8 @@ def run(
     if guard:
         state = guard.begin(state, c, mesh, log)  # that of a checkpoint, if the run is resumed
     weights, result = train(state, c, mesh, programs, shards, log, guard)
-    path = log.path.with_suffix(".npz")
-    try:
-        if c.save:
-            save_weights(path, unpad(weights, c), c, result)
-            result["weights"] = path.name
-    finally:  # neither a full disk nor Ctrl-C costs the result of a run that came to its end
-        log.line(f"RESULT {json.dumps(result)}")
-    return path if c.save else None
+    log.line(f"RESULT {json.dumps(result)}")  # first: a full disk does not cost the result
+    return save_weights(log.weights, unpad(weights, c), c, result) if c.save else None
 
 
 STEPS_AHEAD = 4  # steps queued on the devices: enough to keep them busy; Ctrl-C waits for them
@@ -2316,6 +2312,11 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             jax.block_until_ready(state)
             seconds = time.perf_counter() - started  # of training, so far
             ms = 1e3 * seconds
+            if saves:
+                guard.save(state, step, seconds)  # or ends the run, after a signal
+            if step == c.total_steps and c.save:  # the last validation cannot cost the weights
+                with contextlib.suppress(OSError):  # a full disk: it is said after the RESULT
+                    save_weights(log.weights, unpad(state.params, c), c, {"steps": step})
             if c.validates_before(step):
                 val_loss, lost = validate(state.params, step, c, mesh, programs, shards)
                 lost += int(state.lost_ngrams)
@@ -2328,8 +2329,6 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
                 end_if_not_finite(val_loss, step, log)
                 if val_loss <= c.target or step == c.total_steps:
                     break
-            if saves:
-                guard.save(state, step, seconds)  # or ends the run, after a signal
             started = time.perf_counter() - seconds  # the clock stood still
         tokens, row = next(batches)
         state, loss = programs[c.stage_at(step), c.is_adam_step(step)](state, tokens, row)
@@ -2388,12 +2387,13 @@ def unpad(params: dict[str, Array], c: Config) -> dict[str, np.ndarray]:
     return whole
 
 
-def save_weights(path: Path, weights: dict, c: Config, result: dict) -> None:
-    """Writes weights by name, and what evals/ need to know of them, as JSON."""
+def save_weights(path: Path, weights: dict, c: Config, result: dict) -> Path:
+    """Writes weights by name, and what evals/ need to know of them, as JSON. Returns the path."""
     about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
     about = {name: json.dumps(value) for name, value in about.items()}
     if jax.process_index() == 0:
         np.savez(path, **about, **weights)
+    return path
 
 
 if __name__ == "__main__":

@@ -133,11 +133,11 @@ def start(options: argparse.Namespace) -> tuple[Config, Mesh, dict[str, Any]]:
         refuse("JAX sees neither a GPU nor a TPU to check; on a CPU: ./run.sh check --small")
     launch.set_compilation_cache()
     c = check_kernels.SMALL if options.attempt else SMALL
-    added = {}
+    added = []
     if not options.small:
         preset, c = run_config(options.flags)
-        added = launch.fit(preset, options.flags)
-        c = dataclasses.replace(c, **added)
+        added = launch.fit(preset, options.flags).split()
+        c = run_config([*options.flags, *added])[1]
     devices, c = train_gpt.fit_devices(c)
     if options.attempt:
         reason = check_kernels.why_not(devices, options.small)

@@ -260,7 +260,7 @@ def measure(kind: str, stage: int, c: train_gpt.Config, devices: int) -> Result:
     )
 
 
-def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
+def measure_fits(preset: str) -> tuple[str, list[str]]:
     """Returns a table of the memory that a preset needs on 1, 2, 4 and 8 devices with the flags of
     every row of run/machine.py, and a list of the numbers there that are too low. The whole state
     counts, although validation does not read all of it. On one device, GPUs without FP8 are
@@ -268,13 +268,15 @@ def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
     rows = [("flags", "devices", "head", "state GB", "training GB", "validation GB", "together GB",
              "FITS GB")]  # fmt: skip
     wrong = []
-    tokens = [stage.tokens if stage.steps else 0 for stage in c.stages]
+    stages = train_gpt.PRESETS[preset].stages
+    tokens = [stage.tokens if stage.steps else 0 for stage in stages]
     # Of the stages with the longest sequences, the last one, which has the longest windows.
     longest = max(range(len(tokens)), key=lambda stage: (tokens[stage], stage))
-    for flags, gigabytes in fit_rows:
-        fitted = dataclasses.replace(c, **flags)
-        text = machine.command_line(flags) or "none"
-        for config, devices in [*((fitted, n) for n in gigabytes), (fitted.without_fp8(), 1)]:
+    for flags, gigabytes in machine.FITS[preset]:
+        fitted = train_gpt.parse_config([preset, "--seed", "1", *flags.split()])[1]
+        text = flags or "none"
+        by_devices = dict(zip((1, 2, 4, 8), gigabytes, strict=True))
+        for config, devices in [*((fitted, n) for n in by_devices), (fitted.without_fp8(), 1)]:
             second = planned_memory(SECOND, longest, config, devices)
             val = planned_memory(VAL, longest, config, devices)
             state = second.argument_size_in_bytes / 1e9
@@ -282,10 +284,10 @@ def measure_fits(c: train_gpt.Config, fit_rows: tuple) -> tuple[str, list[str]]:
             validation = val.temp_size_in_bytes / 1e9
             together = state + max(training, validation)
             numbers = [f"{n:.1f}" for n in (state, training, validation, together)]
-            row = (text, str(devices), config.head_forward, *numbers, f"{gigabytes[devices]:.1f}")
+            row = (text, str(devices), config.head_forward, *numbers, f"{by_devices[devices]:.1f}")
             rows.append(row)
             print("memory:", *row, flush=True)
-            if together + SPARE_GB > gigabytes[devices]:
+            if together + SPARE_GB > by_devices[devices]:
                 wrong.append(f"FITS, {text}, {devices} devices: {together:.1f} GB and {SPARE_GB}")
     return report.table(*rows), wrong
 
@@ -553,7 +555,7 @@ def compile_everything(preset: str, timed: bool) -> tuple[str, list[str]]:
             for fault in check(result, LIMITS[preset], timed):
                 print(f"  FAIL {fault}", flush=True)
                 wrong.append(fault)
-    memory_table, too_low = measure_fits(c, machine.FITS[preset])
+    memory_table, too_low = measure_fits(preset)
     wrong += too_low
     shutil.rmtree(DUMP, ignore_errors=True)
     versions = f"- jax {jax.__version__}, cuDNN {cudnn_version()}"
@@ -596,7 +598,8 @@ def main(argv: list[str]) -> int:
         return 0
     file = PAGES[arguments.preset]
     if arguments.memory:
-        page, wrong = measure_fits(prepare(arguments.preset), machine.FITS[arguments.preset])
+        prepare(arguments.preset)
+        page, wrong = measure_fits(arguments.preset)
     elif arguments.small:
         prepare("record")
         page, wrong = measure_small()

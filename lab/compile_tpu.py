@@ -16,7 +16,6 @@ collectives.
 """
 
 import argparse
-import dataclasses
 import math
 import os
 import re
@@ -90,7 +89,7 @@ class Compiled(NamedTuple):
 def fitted_config(chip: Chip) -> train_gpt.Config:
     """The record as it is fitted to this chip's memory and kernels."""
     flags = machine.fit("record", chip.GB, chip.devices)
-    c = dataclasses.replace(train_gpt.PRESETS["record"], **flags, seed=1)
+    c = train_gpt.parse_config(["record", "--seed", "1", *flags.split()])[1]
     device = SimpleNamespace(platform="tpu", device_kind=chip.kind)
     return train_gpt.fit_kernels(device, c)
 
@@ -280,7 +279,7 @@ def heading(name: str) -> str:
     """The line above a chip's rows."""
     chip = CHIPS[name]
     fitted = fitted_config(chip)
-    flags = machine.command_line(machine.fit("record", chip.GB, chip.devices)) or "no flags"
+    flags = machine.fit("record", chip.GB, chip.devices) or "no flags"
     return f"{name}, {chip.GB} GB each: {flags}, attention {fitted.attention}"
 
 

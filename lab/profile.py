@@ -7,7 +7,6 @@ trace. While it traces, XLA starts kernels one by one, which takes longer than t
 run. To see those as well, set XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true.
 """
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ def main(argv: list[str]) -> None:
     preset, c = train_gpt.parse_config(argv)
     launch.start_jax()
     launch.set_compilation_cache()
-    c = dataclasses.replace(c, **launch.fit(preset, argv))
+    c = train_gpt.parse_config([*argv, *launch.fit(preset, argv).split()])[1]
     devices, c = train_gpt.fit_devices(c)
     mesh = train_gpt.make_mesh(devices)
     stage = check.longest_stage(c)

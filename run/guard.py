@@ -30,8 +30,8 @@ from jax.sharding import NamedSharding
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from messages import refuse  # noqa: E402
 
-RUN = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d_[0-9a-f]{8}")  # the name of a run's folder
-STEP = re.compile("[0-9]{7}")  # the name of a checkpoint
+RUNS = "????-??-??T??-??-??_????????"  # the names of runs' folders
+STATES = 7 * "[0-9]" + ".state"  # the names of checkpoints
 # SIGHUP: the terminal is closed. The last three are warnings of Slurm and other queues.
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 PATIENCE = 1800  # seconds for what is no step: compiling, validation, checkpoints
@@ -41,14 +41,14 @@ PATIENCE = 1800  # seconds for what is no step: compiling, validation, checkpoin
 def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
     """Writes a checkpoint under another name, renames it, and deletes all others but the two of the
     latest steps. Returns False, and writes nothing, if a number is not finite."""
-    arrays = {}
+    arrays, finite = {}, True
     # Lookups are parameters in the dtype of activations.
     for tree_path, x in jax.tree.leaves_with_path(state._replace(lookups={})):
         whole = process_allgather(x, tiled=True)
-        # Process 0 writes. The others need not hold 10 GB each.
-        mine = whole if jax.process_index() == 0 else whole[~np.isfinite(whole)]
-        arrays[jax.tree_util.keystr(tree_path)] = mine
-    if not all(np.isfinite(x).all() for x in arrays.values()):
+        finite = finite and bool(np.isfinite(whole).all())
+        if jax.process_index() == 0:  # which writes: the others need not hold 10 GB each
+            arrays[jax.tree_util.keystr(tree_path)] = whole
+    if not finite:
         return False
     if jax.process_index() > 0:
         return True
@@ -71,9 +71,7 @@ def save_checkpoint(state: Any, facts: dict[str, Any], path: Path) -> bool:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, or of all runs in logs/, the latest last. Names decide, which begin
     with a date, because copying changes the times of files; other names are left alone."""
-    found = [*folder.glob("*.state")]
-    found += [path for path in folder.glob("*/*.state") if RUN.fullmatch(path.parent.name)]
-    return sorted(path for path in found if STEP.fullmatch(path.stem) and path.is_file())
+    return sorted([*folder.glob(STATES), *folder.glob(f"{RUNS}/{STATES}")])
 
 
 def load_checkpoint(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -210,6 +208,7 @@ class Guard:
             self.write = log.line
             log.line = self.line
         self.validates = c.validates_before
+        self.last = c.total_steps
         tokens = [B * T for B, T, _ in self.script.batch_shapes("train", c)]
         self.tokens = np.cumsum([0, *tokens])  # before each step
         if self.arrays:
@@ -217,7 +216,6 @@ class Guard:
                 array.delete()  # both together might not fit the memory
             state = restore(self.arrays, self.script.state_shapes(c, mesh))
             self.arrays = {}
-        jax.block_until_ready(state)
         self.take_signals()
         self.places = NamedSharding(mesh, P(mesh.axis_names))
         self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
@@ -236,7 +234,8 @@ class Guard:
         """Whether to save the state before a step: a checkpoint is due, or a signal has come."""
         self.status = self.agreed_exit(step)
         every = self.options.save_every
-        saves = bool(self.status or (every and step > self.start and step % every == 0))
+        due = every and step > self.start and (step % every == 0 or step == self.last)
+        saves = bool(self.status or due)
         is_step = not saves and not self.validates(step)
         self.limit = self.options.stall if is_step else max(PATIENCE, 6 * self.options.stall)
         self.note()

@@ -15,9 +15,7 @@ import math
 import os
 import re
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -37,7 +35,7 @@ sys.path += [str(ROOT / "run"), str(ROOT / "data")]
 import machine  # noqa: E402
 from guard import Forgiving, Guard, identity  # noqa: E402
 from messages import refuse  # noqa: E402
-from shards import read_manifest  # noqa: E402
+from shards import read_folder  # noqa: E402
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
@@ -89,14 +87,13 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     check_values(argv, vars(c) | vars(options))
     set_compilation_cache()  # JAX looks only once, at the first program
     guard = Guard(script, options)
-    added = fit(preset, words)
-    c = dataclasses.replace(c, **added)
+    added = fit(preset, words).split()
+    preset, c = script.parse_config(words[1:] + added)
     devices, fitted = script.fit_devices(c)
-    check_run(script, fitted, devices)
+    check_attention(script, fitted, devices[0])
     shards = script.find_data(c)
-    check_documents(script, shards, c)
     data = script.data_facts(shards, c)
-    check_shards(data, Path(c.data))
+    check_data(script, shards, data, c)
     if c.seed < 0:
         seed = guard.checkpoint["identity"]["--seed"] if guard.checkpoint else secrets.randbits(31)
         c = dataclasses.replace(c, seed=int(broadcast_one_to_all(np.uint32(seed))))
@@ -111,8 +108,7 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     guard.compare(its_identity)
     guard.facts |= machine_facts()
     c = dataclasses.replace(fitted, seed=c.seed)
-    argv = argv[1:] + machine.command_line(added).split()
-    return script.run(preset, c, devices, shards, data, argv, guard)
+    return script.run(preset, c, devices, shards, data, argv[1:] + added, guard)
 
 
 # ---- What evals/, records/ and lab/ use as well --------------------------------------------------
@@ -183,36 +179,25 @@ def check_values(argv: list[str], values: dict[str, Any]) -> None:
                 refuse(f"--{name} is at least {least}, and below 2**32: it cannot be {value}")
 
 
-def check_run(script: ModuleType, c: Any, devices: list[jax.Device]) -> None:
-    """Exits with status 2 if cuDNN's attention is wrong, or if the disk has no room for the
-    weights."""
-    lengths = {c.val_T, *(c.sequence_length(stage) for stage in range(len(c.stages)))}
-    if c.attention == "cudnn" and any(T % 128 for T in lengths):
-        refuse(
-            f"sequences of {sorted(lengths)} tokens: cuDNN's gradients may be NaN where this is no "
-            "multiple of 128; choose another --batch or --val_T, or --attention band"
-        )
-    if c.attention == "cudnn" and devices[0].platform == "gpu":
+def check_attention(script: ModuleType, c: Any, device: jax.Device) -> None:
+    """Exits with status 2 if cuDNN's attention is wrong on this machine."""
+    if c.attention == "cudnn" and device.platform == "gpu":
         errors = attention_errors(script, c)
         if not all(error < 0.1 for error in errors):  # NaN fails as well
             refuse(f"cuDNN's attention is wrong on this machine, errors {errors}: another driver?")
-    need = 4 * sum(math.prod(param.shape) for param in script.param_table(c).values()) * c.save
-    free = shutil.disk_usage(".").free
-    if need > free:
-        refuse(f"the weights take {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f}: or --save 0")
 
 
-def check_shards(data: list[dict[str, Any]], folder: Path) -> None:
-    """Exits with status 2 if a shard has not the sha256 of the folder's MANIFEST.json. A bit that
-    was flipped may leave a token that can be."""
-    stated = read_manifest(folder).get("files", {})
-    for shard in data:
-        if shard["sha256"] != stated.get(shard["file"], shard)["sha256"]:
-            refuse(f"{folder / shard['file']} is damaged: its sha256 is not that of MANIFEST.json")
-
-
-def check_documents(script: ModuleType, shards: dict[str, list], c: Any) -> None:
-    """Exits with status 2 if a sequence would hold more documents than the codes can tell apart."""
+def check_data(script: ModuleType, shards: dict[str, list], data: list[dict], c: Any) -> None:
+    """Exits with status 2 if shards do not belong together, if one has not the sha256 of the
+    folder's MANIFEST.json, or if a sequence would hold more documents than the codes can tell
+    apart. A bit that was flipped may leave a token that can be."""
+    try:
+        stated = read_folder(Path(c.data))[0].get("files", {})
+    except ValueError as error:
+        refuse(f"{c.data}: {error}")
+    for facts in data:
+        if facts["sha256"] != stated.get(facts["file"], facts)["sha256"]:
+            refuse(f"{c.data}/{facts['file']} is damaged: its sha256 is not that of MANIFEST.json")
     for split in shards:
         shapes = {(T, max_doc) for _, T, max_doc in script.batch_shapes(split, c)}
         for shard in shards[split]:
@@ -225,19 +210,19 @@ def check_documents(script: ModuleType, shards: dict[str, list], c: Any) -> None
                     refuse(f"{shard.filename}: more than {MAX_DOCUMENTS} documents in {T} tokens")
 
 
-def fit(preset: str, words: list[str]) -> dict[str, int]:
-    """The flags with which a large preset fits the memory of the smallest device; none if the user
+def fit(preset: str, words: list[str]) -> str:
+    """The flags with which a large preset fits the memory of the smallest device; "" if the user
     has typed such flags. Exits with status 2 if the memory is too small for all of them."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     memory = min(stat.get("bytes_limit", math.inf) for stat in stats) / 1e9  # inf: not stated
     memory = float(process_allgather(np.float32(memory)).min())
     flags = machine.fit(preset, memory, len(jax.devices()))
     if re.search("--(batch|microbatch|head_chunk|val_T|ngram_buckets)", " ".join(words)):
-        return {}
+        return ""
     if flags is None:
         refuse(f"JAX has {memory:.1f} GB of each device, too little for {preset}: ./run.sh tiny")
     if flags and jax.process_index() == 0:
-        print(f"To fit {memory:.1f} GB, {preset} runs with {machine.command_line(flags)}")
+        print(f"To fit {memory:.1f} GB, {preset} runs with {flags}")
     return flags
 
 
@@ -272,8 +257,7 @@ def attention_errors(script: ModuleType, c: Any) -> list[float]:
 
 # ---- Facts for the log ---------------------------------------------------------------------------
 def machine_facts() -> dict[str, Any]:
-    """The environment without secrets, versions of wheels, and the driver; "" where none answers
-    within a minute."""
+    """The environment without secrets, versions of wheels, and the driver, "" without a GPU."""
     secret = re.compile("TOKEN|KEY|SECRET|PASS")
     relevant = re.compile("JAX|XLA|(LIB)?TPU|CUD|NVI|NCCL|TF_CPP|GLIBC_TUNABLES")
     home = re.compile(rf"(?<![\w./-]){re.escape(os.path.expanduser('~'))}(?![\w.-])")
@@ -281,12 +265,7 @@ def machine_facts() -> dict[str, Any]:
     for name, value in os.environ.items():
         if relevant.match(name) and not secret.search(name):
             environment[name] = home.sub("~", value)
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        driver = ""
-    return {"environment": environment, "wheels": wheels(), "driver": driver.strip()}
+    return {"environment": environment, "wheels": wheels(), "driver": machine.nvidia()[1]}
 
 
 if __name__ == "__main__":

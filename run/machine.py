@@ -25,26 +25,21 @@ TURING = 7.5  # cuDNN crashes below (conda-forge/jaxlib-feedstock, pull request 
 AMPERE = 8.0  # the capability from which on there are bfloat16 and cuDNN's attention
 USABLE = 0.98  # CUDA keeps up to 2 % of what nvidia-smi lists, libtpu about as much
 SMALL = 47.0  # GB; JAX takes three quarters of a GPU's memory, and 0.92 of those below
-# GiB of each TPU chip by PCI device, as in jax/_src/hardware_utils.py: v4, v5p, v5e, v6e, 7x.
-TPUS = {"0x005e": 32, "0x0062": 95, "0x0063": 16, "0x006f": 32, "0x0076": 192}
 # Flags, and the gigabytes that JAX must have of each of 1, 2, 4 and 8 devices with them. They were
 # compiled by `lab/compile_8xh100.py --memory`, and never ran. With twice the batch, a step has as
 # many tokens, in sequences half as long. The record's last row is another model, because its n-gram
 # table is smaller.
 FITS = {
     "record": (
-        ({}, {1: 34.5, 2: 28.5, 4: 26.0, 8: 22.0}),
-        ({"batch": 16, "head_chunk": 8192}, {1: 28.5, 2: 23.3, 4: 21.0, 8: 17.5}),
-        ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 20.5, 2: 14.5, 4: 12.0, 8: 11.0}),
-        (
-            {"batch": 64, "head_chunk": 2048, "val_T": 32768, "ngram_buckets": 65536},
-            {1: 14.5, 2: 11.0, 4: 9.0, 8: 8.0},
-        ),
+        ("", (34.5, 28.5, 26, 22)),
+        ("--batch 16 --head_chunk 8192", (28.5, 23.3, 21, 17.5)),
+        ("--batch 32 --head_chunk 4096 --val_T 65536", (20.5, 14.5, 12, 11)),
+        ("--batch 64 --head_chunk 2048 --val_T 32768 --ngram_buckets 65536", (14.5, 11, 9, 8)),
     ),
     "medium": (
-        ({}, {1: 67.0, 2: 58.5, 4: 55.0, 8: 48.5}),
-        ({"batch": 16, "head_chunk": 8192}, {1: 44.0, 2: 36.0, 4: 32.0, 8: 30.5}),
-        ({"batch": 32, "head_chunk": 4096, "val_T": 65536}, {1: 32.5, 2: 24.5, 4: 21.0, 8: 19.0}),
+        ("", (67, 58.5, 55, 48.5)),
+        ("--batch 16 --head_chunk 8192", (44, 36, 32, 30.5)),
+        ("--batch 32 --head_chunk 4096 --val_T 65536", (32.5, 24.5, 21, 19)),
     ),
 }
 # GB of tokens and weights, of memory, and minutes, which are estimates: no GPU has run a preset.
@@ -57,21 +52,14 @@ NEEDS = {
 
 
 # ---- Memory --------------------------------------------------------------------------------------
-def fit(preset: str, memory_gb: float, devices: int) -> dict[str, int] | None:
+def fit(preset: str, memory_gb: float, devices: int) -> str | None:
     """The flags of the preset's first row in FITS for which so many gigabytes of each device are
-    enough; {} for a preset without rows; None if the memory is too small for all of them."""
-    if preset not in FITS:
-        return {}
-    listed = max(number for number in (1, 2, 4, 8) if number <= devices)
-    for flags, gigabytes in FITS[preset]:
-        if memory_gb >= gigabytes[listed]:
+    enough; "" for a preset without rows; None if the memory is too small for all of them."""
+    column = sum(number <= devices for number in (2, 4, 8))
+    for flags, gigabytes in FITS.get(preset, [("", (0, 0, 0, 0))]):
+        if memory_gb >= gigabytes[column]:
             return flags
     return None
-
-
-def command_line(flags: dict[str, int]) -> str:
-    """Flags as words."""
-    return " ".join(f"--{name} {value}" for name, value in flags.items())
 
 
 # ---- Devices -------------------------------------------------------------------------------------
@@ -97,10 +85,11 @@ class Machine(NamedTuple):
 def find_machine() -> Machine:
     """The machine that this runs on; where JAX_PLATFORMS is cpu, one without GPUs and TPUs."""
     gpus, driver = nvidia()
-    devices = gpus or tpus()
+    tpus = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    devices = gpus or [Device("TPU", math.inf) for _ in tpus]  # JAX knows their memory
     if not devices or os.environ.get("JAX_PLATFORMS") == "cpu":
-        why = "nvidia-smi and PCI show no GPU or TPU, or JAX_PLATFORMS or CUDA_VISIBLE_DEVICES"
-        return Machine([], "cpu", 1.0, math.inf, "tiny", f"{why} hides it")
+        why = "no GPU or TPU is there, or JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides it"
+        return Machine([], "cpu", 1.0, math.inf, "tiny", why)
     smallest = min(device.gigabytes for device in devices)
     capability = min(device.capability for device in devices)
     fraction = 0.92 if smallest < SMALL else 0.75
@@ -108,7 +97,7 @@ def find_machine() -> Machine:
     wheels = "tpu"
     if gpus:
         memory *= fraction
-        fitting = [name for name, oldest in DRIVERS if driver >= oldest]
+        fitting = [name for name, oldest in DRIVERS if int(driver.split(".")[0]) >= oldest]
         wheels = fitting[0] if fitting and capability >= TURING else "cpu"
     preset = "record"
     why = f"this machine has {len(devices)} x {devices[0].name}"
@@ -118,34 +107,25 @@ def find_machine() -> Machine:
     return Machine(devices, wheels, fraction, memory, preset, why)
 
 
-def nvidia() -> tuple[list[Device], int]:
-    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES shows, by index or UUID, and the
-    driver. A lost GPU has words where others have numbers, and does not count."""
+def nvidia() -> tuple[list[Device], str]:
+    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES shows, and the driver; "" for none.
+    A lost GPU has words where others have numbers, and does not count."""
     fields = "index,uuid,name,compute_cap,driver_version,memory.total"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return [], 0
-    rows = re.findall(r"(?m)^(\d+), (.+), (.+), ([\d.]+), (\d+)[\d.]*, (.+)$", done.stdout)
+        return [], ""
+    rows = re.findall(r"(?m)^(\d+), (.+), (.+), ([\d.]+), ([\d.]+), (.+)$", done.stdout)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices, driver = [], 0
-    for index, uuid, name, capability, version, mib in rows:
-        driver = int(version)
-        gigabytes = float(mib) * 2**20 / 1e9 if mib.isdigit() else math.inf
-        if visible is None or index in visible.split(",") or uuid in visible:
-            devices.append(Device(name, gigabytes, float(capability)))
-    return devices, driver
-
-
-def tpus() -> list[Device]:
-    """The TPU chips on the PCI bus."""
+    names = tuple((visible or "none").split(","))
     devices = []
-    for folder in sorted(Path("/sys/bus/pci/devices").glob("*.0")):
-        vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
-        if vendor == "0x1ae0" and device in TPUS:
-            devices.append(Device(f"TPU of {TPUS[device]} GiB", TPUS[device] * 2**30 / 1e9))
-    return devices
+    for index, uuid, name, capability, _, mib in rows:
+        gigabytes = float(mib) * 2**20 / 1e9 if mib.isdigit() else math.inf
+        # CUDA takes an index, the beginning of a UUID, or MIG-UUID for a part of some GPU.
+        if visible is None or index in names or uuid.startswith(names) or "MIG-" in visible:
+            devices.append(Device(name, gigabytes, float(capability)))
+    return devices, rows[0][4] if rows else ""
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -157,7 +137,7 @@ def plan(machine: Machine, preset: str) -> str:
     if count:
         names = f"{count} x {machine.devices[0].name}, JAX has {machine.memory:.1f} GB of each"
     flags = fit(preset, machine.memory if count else 0, max(count, 1))
-    does = "does not fit" if flags is None else f"with {command_line(flags) or 'its own flags'}"
+    does = "does not fit" if flags is None else f"with {flags or 'its own flags'}"
     return (
         f"machine  {names}; packages for {machine.wheels}\n"
         f"run      {preset} {does}; ./run.sh alone trains {machine.preset}, as {machine.why}\n"
