@@ -187,21 +187,16 @@ def test_another_run_does_not_go_on(stopped, half, monkeypatch, capsys, change):
 
 # ---- Files ---------------------------------------------------------------------------------------
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
-    """The writing takes time, which is not on the clock."""
     synced = []
-    began = time.perf_counter()
 
-    def slow_fsync(fd):
-        time.sleep(0.5)
+    def fsync(fd):
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.suffix == ".part":
-            synced.append(len([*path.parent.glob("*.state")]))
-            guard.load_checkpoint(path)  # it is whole
+        synced.append((path.suffix, len([*path.parent.glob("*.state")])))
+        guard.load_checkpoint(path)  # it is whole
 
-    monkeypatch.setattr(os, "fsync", slow_fsync)
-    log = go(folder, "--save_every", 14)
-    assert synced == [0, 1]
-    assert log.result["train_time_ms"] / 1000 < time.perf_counter() - began - 1
+    monkeypatch.setattr(os, "fsync", fsync)
+    go(folder, "--save_every", 14)
+    assert synced == [(".part", 0), (".part", 1)]
 
 
 def test_damaged_checkpoints_are_passed_over(stopped, whole, capsys):
@@ -250,23 +245,18 @@ def test_names_of_files_decide_and_not_their_times(stopped, half):
 
 
 # ---- Faults --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("what, bad_step, every, reason, last", [
-    ("weights", 20, 5, "a weight, by step 20", "0000015.state"),  # noticed when it saves
-    ("loss", 10, 8, "the loss, by step 10", "0000008.state"),  # when a loss is logged
-])  # fmt: skip
-def test_a_run_is_void_where_a_number_is_not_finite(folder, what, bad_step, every, reason, last):
-    def hook(done, out):
-        if done != bad_step:
-            return None
-        state, loss = out
-        if what == "weights":
-            params = state.params | dict(qk=state.params["qk"] * np.float32("nan"))
-            return state._replace(params=params), loss
-        return state, loss * np.float32("nan")
+def test_a_run_is_void_where_a_number_is_not_finite(folder):
+    """It is noticed when the run saves, and not saved."""
 
-    log = go(folder, "--save_every", every, hook=hook)
+    def hook(done, out):
+        state, loss = out
+        params = state.params | dict(qk=state.params["qk"] * np.float32("nan"))
+        return (state._replace(params=params), loss) if done == 20 else None
+
+    log = go(folder, "--save_every", 5, hook=hook)
     assert log.code == 3 and not log.weights and log.result is None
-    assert log.lines[-1] == f"NON-FINITE: {reason}" and log.states[-1].name == last
+    assert log.lines[-1] == "NON-FINITE: a weight, by step 20"
+    assert log.states[-1].name == "0000015.state"
     arrays = guard.load_checkpoint(log.states[-1])[1]
     assert all(np.isfinite(x).all() for x in arrays.values())
 
@@ -340,24 +330,18 @@ def test_only_a_step_that_is_under_way_can_stall(monkeypatch):
 
     def stalls(seconds: int, step: int, event=lambda: None) -> bool:
         """Whether the watchdog ends the process if only events end after wants(step)."""
-        left = iter(range(seconds))
-
-        def sleep(_):
-            if next(left, None) is None:
-                raise TimeoutError
-            event()
-
-        monkeypatch.setattr(guard.time, "sleep", sleep)
+        sleep = Mock(side_effect=[*range(seconds), TimeoutError])
+        monkeypatch.setattr(guard.time, "sleep", lambda _: (sleep(), event()))
         its_guard.wants(step)
-        try:
+        with pytest.raises((TimeoutError, SystemExit)) as end:
             its_guard.watch()
-        except (TimeoutError, SystemExit) as end:
-            return isinstance(end, SystemExit)
+        return end.type is SystemExit
 
     assert stalls(3, step=1) and not stalls(2, step=1)
     assert stalls(1800, step=2) and not stalls(1799, step=2)  # it validates, or saves
     assert not stalls(9, step=1, event=lambda: its_guard.step_ended(1.0))
-    compiles = lambda: jax.jit(lambda x: x + time.monotonic())(1)
+    sizes = itertools.count(1)
+    compiles = lambda: jax.jit(lambda x: x + 1)(np.zeros(next(sizes)))
     assert not stalls(9, step=1, event=compiles)  # JAX reports it
 
 

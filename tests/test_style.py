@@ -52,18 +52,6 @@ def test_it_is_easy_to_read():
     assert hard == [] and len(documented) > 80
 
 
-def test_capitals_at_the_end_of_a_name_are_a_shape():
-    """Their letters are those of the docstring, of bands (W) and of the exchange. Small letters are
-    local, and numbers are sizes."""
-    letters = "".join(re.findall(r"\b[A-Z]\b", train_gpt.__doc__)) + "WQUACL"
-    names = {node.id for node in NODES if isinstance(node, ast.Name)}
-    names |= {node.arg for node in NODES if isinstance(node, ast.arg)}
-    shapes = [re.fullmatch(r"[a-z0-9_]+_([A-Za-z0-9]*[A-Z]\w*)", name) for name in names]
-    shapes = [match[1] for match in shapes if match]
-    assert len(shapes) > 50
-    assert [shape for shape in shapes if not re.fullmatch(f"[{letters}nijp0-9]+", shape)] == []
-
-
 def test_every_technique_is_in_the_table_with_its_source():
     """A row of records/techniques.md begins with every `[tag]` of a comment or a docstring."""
     tokens = tokenize.generate_tokens(io.StringIO(train_gpt.SOURCE).readline)
