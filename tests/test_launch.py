@@ -121,12 +121,9 @@ def refusal(capsys, monkeypatch, tmp_path):
     ("tiny --steps 0", "--steps is at least 1, and below .*: it cannot be 0"),
     ("record --steps 3", "--steps 3 is less than 4 stages"),
     ("tiny --muon_lr nan", "--muon_lr is at least 0, .* cannot be nan"),
-    ("tiny --target inf", "--target is"),
-    ("tiny --save_every -5", "--save_every is at least 0"),
     ("tiny --seed 4294967296", "--seed is at least 0, and below"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8192"),
     ("tiny --resume=", "--resume .: there is no intact checkpoint"),  # of an unset variable
-    ("tiny --data nope", "there is no folder .*nope"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(line, message, refusal):
     assert re.search(message, refusal(line))

@@ -83,49 +83,31 @@ def test_every_field_is_a_flag_or_a_tuple_is_read_somewhere_and_has_a_comment():
             assert field.name in reads, (field.name, first + i)
 
 
-# The file has the techniques of one model. A field of Layer, Stage or Config needs a preset that
-# uses it, and this must be the record or medium: what only a smaller model uses is not of the
-# record, and what no preset uses is a branch that no run takes. These may stay all the same:
+# The file has the techniques of one model: each field of Config, Layer and Stage is used by the
+# record or by medium. These may stay all the same:
 ALLOWED = {
     "pointer": "tiny trains on little text, which repeats itself",
     "key_start": "small models find induction late",
     "ngrams": "a vocabulary of bytes needs longer n-grams than pairs",
     "steps": "a shorter run",
-    "data": "another text",
     "compute": "float32, in which tests compare formulas",
-    "attention": "fit_devices() chooses",
 }
-LARGE = {"record", "medium"}
-# Numbers, tuples and strings of Config that leave a technique out. A format does if it is that of
-# activations, and the table of n-grams if it has pairs alone. A layer or a stage leaves it out by
-# the field's default.
+# What leaves a technique out in Config: a format does if it is that of activations, and the table
+# of n-grams if it has pairs alone. A layer or a stage leaves it out by the field's default.
 LEFT_OUT = {0, "", (), (2,), train_gpt.Config.compute}
 
 
-def unlawful(kind: str, parts: dict[str, tuple]) -> list[str]:
-    """The fields without a preset that they may stay for; parts: the layers or stages of every
-    preset, or its one Config. A string that no preset leaves out is a switch that none turns."""
-    found = []
-    for field in dataclasses.fields(parts["record"][0]):
-        left_out = LEFT_OUT if kind == "Config" else {field.default}
-        users = set()
-        for preset, some in parts.items():
-            if {getattr(part, field.name) for part in some} - left_out:
-                users.add(preset)
-        never_turned = kind == "Config" and field.type is str and users == parts.keys()
-        if never_turned or not users & LARGE:
-            found.append(field.name)
-    return found
-
-
 def test_every_field_serves_the_record():
-    presets = train_gpt.PRESETS.items()
-    found = unlawful("Config", {name: (c,) for name, c in presets})
-    found += unlawful("Layer", {name: c.layers for name, c in presets})
-    found += unlawful("Stage", {name: c.stages for name, c in presets})
-    new = sorted(set(found) - ALLOWED.keys())
-    assert not new, f"neither the record nor medium needs {new}: delete them, or copy the file"
-    assert sorted(found) == sorted(ALLOWED)  # or an exception is none
+    used, fields = set(), set()
+    for preset in "record", "medium":
+        c = train_gpt.PRESETS[preset]
+        for part in (c, *c.layers, *c.stages):
+            for field in dataclasses.fields(part):
+                left_out = LEFT_OUT if part is c else {field.default}
+                fields.add((type(part), field.name))
+                if getattr(part, field.name) not in left_out:
+                    used.add((type(part), field.name))
+    assert sorted(name for _, name in fields - used) == sorted(ALLOWED)
 
 
 def test_it_imports_three_packages_besides_the_standard_library():
