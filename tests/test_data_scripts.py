@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, 
     with pytest.raises(SystemExit, match="True"):
         run(check, monkeypatch, data)
     assert re.search(says, capsys.readouterr().out)
+
+
+def test_a_reader_who_leaves_gets_no_traceback():
+    """As behind `| head` or `| true`."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, check.__file__, "nowhere"]
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert done.stderr == "" and done.returncode in (141, -13)
 
 
 # ---- cached_hellaswag.py -------------------------------------------------------------------------

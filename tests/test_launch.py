@@ -87,15 +87,13 @@ def test_compiled_programs_are_kept_by_the_version_of_cudnn(monkeypatch):
     versions = {"libtpu": "0.1", "nvidia-cudnn-cu13": "9.28.0", "nvidia-cufft": "12"}
     installed = [SimpleNamespace(name=n, version=v) for n, v in versions.items()]
     monkeypatch.setattr(launch.importlib.metadata, "distributions", lambda: installed)
-    before = jax.config.jax_compilation_cache_dir
-    for configured, processes, folder in [
-        ("", 1, ".cache/jax/9.28.0"), ("mine", 1, "mine"), ("", 2, "")
-    ]:  # fmt: skip
-        jax.config.update("jax_compilation_cache_dir", configured)
-        monkeypatch.setattr(jax, "process_count", lambda n=processes: n)
-        launch.set_compilation_cache()
-        assert (jax.config.jax_compilation_cache_dir or "") == folder
-    jax.config.update("jax_compilation_cache_dir", before)
+    config = Mock(jax_compilation_cache_dir="")
+    monkeypatch.setattr(jax, "config", config)
+    launch.set_compilation_cache()
+    config.update.assert_called_once_with("jax_compilation_cache_dir", ".cache/jax/9.28.0")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    launch.set_compilation_cache()
+    config.update.assert_called_once()
 
 
 # ---- A run that cannot work ----------------------------------------------------------------------
@@ -123,22 +121,12 @@ def refusal(capsys, monkeypatch, tmp_path):
     ("tiny --steps 0", "--steps is at least 1, and below .*: it cannot be 0"),
     ("record --steps 3", "--steps 3 is less than 4 stages"),
     ("tiny --muon_lr nan", "--muon_lr is at least 0, .* cannot be nan"),
-    ("tiny --target inf", "--target is"),
-    ("tiny --save_every -5", "--save_every is at least 0"),
     ("tiny --seed 4294967296", "--seed is at least 0, and below"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8192"),
     ("tiny --resume=", "--resume .: there is no intact checkpoint"),  # of an unset variable
-    ("tiny --data nope", "there is no folder .*nope"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(line, message, refusal):
     assert re.search(message, refusal(line))
-
-
-def test_help_lists_the_flags_of_both(capsys):
-    with pytest.raises(SystemExit) as end:
-        launch.train(train_gpt, ["train_gpt.py", "tiny", "--help"])
-    shown = capsys.readouterr().out
-    assert end.value.code == 0 and "--muon_lr" in shown and "steps between checkpoints" in shown
 
 
 def test_a_shard_that_is_not_that_of_the_manifest_is_refused(refusal, tmp_path):
@@ -163,11 +151,9 @@ def devices_of(platform: str, GB: float, count: int = 1, capability: str = "9.0"
 
 
 @pytest.mark.parametrize("line, GB, added", [
-    ("record", 64.0, ""),
     ("record", 24.0, "--batch 32 --head_chunk 4096 --val_T 65536"),
     ("record --batch 8", 24.0, ""),  # what the user has chosen stays
     ("medium", 48.0, "--batch 16 --head_chunk 8192"),
-    ("tiny", 1.0, ""),
     ("record", float("inf"), ""),
 ])  # fmt: skip
 def test_the_run_and_its_command_have_the_flags_of_the_fit(line, GB, added, monkeypatch):
@@ -197,22 +183,18 @@ def test_a_gpu_that_is_too_small_is_refused(refusal, monkeypatch):
     assert "JAX has 8.0 GB of each device, too little for record" in refusal("record")
 
 
-def test_a_length_that_cudnn_gets_wrong_is_refused(capsys):
-    """Its gradient had NaN for some lengths that are no multiple of 128."""
-    c = dataclasses.replace(RECORD, head_chunk=64, val_T=320)
-    with pytest.raises(SystemExit):
-        launch.check_run(train_gpt, c, devices_of("gpu", 80))
-    assert "sequences of [320, 16384, 32768, 49152] tokens: cuDNN" in capsys.readouterr().err
-
-
-def test_a_disk_without_room_for_the_weights_is_refused_before_the_run(monkeypatch, capsys):
-    c = dataclasses.replace(RECORD, attention="band")
+def test_lengths_and_a_disk_that_would_end_a_run_are_refused_before_it(monkeypatch, capsys):
+    """cuDNN's gradient had NaN for some lengths that are no multiple of 128."""
     usage = namedtuple("Usage", "free")
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: usage(2e9))
-    launch.check_run(train_gpt, dataclasses.replace(c, save=0), jax.devices())
-    with pytest.raises(SystemExit):
-        launch.check_run(train_gpt, c, jax.devices())
-    assert "the weights take 2.6 GB, the disk has 2.0: or --save 0" in capsys.readouterr().err
+    launch.check_run(train_gpt, dataclasses.replace(RECORD, attention="band", save=0), [])
+    for changes, message in [
+        (dict(head_chunk=64, val_T=320), "sequences of [320, 16384, 32768, 49152] tokens: cuDNN"),
+        (dict(attention="band"), "the weights take 2.6 GB, the disk has 2.0: or --save 0"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            launch.check_run(train_gpt, dataclasses.replace(RECORD, **changes), [])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first, max_doc, most", [  # tokens of a sequence
@@ -253,55 +235,41 @@ def changed(left=0, right=0, **changes):
     return attend
 
 
-def spoiled(forward=lambda y: y, backward=lambda *grads: grads):
-    """The kernel with a fault in its output or in its gradients."""
-
-    def attend(*qkv, **options):
-        wrong = jax.custom_vjp(lambda *qkv: forward(kernel(*qkv, **options)))
-        pull = lambda *qkv: jax.vjp(lambda *qkv: kernel(*qkv, **options), *qkv)[1]
-        wrong.defvjp(lambda *qkv: (wrong(*qkv), pull(*qkv)), lambda pull, g: backward(*pull(g)))
-        return wrong(*qkv)
-
-    return attend
+def wrong_gradients(*qkv, **options):
+    """The kernel with gradients that are too long by a twentieth."""
+    attend = jax.custom_vjp(lambda *qkv: kernel(*qkv, **options))
+    pull = lambda *qkv: jax.vjp(lambda *qkv: kernel(*qkv, **options), *qkv)[1]
+    longer = lambda pull, g: tuple(1.05 * gradient for gradient in pull(g))
+    attend.defvjp(lambda *qkv: (attend(*qkv), pull(*qkv)), longer)
+    return attend(*qkv)
 
 
 KERNELS = dict(
-    right=kernel,
-    no_window=changed(local_window_size=None),
     one_key_more=changed(left=1),
     sees_the_future=changed(right=1, is_causal=False),
     no_documents=lambda q, k, v, **options: kernel(q.at[..., -4:].set(0), k, v, **options),
-    one_wrong_token=spoiled(lambda y: y.at[0, 300, 1].set(y[0, 299, 1])),
-    not_a_number=spoiled(lambda y: y.at[0, 300, 1, 5].set(jnp.nan)),
-    wrong_dq=spoiled(backward=lambda dq, dk, dv: (1.05 * dq, dk, dv)),
-    wrong_dk=spoiled(backward=lambda dq, dk, dv: (dq, 1.05 * dk, dv)),
-    wrong_dv=spoiled(backward=lambda dq, dk, dv: (dq, dk, 1.05 * dv)),
+    one_wrong_token=lambda *qkv, **options: kernel(*qkv, **options).at[0, 300, 1].set(1.0),
+    not_a_number=lambda *qkv, **options: kernel(*qkv, **options).at[0, 300, 1, 5].set(jnp.nan),
+    wrong_gradients=wrong_gradients,
 )
+NARROW = dataclasses.replace(RECORD, D=256, H=2)  # with heads as those of the record
 
 
 @pytest.mark.parametrize("fault", KERNELS)
-def test_a_wrong_kernel_is_refused_and_a_right_one_passes_with_a_margin(fault, monkeypatch, capsys):
+def test_a_wrong_kernel_is_refused(fault, monkeypatch, capsys):
     monkeypatch.setattr(jax.nn, "dot_product_attention", KERNELS[fault])
-    devices = devices_of("gpu", 80)
-    if fault == "right":
-        launch.check_run(train_gpt, RECORD, devices)
-        assert all(0 < error < 0.03 for error in launch.attention_errors(train_gpt, RECORD))
-        return
-    with pytest.raises(SystemExit) as stopped:
-        launch.check_run(train_gpt, RECORD, devices)
-    line = r".*: cuDNN's attention is wrong on this machine, errors \[.*\n"
-    assert stopped.value.code == 2 and re.fullmatch(line, capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="2"):
+        launch.check_run(train_gpt, NARROW, devices_of("gpu", 80))
+    line = r".*: cuDNN's attention is wrong on this machine, errors \[(.*)\].*\n"
+    errors = re.fullmatch(line, capsys.readouterr().err)[1].split(", ")
+    if fault == "wrong_gradients":
+        assert float(errors[0]) < 0.03 and all(float(error) > 0.1 for error in errors[1:])
 
 
-# ---- Before and after a run ----------------------------------------------------------------------
-def test_a_driver_that_hangs_costs_nothing(tmp_path, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run = launch.subprocess.run
-    short = lambda *args, **options: run(*args, **options | {"timeout": 0.5})
-    monkeypatch.setattr(launch.subprocess, "run", short)
-    assert launch.machine_facts()["driver"] == ""
+def test_a_right_kernel_passes_with_a_margin(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    launch.check_run(train_gpt, NARROW, devices_of("gpu", 80))
+    assert all(0 < error < 0.03 for error in launch.attention_errors(train_gpt, NARROW))
 
 
 def test_ignored_signals_stay_so_but_for_ctrl_c(monkeypatch):
@@ -310,6 +278,5 @@ def test_ignored_signals_stay_so_but_for_ctrl_c(monkeypatch):
     monkeypatch.setattr(guard.signal, "getsignal", lambda number: guard.signal.SIG_IGN)
     monkeypatch.setattr(guard.signal, "signal", lambda number, handler: taken.append(number))
     options = SimpleNamespace(resume=None, save_every=0, stall=0)
-    its_guard = guard.Guard(train_gpt, options)
-    its_guard.take_signals()
+    guard.Guard(train_gpt, options).take_signals()
     assert taken == [guard.signal.SIGINT]
