@@ -136,7 +136,7 @@ def plan(machine: Machine, preset: str) -> str:
     names = "no GPU or TPU that JAX can use"
     if count:
         names = f"{count} x {machine.devices[0].name}, JAX has {machine.memory:.1f} GB of each"
-    flags = fit(preset, machine.memory if count else 0, max(count, 1))
+    flags = fit(preset, machine.memory if machine.wheels != "cpu" else 0, count)
     does = "does not fit" if flags is None else f"with {flags or 'its own flags'}"
     return (
         f"machine  {names}; packages for {machine.wheels}\n"

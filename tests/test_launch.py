@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -183,20 +182,6 @@ def test_a_gpu_that_is_too_small_is_refused(refusal, monkeypatch):
     assert "JAX has 8.0 GB of each device, too little for record" in refusal("record")
 
 
-def test_lengths_and_a_disk_that_would_end_a_run_are_refused_before_it(monkeypatch, capsys):
-    """cuDNN's gradient had NaN for some lengths that are no multiple of 128."""
-    usage = namedtuple("Usage", "free")
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: usage(2e9))
-    launch.check_run(train_gpt, dataclasses.replace(RECORD, attention="band", save=0), [])
-    for changes, message in [
-        (dict(head_chunk=64, val_T=320), "sequences of [320, 16384, 32768, 49152] tokens: cuDNN"),
-        (dict(attention="band"), "the weights take 2.6 GB, the disk has 2.0: or --save 0"),
-    ]:
-        with pytest.raises(SystemExit, match="2"):
-            launch.check_run(train_gpt, dataclasses.replace(RECORD, **changes), [])
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("first, max_doc, most", [  # tokens of a sequence
     (0, 0, 8190), (1, 0, 8190), (20_000, 0, 8190), (5, 2, 8190), (5, 1, 4095),
 ])  # fmt: skip
@@ -205,15 +190,25 @@ def test_documents_must_be_few_enough_for_the_code(first, max_doc, most, tmp_pat
     every document to max_doc, so that more of them fit in."""
     tokens = np.full(30_000, 7)
     tokens[first : first + 2 * 4096 : 2] = 256
-    shard = train_gpt.open_shard(write_shard(tmp_path / "a.bin", tokens))
+    for name in "a_train_000001.bin", "a_val_000000.bin":
+        shard = train_gpt.open_shard(write_shard(tmp_path / name, tokens))
     shapes = [(8, 100, 0), (8, most, max_doc)]
     reads = SimpleNamespace(batch_shapes=lambda split, c: shapes)
-    tiny = train_gpt.PRESETS["tiny"]
-    launch.check_documents(reads, {"val": [shard]}, tiny)
+    tiny = dataclasses.replace(train_gpt.PRESETS["tiny"], data=str(tmp_path))
+    launch.check_data(reads, {"val": [shard]}, [], tiny)
     shapes.append((8, most + 1, max_doc))
     with pytest.raises(SystemExit):
-        launch.check_documents(reads, {"val": [shard]}, tiny)
-    assert "a.bin: more than 4095 documents in" in capsys.readouterr().err
+        launch.check_data(reads, {"val": [shard]}, [], tiny)
+    assert "a_val_000000.bin: more than 4095 documents in" in capsys.readouterr().err
+
+
+def test_shards_of_two_sets_are_refused(tmp_path, capsys):
+    for name in "a_train_000001.bin", "b_train_000001.bin", "a_val_000000.bin":
+        write_shard(tmp_path / name, [256, 1])
+    tiny = dataclasses.replace(train_gpt.PRESETS["tiny"], data=str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        launch.check_data(train_gpt, {}, [], tiny)
+    assert "it has shards of several sets, a, b" in capsys.readouterr().err
 
 
 # ---- The attention kernel ------------------------------------------------------------------------
@@ -259,7 +254,7 @@ NARROW = dataclasses.replace(RECORD, D=256, H=2)  # with heads as those of the r
 def test_a_wrong_kernel_is_refused(fault, monkeypatch, capsys):
     monkeypatch.setattr(jax.nn, "dot_product_attention", KERNELS[fault])
     with pytest.raises(SystemExit, match="2"):
-        launch.check_run(train_gpt, NARROW, devices_of("gpu", 80))
+        launch.check_attention(train_gpt, NARROW, devices_of("gpu", 80)[0])
     line = r".*: cuDNN's attention is wrong on this machine, errors \[(.*)\].*\n"
     errors = re.fullmatch(line, capsys.readouterr().err)[1].split(", ")
     if fault == "wrong_gradients":
@@ -268,7 +263,7 @@ def test_a_wrong_kernel_is_refused(fault, monkeypatch, capsys):
 
 def test_a_right_kernel_passes_with_a_margin(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
-    launch.check_run(train_gpt, NARROW, devices_of("gpu", 80))
+    launch.check_attention(train_gpt, NARROW, devices_of("gpu", 80)[0])
     assert all(0 < error < 0.03 for error in launch.attention_errors(train_gpt, NARROW))
 
 
