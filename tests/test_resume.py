@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 import pytest
+import weights
 
 import train_gpt
 from tests import launched
 from tests.launched import STAND_INS, compiled, make_folder, read, set_tiny, wait_for_line
-from tests.tools import text, write_shard
+from tests.tools import ROOT, text, write_shard
 
 FLAGS = [*launched.FLAGS, *"--steps 30 --val_every 15 --seed 7 --stall 0".split()]
 OPTIONS = SimpleNamespace(resume=None, save_every=0, stall=0)
@@ -82,8 +83,8 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0):
         set_tiny(patch)
         try:
             launch.train(train_gpt, ["train_gpt.py", *FLAGS, *map(str, argv)])
-        except SystemExit as end:
-            code = end.code
+        except (SystemExit, MemoryError) as end:
+            code = getattr(end, "code", 1)
     for name, handler in handlers.items():  # as at the end of a process
         signal.signal(signal.Signals[name], handler)
     if guards[-1].lock:
@@ -147,15 +148,34 @@ def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole):
 
 
 def test_a_checkpoint_along_the_way_is_as_good(whole, tmp_path):
-    """Four checkpoints were written, and the last two are left. A run that has ended does not go
+    """Five checkpoints were written, one of them of the end, and the last two are left. A run that has ended does not go
     on, as by a script that is queued a second time."""
-    assert [path.name for path in whole.states] == ["0000021.state", "0000028.state"]
+    assert [path.name for path in whole.states] == ["0000028.state", "0000030.state"]
     folder = shutil.copytree(whole.folder, tmp_path / "copy")
     assert go(folder, "--resume", whole.states[0]).code == 2
     path = folder / "logs" / whole.path.name
     path.write_text(path.read_text().replace("\nRESULT ", "\nresult "))
     log = go(folder, "--resume", whole.states[0])
     assert log.sha == whole.sha and log.losses.items() <= whole.losses.items()
+
+
+def test_a_last_validation_that_dies_costs_neither_weights_nor_state(folder, whole):
+    validate = train_gpt.validate
+
+    def dies(params, step, *rest):
+        if step == 30:
+            raise MemoryError
+        return validate(params, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "validate", dies)
+        log = go(folder, "--save_every", 14)
+    assert log.code == 1 and log.result is None and list(log.losses) == [15]
+    w = weights.open_weights(log.path.with_suffix(".npz"), ROOT / "train_gpt.py")  # as sample does
+    assert w.stage == w.c.stage_at(30) and log.sha == whole.sha
+    log = go(folder, "--resume", "logs")
+    assert log.sha == whole.sha and log.losses == whole.losses
+    assert json.loads(log.weights["result"].item()) == log.result
 
 
 def test_the_clock_and_the_log_go_on(stopped, half, monkeypatch):
@@ -168,7 +188,8 @@ def test_the_clock_and_the_log_go_on(stopped, half, monkeypatch):
     assert log.result["seed"] == 7
     times = [int(ms) for ms in re.findall(r"train_time:(\d+)ms", log.rest)]
     assert times == sorted(times) and times[-1] == round(log.result["train_time_ms"])
-    assert half.times[15] <= log.times[15] <= half.times[15] + 50  # it validates a second time
+    seconds = guard.load_checkpoint(half.states[-1])[0]["seconds"]  # it was saved, then validated
+    assert 15 not in half.times and 0 <= log.times[15] - 1000 * seconds <= 50
 
 
 @pytest.mark.parametrize("change", ["--val_every", "the source", SHARD])
