@@ -35,8 +35,7 @@ Rows = Iterator[tuple[str, Any]]  # where a row is, and what it is: a dict, if i
 def zstd() -> Any:
     import zstandard  # here, because only .zst needs it
 
-    window = 2**31  # as of zstd --long=31
-    return zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()  # as --long=31
 
 
 PARQUET = "python -c 'from pyarrow import feather, ipc, orc, parquet as p; p.write_table("
@@ -66,20 +65,18 @@ KINDS: dict[bytes, Callable | str] = {
     rb'\[\s*"': "a JSON array:  jq -c '.[] | {text: .}' FILE > NEW.jsonl",
     rb'\{\s*\n\s*"': "JSON of several lines:  jq -c . FILE > NEW.jsonl",
 }
-JSON_LINE = re.compile(rb"""^\{\s*["'}]""", re.MULTILINE)
+JSON_LINE = re.compile(rb"""^[\x1e,]?\{\s*["'}]""", re.MULTILINE)
 
 
 def kind(start: bytes) -> Callable | str | None:
     """The entry of KINDS for the first bytes of a file, but for white space."""
     start = start.removeprefix(codecs.BOM_UTF8).lstrip()
-    matches = (what for first, what in KINDS.items() if re.match(first, start, re.DOTALL))
-    return next(matches, None)
+    return next((what for first, what in KINDS.items() if re.match(first, start, re.DOTALL)), None)
 
 
 def has_rows(path: Path, start: bytes, column: str) -> bool:
-    """Whether a file has JSON lines: by its name, or because its first line, or most of those at
-    its start, begin like an object. Ends the tool if it is CSV: by its name, or because its first
-    line has the name of the column and another."""
+    """Whether a file has JSON lines: by its name, or because the first or most lines look so. Ends
+    the tool if it is CSV: by its name, or because its first line names the column and another."""
     start = start.removeprefix(codecs.BOM_UTF8).lstrip()
     first = start.split(b"\n")[0].strip()
     most = 2 * len(JSON_LINE.findall(start)) > start.count(b"\n")
@@ -99,8 +96,9 @@ def find(paths: list[Path], also: tuple[str, ...] = ()) -> list[Path]:
     found = {}  # by the file's real path: the hub's cache has several links to one file
     for path in paths:
         if not path.exists():
-            remote = "of the hub, get  hf download OWNER/NAME --repo-type dataset --local-dir DIR"
-            refuse(f"{path} does not exist in {Path.cwd()}: download a URL first; {remote}")
+            refuse(
+                f"{path} does not exist: download it by  hf download OWNER/NAME --repo-type dataset"
+            )
         for file in walk(path, SUFFIXES + also) if path.is_dir() else [path]:
             found.setdefault(file.resolve(), file)
     return [*found.values()]
@@ -166,16 +164,15 @@ def decode(path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
     size = 0
     for data in itertools.chain(filter(None, chunks), [b""]):
         if data.count(0) >= FEW:
-            place = data.index(0)
-            what = "and others are NUL: it is UTF-16 or binary, or a crash has cut it"
-            refuse(f"{path}: byte {size + place} {what}")
+            place = size + data.index(0)
+            refuse(f"{path}: byte {place} and others are NUL: UTF-16, binary, or cut by a crash")
         size += len(data)
         try:
             yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             place = size - len(error.object) + error.start
-            what = "is no UTF-8: if this is text,  iconv -f ENCODING -t UTF-8 FILE > NEW"
-            refuse(f"{path}: byte {place} {what}")
+            cure = "if it is text,  iconv -f ENCODING -t UTF-8 FILE > NEW"
+            refuse(f"{path}: byte {place} is no UTF-8: {cure}")
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
@@ -275,11 +272,10 @@ def parquet(path: Path, column: str) -> Rows:
     names = [file.schema.column(i).path for i in range(len(file.schema))]
     if column not in names:
         refuse(f'{path} has no column "{column}", but {names}: --column names another')
-    number = 0
-    for batch in file.iter_batches(64, columns=[column]):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}: row {number}", row
+    batches = file.iter_batches(64, columns=[column])
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
 
 
 def row_texts(rows: Rows, column: str, counts: Counts) -> Parts:
@@ -293,8 +289,7 @@ def row_texts(rows: Rows, column: str, counts: Counts) -> Parts:
             text = text.get(name) if isinstance(text, dict) else None
         if not isinstance(text, str):
             there = ", ".join(row) if isinstance(row, dict) else repr(row)[:200]
-            also = "--column names another field, or a.b one within a"
-            counts.skip(f'{place} has no string "{column}", but {there}: {also}')
+            counts.skip(f'{place} has no string "{column}", but {there}; --column a.b is b in a')
         elif text.count("\0") >= FEW:
             counts.skip(f"{place} has NUL characters in place of text")
         else:  # half of a surrogate pair becomes U+FFFD, as in tiktoken

@@ -30,7 +30,6 @@ from readers import MARK, Counts, Parts
 
 PIECE = 2**18  # characters: a document is cut where a token certainly ends, after so many or more
 VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
-BLOCK = 2**20  # tokens to read at once
 
 # What `tiny` reads. A test compares with train_gpt.py, which would need 200 MB here, for JAX.
 TINY_STEPS, TINY_BATCH = 187, 384  # of the batch, tokens
@@ -90,8 +89,8 @@ def write_tokens(path: Path, inputs: list[Path], args: argparse.Namespace) -> Co
 # ---- Shards --------------------------------------------------------------------------------------
 def blocks(stream: Path, start: int, end: int) -> Iterator[np.ndarray]:
     """Reads tokens of a file, from one place to another. What is mapped would stay in memory."""
-    for place in range(start, end, BLOCK):
-        yield np.fromfile(stream, "<u2", min(BLOCK, end - place), offset=2 * place)
+    for place in range(start, end, 2**20):
+        yield np.fromfile(stream, "<u2", min(2**20, end - place), offset=2 * place)
 
 
 def write_shards(folder: Path, stream: Path, args: argparse.Namespace) -> dict[str, dict]:
@@ -101,16 +100,15 @@ def write_shards(folder: Path, stream: Path, args: argparse.Namespace) -> dict[s
     size = stream.stat().st_size // 2
     val = args.val_tokens or max(SMALLEST, min(size // 10, VAL_TOKENS))
     if size < val + SMALLEST:
-        needs = f"{val} of validation and {SMALLEST} of training"
-        refuse(f"{size} tokens are too few for {needs} (--bytes makes more of a text)")
+        refuse(f"{size} tokens are too few for {val} of validation and {SMALLEST} of training")
     rows = {}
     cuts = [0, *range(val, size, args.shard_tokens), size]
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
-        starts = sum(np.count_nonzero(part == args.eot) for part in blocks(stream, start, end))
         first = next(blocks(stream, start, end))[0]
         front = np.array([args.eot] * bool(first != args.eot), "<u2")
         count = len(front) + end - start
-        documents = len(front) + int(starts)
+        starts = sum(int((part == args.eot).sum()) for part in blocks(stream, start, end))
+        documents = len(front) + starts
         parts = itertools.chain([shards.header(count), front], blocks(stream, start, end))
         name = f"text_{'train' if number else 'val'}_{number:06}.bin"
         row = shards.write(folder / name, parts)
@@ -158,7 +156,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=int, metavar="N", help=val_size)
     ends = f"in .txt and .md, a line that ends a document; {MARK} ends one within a line, too"
     add("--separator", metavar="LINE", help=ends)
-    column = "the field of JSON lines, or the column of .parquet, with the text (default: text)"
+    column = "the field of JSON lines or column of parquet with the text; a.b is within a; [text]"
     add("--column", metavar="NAME", help=column)
     args = cli.parse_args(argv)
     for name in ("shard_tokens", "val_tokens"):

@@ -239,6 +239,7 @@ CSV = '\ufeffid,"text"\r\n1,"one, ""two""\nthree"\r\n2,four\r\n'
     ("a", lambda: arrow(pyarrow.ipc.new_stream), 'ipc.open_stream("FILE").read_all(), "NEW.par'),
     ("a", "WARC/1.0\r\nWARC-Type: conversion\r\n", "is a web archive"),
     ("a.xml", "<mediawiki xmlns=", "wikiextractor --json"), ("a", "%PDF-1.7\n", "pdftotext FILE"),
+    ("a", '\x1e{"text": "a"}\n', "1 of 1 rows have no text"),
     ("a.txt.gz", "<p>404</p>", "is not packed, as its name says"),
 ])  # fmt: skip
 def test_containers_are_refused_with_the_command_that_unpacks_them(
@@ -351,14 +352,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 
 
 @pytest.mark.parametrize("name, data, said", [
-    ("a.txt", TEXT.encode("utf-16-le"), "byte 1 and others are NUL: it is UTF-16"),  # row 3
+    ("a.txt", TEXT.encode("utf-16-le"), "byte 1 and others are NUL: UTF-16"),  # row 3
     ("a.txt", TEXT.encode() + bytes(20), "byte 9000 and others are NUL"),
     ("a.txt.zst", zstandard.compress(b"a\n" * 99_999 + bytes(20)), "byte 199998 and"),  # row 4
     ("a.jsonl", as_jsonl(["a\0" * 99]).encode(), "line 1 has NUL characters in place of text"),
     ("a.parquet", as_parquet(["a", "\0" * 20]), "row 2 has NUL characters in place of text"),
     ("a.md", LFS, "is a pointer:  git lfs pull"),  # row 5
     ("a.txt", b"a\nb\nc \x92 d", "byte 6 is no UTF-8"),
-    ("a.jsonl", b'{"n": 1, "body": "a"}', 'line 1 has no string "text", but n, body: --column'),
+    ("a.jsonl", b'{"n": 1, "body": "a"}', 'line 1 has no string "text", but n, body; --column a.b'),
 ])  # fmt: skip
 def test_what_a_run_would_learn_in_silence_is_refused_with_its_place(refusal, name, data, said):
     Path(name).write_bytes(data)
