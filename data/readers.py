@@ -2,8 +2,7 @@
 
 What a file is, its first bytes say; a name says little. Text is UTF-8, but bytes that decode are no
 text yet: a CSV file is ASCII, UTF-16 of English is valid UTF-8 with zero bytes, a hole in a file is
-zero bytes, and a Git LFS pointer is ASCII. A training run would learn them without a word, so they
-are refused here. Other broken files end with the message of the library that reads them.
+zero bytes. A training run would learn them without a word, so they are refused here.
 """
 
 import bz2
@@ -171,8 +170,9 @@ def decode(path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
             yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             place = size - len(error.object) + error.start
-            cure = "if it is text,  iconv -f ENCODING -t UTF-8 FILE > NEW"
-            refuse(f"{path}: byte {place} is no UTF-8: {cure}")
+            refuse(
+                f"{path}: byte {place} is no UTF-8; text:  iconv -f ENCODING -t UTF-8 FILE > NEW"
+            )
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
