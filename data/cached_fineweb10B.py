@@ -64,8 +64,7 @@ def fetch(repo: str, names: list[str], out: Path, files: dict[str, dict], pinned
         about = dict(repo_type="dataset", revision=info.sha, allow_patterns=missing)
         snapshot_download(repo, local_dir=out, **about)
     except Exception as error:  # of the network, the hub, the disk
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        refuse(f"{repo} is not all here and cannot be downloaded; run this again to go on ({why})")
+        refuse(f"{repo} is not all here and cannot be downloaded; run this again ({error!r})")
     broken = wrong(out, missing, files)
     for name in broken:
         (out / name).unlink(missing_ok=True)

@@ -30,8 +30,7 @@ def fetch() -> Path:
         try:
             hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
         except Exception as error:  # of the network, the hub, the disk
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            refuse(f"{REPO} cannot be downloaded ({why})")
+            refuse(f"{REPO} cannot be downloaded ({type(error).__name__}: {error})")
     found = shards.sha256(path)
     if found != SHA256:
         refuse(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")

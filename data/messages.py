@@ -10,7 +10,7 @@ from typing import NoReturn
 
 def refuse(message: str) -> NoReturn:
     """Ends a tool with one line and exit status 2."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -51,7 +51,7 @@ def gpt2() -> Any:
 # ---- Reading -------------------------------------------------------------------------------------
 def load(path: Path) -> np.memmap:
     """The tokens of a shard, (N,) of uint16, mapped. Raises ValueError with what is wrong if the
-    file is no shard or not whole."""
+    file is no shard or not whole, or of another width: half of it would be learned as zeros."""
     header = np.fromfile(path, "<i4", 3).tolist()
     if header[:2] != [MAGIC, VERSION] or len(header) < 3:
         raise ValueError("is no token shard (llm.c's format, version 1)")
@@ -60,7 +60,10 @@ def load(path: Path) -> np.memmap:
     promised = HEADER + 2 * count
     if count < 1 or size != promised:
         raise ValueError(f"has {size} bytes where its header promises {promised}: get it again")
-    return np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
+    tokens = np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
+    if count > 1 and not tokens[1 : 2**20 : 2].any():
+        raise ValueError("has tokens of 32 bits or more: every second one is 0; write them as 16")
+    return tokens
 
 
 def sha256(path: Path) -> str:

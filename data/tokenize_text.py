@@ -10,7 +10,6 @@ shards.
 """
 
 import argparse
-import collections
 import functools
 import itertools
 import os
@@ -23,16 +22,20 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "data"), str(ROOT)]  # missing with PYTHONSAFEPATH=1
-import readers  # noqa: E402
-import shards  # noqa: E402
-from messages import one_line, refuse  # noqa: E402
-from readers import MARK, Parts  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
+import readers
+import shards
+from messages import one_line, refuse
+from readers import MARK, Counts, Parts
 
 PIECE = 2**18  # characters: a document is cut where a token certainly ends, after so many or more
 VAL_TOKENS = 10_485_762  # the record's validation reads all but two, which must be left over
-VAL_LENGTHS = (1024, 256, 128)  # of tiny's validation sequences; cuDNN needs multiples of 128
+
+# What `tiny` reads. A test compares with train_gpt.py, which would need 200 MB here, for JAX.
+TINY_STEPS, TINY_BATCH = 187, 384  # of the batch, tokens
+TINY_VAL, VAL_SEQUENCES = 65536, 8  # tokens; sequences of a batch
+VAL_LENGTHS = (1024, 256, 128)  # of a sequence, its own first; cuDNN needs multiples of 128
+
 # The fewest tokens of a shard: eight validation sequences of 128, or two steps of `tiny`. One more
 # is needed, because the last token that the model reads has a target, too.
 SMALLEST = 1025
@@ -65,19 +68,18 @@ def pieces(parts: Parts) -> Iterator[tuple[bool, str]]:
             begins = True
 
 
-def write_tokens(path: Path, inputs: list[Path], args: argparse.Namespace) -> collections.Counter:
-    """Writes the tokens of all documents to a file, uint16, each document behind an EOT. Returns
-    the numbers of documents, of separators and of MARKs."""
-    counts = collections.Counter()
+def write_tokens(path: Path, inputs: list[Path], args: argparse.Namespace) -> Counts:
+    """Writes the tokens of all documents to a file, uint16, each document behind an EOT."""
+    counts = Counts()
     encode = lambda text: np.frombuffer(text.encode(), np.uint8)
     if not args.bytes:  # as encode_ordinary, but without a list of Python integers
         encode = functools.partial(shards.gpt2().encode_to_numpy, disallowed_special=())
     with path.open("wb") as file:
         for source in inputs:
-            parts = readers.documents(source, args.column, args.separator, counts)
+            parts = readers.documents(source, args.column or "text", args.separator, counts)
             for begins, text in pieces(parts):
-                counts["documents"] += begins
-                counts["marks"] += text.count(MARK)
+                counts.documents += begins
+                counts.marks += text.count(MARK)
                 if begins:
                     file.write(np.array([args.eot], "<u2"))
                 file.write(encode(text).astype("<u2"))
@@ -85,25 +87,33 @@ def write_tokens(path: Path, inputs: list[Path], args: argparse.Namespace) -> co
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-def write_shards(folder: Path, tokens: np.ndarray, args: argparse.Namespace) -> dict[str, dict]:
+def blocks(stream: Path, start: int, end: int) -> Iterator[np.ndarray]:
+    """Reads tokens of a file, from one place to another. What is mapped would stay in memory."""
+    for place in range(start, end, 2**20):
+        yield np.fromfile(stream, "<u2", min(2**20, end - place), offset=2 * place)
+
+
+def write_shards(folder: Path, stream: Path, args: argparse.Namespace) -> dict[str, dict]:
     """Cuts the tokens of all documents into shards. Returns their rows of MANIFEST.json, validation
     first. A shard that would begin inside a document gets an EOT in front. Ends the tool if there
     is too little text."""
-    val = args.val_tokens or max(SMALLEST, min(len(tokens) // 10, VAL_TOKENS))
-    if len(tokens) < val + SMALLEST:
-        needs = f"{val} of validation and {SMALLEST} of training"
-        refuse(f"{len(tokens)} tokens are too few for {needs} (--bytes makes more of a text)")
+    size = stream.stat().st_size // 2
+    val = args.val_tokens or max(SMALLEST, min(size // 10, VAL_TOKENS))
+    if size < val + SMALLEST:
+        refuse(f"{size} tokens are too few for {val} of validation and {SMALLEST} of training")
     rows = {}
-    cuts = [0, *range(val, len(tokens), args.shard_tokens), len(tokens)]
+    cuts = [0, *range(val, size, args.shard_tokens), size]
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
-        array = tokens[start:end]
-        if array[0] != args.eot:
-            array = np.concatenate([np.array([args.eot], "<u2"), array])
+        first = next(blocks(stream, start, end))[0]
+        front = np.array([args.eot] * bool(first != args.eot), "<u2")
+        count = len(front) + end - start
+        starts = sum(int((part == args.eot).sum()) for part in blocks(stream, start, end))
+        documents = len(front) + starts
+        parts = itertools.chain([shards.header(count), front], blocks(stream, start, end))
         name = f"text_{'train' if number else 'val'}_{number:06}.bin"
-        row = shards.write(folder / name, [shards.header(len(array)), array])
-        documents = int(np.count_nonzero(array == args.eot))
+        row = shards.write(folder / name, parts)
         rows[name] = dict(**row, documents=documents)
-        print(f"{name} tokens:{len(array)} documents:{documents} sha256:{row['sha256'][:16]}...")
+        print(f"{name} tokens:{count} documents:{documents} sha256:{row['sha256'][:16]}...")
     return rows
 
 
@@ -111,24 +121,19 @@ def write_shards(folder: Path, tokens: np.ndarray, args: argparse.Namespace) -> 
 def training_flags(val: int, train: list[int], args: argparse.Namespace) -> dict[str, int]:
     """The flags with which `tiny` trains on shards of so many tokens, each at least SMALLEST. A
     flag with the preset's own value is left out."""
-    import train_gpt  # here, because it loads JAX, and nothing else of data/ needs it
-
-    tiny = train_gpt.PRESETS["tiny"]
     flags = {} if args.bytes else dict(shards.GPT2)
     flags["target"] = 0  # the preset's own is the loss on another text, at which a run stops
-    shapes = train_gpt.batch_shapes("train", tiny)
-    sequences, T, _ = shapes[0]
     # The last target of a step is the first token of the next one; the rest of a shard is dropped.
-    most = sum((tokens - 1) // (sequences * T) for tokens in train)
-    if most < len(shapes):
+    most = sum((tokens - 1) // TINY_BATCH for tokens in train)
+    if most < TINY_STEPS:
         flags["steps"] = most
-    elif len(shapes) < 0.9 * most:
-        print(f"A run reads {len(shapes) / most:.0%} of the tokens; --steps {most} reads all.")
-    if val <= tiny.val_tokens:
-        val_T = [T for T in VAL_LENGTHS if train_gpt.VAL_SEQUENCES * T < val][0]
-        batch = train_gpt.VAL_SEQUENCES * val_T
+    elif TINY_STEPS < 0.9 * most:
+        print(f"A run reads {TINY_STEPS / most:.0%} of the tokens; --steps {most} reads all.")
+    if val <= TINY_VAL:
+        val_T = [T for T in VAL_LENGTHS if VAL_SEQUENCES * T < val][0]
+        batch = VAL_SEQUENCES * val_T
         flags["val_tokens"] = (val - 1) // batch * batch
-        if val_T != tiny.val_T:
+        if val_T != VAL_LENGTHS[0]:
             flags["val_T"] = val_T
     return flags
 
@@ -151,8 +156,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=int, metavar="N", help=val_size)
     ends = f"in .txt and .md, a line that ends a document; {MARK} ends one within a line, too"
     add("--separator", metavar="LINE", help=ends)
-    column = "the field of JSON lines, or the column of .parquet, with the text (default: text)"
-    add("--column", metavar="NAME", default="text", help=column)
+    column = "the field of JSON lines or column of parquet with the text; a.b is within a; [text]"
+    add("--column", metavar="NAME", help=column)
     args = cli.parse_args(argv)
     for name in ("shard_tokens", "val_tokens"):
         value = getattr(args, name)
@@ -173,18 +178,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix=".part-", dir=out.parent) as unfinished:
         stream = Path(unfinished) / "tokens"
         counts = write_tokens(stream, inputs, args)
-        if args.separator is not None and not counts["separators"]:
+        if args.separator is not None and not counts.separators:
             refuse(f"no line equals --separator {shlex.quote(args.separator)}")
-        tokens = np.memmap(stream, "<u2", "r") if counts["documents"] else np.array([], "<u2")
+        if args.column is not None and not counts.rows:
+            refuse(f"no file has rows, with fields or columns, for --column {args.column}")
+        counts.check()
         part = Path(unfinished) / "shards"
-        rows = write_shards(part, tokens, args)
+        rows = write_shards(part, stream, args)
         kind = "UTF-8 bytes" if args.bytes else "GPT-2's tokens"
-        source = f"{kind} of {len(inputs)} files, {counts['documents']} documents"
+        source = f"{kind} of {len(inputs)} files, {counts.documents} documents"
         vocab = 257 if args.bytes else shards.GPT2["vocab"]
         shards.write_manifest(part, source, vocab, args.eot, rows)
         os.rename(part, out)  # all at once, and only if nothing is there by now
     print(f"{source}, in {args.out}")
-    if counts["marks"] and args.separator != MARK:
+    if counts.skipped:
+        print(f"{counts.skipped} of {counts.rows} rows have no text; the first: {counts.first}")
+    if counts.marks and args.separator != MARK:
         print(f"{MARK} is ordinary text there; --separator '{MARK}' makes it end documents")
     val, *train = [(row["size"] - shards.HEADER) // 2 for row in rows.values()]
     flags = training_flags(val, train, args)

@@ -73,6 +73,7 @@ def write_manifest(data: Path, vocab: int = 257) -> Path:
 
 @pytest.mark.parametrize("change, says", [
     (lambda d: write_shard(d / SECOND, text(2), magic=0), "is no token shard"),
+    (lambda d: write_shard(d / SECOND, text(2).astype("<u4").view("<u2")), "has tokens of 32 bits"),
     (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
     (lambda d: write_shard(d / SECOND, text(1)), "has the bytes of x_train_000001.bin"),
     (lambda d: write_shard(d / SECOND, text(9)), r"has sha256 \w{64}, in MANIFEST.json \w{64}"),

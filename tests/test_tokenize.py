@@ -1,20 +1,26 @@
 """data/tokenize_text.py: the tokens are the right ones, and nothing half is ever there."""
 
+import bz2
 import dataclasses
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+import zlib
 from pathlib import Path
 
 import check
-import gpt2_prefixes
+import numpy as np
 import pyarrow.parquet
 import pytest
 import readers
@@ -66,8 +72,8 @@ def tokenize(script, monkeypatch):
     """Runs the script without writing shards, and returns the tokens of all documents."""
     found = []
 
-    def record(folder, tokens, args):
-        found.append(tokens.tolist())
+    def record(folder, stream, args):
+        found.append(np.fromfile(stream, "<u2").tolist())
         return {"text_val_000000.bin": {"size": 1024}}
 
     monkeypatch.setattr(tokenize_text, "write_shards", record)
@@ -119,14 +125,22 @@ def as_parquet(documents):
 
 TEXT = prose(9000)
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACK |= {".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 def test_the_prefixes_that_lie_in_the_repository_are_those_of_gpt2(gpt2):
-    made = gpt2_prefixes.prefixes(gpt2._mergeable_ranks)
+    """The longest other token that each token's bytes begin with; -1 for none, and for the last,
+    end-of-text, which is not among the ranks. Upstream builds this table on the clock."""
+    ranks = gpt2._mergeable_ranks
+    made = np.full(50257, -1, "<i4")
+    for token, number in ranks.items():
+        for end in range(1, len(token)):
+            if token[:end] in ranks:
+                made[number] = ranks[token[:end]]  # a longer prefix replaces a shorter one
     assert made.tobytes() == (HERE.parent / "data" / "gpt2_prefixes.bin").read_bytes()
     text = gpt2.decode_single_token_bytes
     assert text(11248).startswith(text(made[11248])) and made[11248] != 11248
-    assert made[50256] == made[0] == -1 and len(made) == 50257
+    assert made[50256] == made[0] == -1
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -162,24 +176,143 @@ def test_cuts_do_not_change_tokens(gpt2, monkeypatch):
 # ---- Files ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("how", PACK)
 def test_formats(tokenize, monkeypatch, how):
-    """Archives have two members, as of `cat a.gz b.gz`, and lines many chunks. What is cut off is
-    not taken for the whole."""
+    """Archives have two members, as of `cat a.gz b.gz`, with padding, and lines many chunks. What
+    is cut off, or has other bytes behind it, is not taken for the whole."""
     monkeypatch.setattr(readers, "CHUNK", 128)
     for kind, text in ("txt", TEXT), ("PY", TEXT), ("jsonl", as_jsonl([TEXT])):
         path = Path(f"in.{kind}{how}")
-        path.write_bytes(PACK[how](text.encode()[:999]) + PACK[how](text.encode()[999:]))
+        half = PACK[how](text.encode()[:999])
+        whole = half + bytes(8 * bool(how)) + PACK[how](text.encode()[999:])
+        path.write_bytes(whole)
         assert tokenize(path, "--bytes") == expected([TEXT])
-        if how:
-            path.write_bytes(path.read_bytes()[:-1])
-            with pytest.raises((EOFError, zstandard.ZstdError)):
+        for damaged in [whole[:-1], half + b"other bytes"] * bool(how):
+            path.write_bytes(damaged)
+            with pytest.raises(
+                (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+            ):
                 tokenize(path, "--bytes")
+
+
+ROWS = as_jsonl([TEXT]) + '{"text": "raw \t and \x01"}\n'
+
+
+@pytest.mark.parametrize("name, data", [
+    ("pages.ndjson", ROWS), ("wiki_00", ROWS), ("a.txt", "\ufeff\n" + ROWS), ("b.csv", ROWS),
+    ("half.txt", "t\"}\n" + ROWS * 100), ("RC.zst", zstandard.compress(ROWS.encode())),
+    ("rows.txt", as_parquet([TEXT, "raw \t and \x01"])), ("a.jsonl", bz2.compress(ROWS.encode())),
+])  # fmt: skip
+def test_what_a_file_is_its_bytes_say_and_not_its_name(tokenize, name, data):
+    """JSON lines in a file of any name would be learned with braces and names of fields."""
+    Path(name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    found = tokenize(name, "--bytes", "--column", "text")
+    assert found == expected([TEXT, "raw \t and \x01"] * (100 if name == "half.txt" else 1))
+
+
+def arrow(new):
+    table = pyarrow.table({"text": [TEXT]})
+    sink = pyarrow.BufferOutputStream()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def archive(module, open_, *mode):
+    """An archive with a text."""
+    file = io.BytesIO()
+    Path("x").write_text(TEXT)
+    with open_(file, *mode) if module is zipfile else open_(fileobj=file, mode="w") as made:
+        (made.write if module is zipfile else made.add)("x")
+    return file.getvalue()
+
+
+CSV = '\ufeffid,"text"\r\n1,"one, ""two""\nthree"\r\n2,four\r\n'
+
+
+@pytest.mark.parametrize("name, data, command", [
+    ("a.csv", "id,story\n1,a\n", "csv.DictReader"), ("a", CSV, "csv.DictReader"),
+    ("a.txt", "'text'\tn\na\t1\n", "csv.DictReader"), ("a", "[\n {", "jq -c '.[]' FILE"),
+    ("a", '["a", "b"]', "jq -c '.[] | {text: .}' FILE"), ("a.md", '{\n "a": 1}', "jq -c . FILE"),
+    ("a.zip", lambda: archive(zipfile, zipfile.ZipFile, "w"), "unzip FILE"),
+    ("a.md", lambda: archive(tarfile, tarfile.open), "tar -xf FILE"),
+    ("a.tgz", lambda: gzip.compress(archive(tarfile, tarfile.open)), "tar -xf FILE"),
+    ("a", lambda: arrow(pyarrow.ipc.new_file), 'feather.read_table("FILE"), "NEW.parquet")'),
+    ("a", lambda: arrow(pyarrow.ipc.new_stream), 'ipc.open_stream("FILE").read_all(), "NEW.par'),
+    ("a", "WARC/1.0\r\nWARC-Type: conversion\r\n", "is a web archive"),
+    ("a.xml", "<mediawiki xmlns=", "wikiextractor --json"), ("a", "%PDF-1.7\n", "pdftotext FILE"),
+    ("a", '\x1e{"text": "a"}\n', "1 of 1 rows have no text"),
+    ("a.txt.gz", "<p>404</p>", "is not packed, as its name says"),
+])  # fmt: skip
+def test_containers_are_refused_with_the_command_that_unpacks_them(
+    refusal, tokenize, name, data, command
+):
+    """The commands that need Python alone are run."""
+    data = data if isinstance(data, str) else data()
+    Path(name).write_bytes(data.encode() if isinstance(data, str) else data)
+    message = refusal(name, "--bytes")
+    assert command in message
+    if data == CSV or "NEW.parquet" in command:
+        line = message.partition(":  ")[2].partition(" (Dict")[0].replace("FILE", name)
+        python = shlex.quote(sys.executable)
+        subprocess.run(line.replace("python", python, 1), shell=True, check=True)
+        (new,) = Path().glob("NEW.*")
+        texts = ['one, "two"\nthree', "four"] if data == CSV else [TEXT]
+        assert tokenize(new, "--bytes") == expected(texts)
+
+
+@pytest.mark.parametrize("bad", ['{"text": null}', '{"text": "cut', '{"text": 1}', "[]", "{}"])
+def test_a_bad_row_is_skipped_and_told_but_not_more_than_one_in_a_hundred(
+    tokenize, refusal, capsys, bad
+):
+    """Wherever they are: a run of hours would end, or a file of other rows would vanish."""
+    rows = as_jsonl(["a"] * 99)
+    Path("a.jsonl").write_text(rows + bad + "\n")
+    Path("b.jsonl").write_text(rows)
+    assert tokenize("a.jsonl", "b.jsonl", "--bytes") == expected(["a"] * 198)
+    assert "1 of 199 rows have no text; the first: a.jsonl: line 100 " in capsys.readouterr().out
+    Path("b.jsonl").write_text(f"{bad}\n{rows}{bad}\n")
+    assert "3 of 201 rows have no text; the first: a.jsonl: line 100 " in refusal(
+        "a.jsonl", "b.jsonl", "--bytes"
+    )
+    Path("b.jsonl").write_text(f"{bad}\n" * 999)
+    assert "101 of 200 rows" in refusal("a.jsonl", "b.jsonl", "--bytes")
+
+
+def test_a_column_within_a_column(tokenize, refusal):
+    rows = [{"data": {"text": "a", "n": 1}, "a.b": "b"}]
+    Path("a.jsonl").write_text(json.dumps(rows[0]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet")
+    Path("a.txt").write_text(TEXT)
+    for name in "a.jsonl", "a.parquet":
+        assert tokenize(name, "--bytes", "--column", "data.text") == expected("a")
+        assert tokenize(name, "--bytes", "--column", "a.b") == expected("b")
+        assert "data" in refusal(name, "--bytes", "--column", "data")
+    assert "no file has rows" in refusal("a.txt", "--bytes", "--column", "data")
+
+
+@pytest.mark.parametrize("path", ["https://example.org/a.parquet", "owner/name"])
+def test_what_is_not_on_this_machine(refusal, path):
+    assert "hf download OWNER/NAME --repo-type dataset" in refusal(path, "--bytes")
+
+
+def test_memory_does_not_grow_with_a_file(tmp_path):
+    """One row group, as pandas writes it."""
+    peaks = []
+    for rows in 500, 12_000:
+        texts = [os.urandom(4000).hex() for _ in range(rows)]
+        (tmp_path / "in.parquet").write_bytes(as_parquet(texts))
+        code = "import tokenize_text as tool\ntool.main()\nprint(open('/proc/self/status').read())"
+        env = os.environ | dict(PYTHONPATH=str(HERE.parent / "data"))
+        command = [sys.executable, "-c", code, "in.parquet", "--bytes", "--out", f"{rows}"]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
+        peaks.append(int(re.search(rb"VmHWM:\s*(\d+) kB", done.stdout)[1]))
+    assert peaks[1] - peaks[0] < 60_000, peaks  # kB, of which the second text has 96,000
 
 
 def test_a_folder(tokenize, refusal, capsys):
     """Its files are in the order of a hash, each once, without hidden ones. What is not read is
     told."""
     names = [*(f"{kind}/{i}.txt" for kind in "ab" for i in range(9)), "c.md", "d.parquet"]
-    for name in [*names, ".git/x.txt", "a/.x.txt", "a/x.py", "LICENSE", "a/x.txt.bz2"]:
+    for name in [*names, ".git/x.txt", "a/.x.txt", "a/x.py", "LICENSE", "a/x.txt.lz4"]:
         Path("in", name).parent.mkdir(parents=True, exist_ok=True)
         Path("in", name).write_text(f"{name} \n")
     Path("in/d.parquet").write_bytes(as_parquet(["d.parquet \n"]))
@@ -219,14 +352,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 
 
 @pytest.mark.parametrize("name, data, said", [
-    ("a.txt", TEXT.encode("utf-16-le"), "line 1, byte 1, has NUL bytes: it is UTF-16"),  # row 3
-    ("a.txt", TEXT.encode() + bytes(20), f"line {1 + TEXT.count(chr(10))}, byte 9000, has NUL"),
-    ("a.txt.zst", zstandard.compress(b"a\n" * 99_999 + bytes(20)), "byte 199998, has NUL"),  # row 4
+    ("a.txt", TEXT.encode("utf-16-le"), "byte 1 and others are NUL: UTF-16"),  # row 3
+    ("a.txt", TEXT.encode() + bytes(20), "byte 9000 and others are NUL"),
+    ("a.txt.zst", zstandard.compress(b"a\n" * 99_999 + bytes(20)), "byte 199998 and"),  # row 4
     ("a.jsonl", as_jsonl(["a\0" * 99]).encode(), "line 1 has NUL characters in place of text"),
     ("a.parquet", as_parquet(["a", "\0" * 20]), "row 2 has NUL characters in place of text"),
-    ("a.md", LFS, "is a pointer: get the text itself by  git lfs pull"),  # row 5
-    ("a.txt", b"a\nb\nc \x92 d", "line 3, byte 6, is no UTF-8"),
-    ("a.jsonl", b'{"n": 1, "body": "a"}', 'line 1 has no string "text", but n, body: --column'),
+    ("a.md", LFS, "is a pointer:  git lfs pull"),  # row 5
+    ("a.txt", b"a\nb\nc \x92 d", "byte 6 is no UTF-8"),
+    ("a.jsonl", b'{"n": 1, "body": "a"}', 'line 1 has no string "text", but n, body; --column a.b'),
 ])  # fmt: skip
 def test_what_a_run_would_learn_in_silence_is_refused_with_its_place(refusal, name, data, said):
     Path(name).write_bytes(data)
@@ -261,6 +394,11 @@ SIZES = [2050, 4864, 10_300, 71_809 + 1025, 655_371]
 def test_every_printed_command_can_run(script, capsys, argv, sizes):
     """train_gpt.py takes its flags and its tokens, and there are none for one step more."""
     tiny = train_gpt.PRESETS["tiny"]
+    shapes = train_gpt.batch_shapes("train", tiny)
+    assert len(shapes) == tokenize_text.TINY_STEPS
+    assert {rows * T for rows, T, _ in shapes} == {tokenize_text.TINY_BATCH}
+    assert (tiny.val_tokens, tiny.val_T) == (tokenize_text.TINY_VAL, tokenize_text.VAL_LENGTHS[0])
+    assert train_gpt.VAL_SEQUENCES == tokenize_text.VAL_SEQUENCES
     for size in sizes:
         Path("in.txt").write_text((TEXT * 99)[: size - 1])  # and an EOT
         script("in.txt", *argv)
