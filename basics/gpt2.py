@@ -61,13 +61,12 @@ TUNING = SCRATCH | dict(steps=200, batch=1, lr=3e-5, val_every=50)
 # ---- Model ---------------------------------------------------------------------------------------
 def table(c: Config) -> dict[str, tuple]:
     """Of each parameter the shape, the split over the mesh, and mean and standard deviation of its
-    initial values. Names are those of OpenAI's file, but h.* are arrays of all layers. Matrices
-    that write to the residual stream begin smaller, because it adds up 2 L outputs."""
+    initial values. Names are those of OpenAI's file, but h.* are arrays of all layers."""
     L = c.L
     D = c.D
     F = 4 * c.D
     wide = 0.02
-    write = wide / math.sqrt(2 * c.L)
+    write = wide / math.sqrt(2 * c.L)  # because the residual stream adds up 2 L outputs
     # fmt: off
     return {
         "wte.weight":           ((c.V, D),     P(),                          0, wide),
@@ -133,8 +132,7 @@ def loss_fn(params: dict[str, Array], tokens_BT: Array, c: Config) -> Array:
 
 # ---- Training ------------------------------------------------------------------------------------
 def optimizer(lr: float, steps: int, accumulate: int) -> optax.GradientTransformation:
-    """AdamW by the mean gradient of `accumulate` microbatches, which MultiSteps collects. Its state
-    takes twice the memory of the weights, and MultiSteps as much as they do."""
+    """AdamW by the mean gradient of `accumulate` microbatches, which MultiSteps collects."""
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20, max(1, steps), lr / 10)
 
     def is_matrix(params):
@@ -402,9 +400,11 @@ def main() -> None:
     coder = shards.coder(c.V, c.V - 1)
     split = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table(c).items()}
     params = jax.device_put(params, split)
+    if args.save:
+        args.save.mkdir(parents=True)  # now, as another run may have the same words
     if args.data:
         params = train(params, c, mesh, texts, args)
-    if args.save and not args.save.exists():
+    if args.save and not any(args.save.iterdir()):
         print(f"nothing is in {args.save}: no training has lowered the loss of a validation")
     prompt = coder.encode(args.prompt)
     if len(prompt) > c.T // 2:
