@@ -17,14 +17,19 @@ PLAIN = HERE / "train_gpt_simple.py"
 BEGIN = "# ---- Optimizer: begin "
 END = "# ---- Optimizer: end "
 MODULE = "train_gpt_simple"  # from which a contestant imports what it uses
+IMPORTS = (ast.Import, ast.ImportFrom)
 # What a contestant may define, although train_gpt_simple.py has it.
 REPLACEABLE = {"SETTINGS", "optimizer", "initial_value", "validated_params"}
 
 
 def names() -> list[str]:
     """The contestants beside this file: without .py, those that have optimizer() and no main()."""
-    sources = {path.stem: path.read_text("utf-8") for path in sorted(HERE.glob("*.py"))}
-    return [name for name, source in sources.items() if is_contestant(source)]
+    found = []
+    for path in sorted(HERE.glob("*.py")):
+        functions = re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
+        if "optimizer" in functions and "main" not in functions:
+            found.append(path.stem)
+    return found
 
 
 def defaults(name: str) -> dict[str, float]:
@@ -33,12 +38,6 @@ def defaults(name: str) -> dict[str, float]:
     (function,) = (node for node in tree.body if getattr(node, "name", "") == "optimizer")
     arguments = [argument.arg for argument in function.args.args][2:]
     return dict(zip(arguments, map(ast.literal_eval, function.args.defaults), strict=True))
-
-
-def is_contestant(source: str) -> bool:
-    """Whether a file defines optimizer() and is no whole program."""
-    functions = re.findall(r"^def (\w+)\(", source, re.M)
-    return "optimizer" in functions and "main" not in functions
 
 
 # ---- The assembled file --------------------------------------------------------------------------
@@ -73,7 +72,7 @@ def pieces(contestant: str) -> tuple[str, dict[str, str]]:
     lines = contestant.split("\n")
     found = {}
     for node in ast.parse(contestant).body:
-        if isinstance(node, ast.ImportFrom) and is_local(node.module):
+        if is_local(node):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             for alias in node.names:
                 borrow(node.module, alias.name, found)
@@ -89,9 +88,10 @@ def borrow(module: str, name: str, found: dict[str, tuple[str, str]]) -> None:
     for node in ast.parse(source).body:
         if name not in bound_names(ast.unparse(node)):
             continue
-        if is_import(node):
-            if isinstance(node, ast.ImportFrom) and is_local(node.module):
-                borrow(node.module, name, found)
+        if is_local(node):
+            borrow(node.module, name, found)
+        elif isinstance(node, IMPORTS):
+            continue
         elif name in found:
             if found[name][0] != module:
                 refuse(f"{name} comes from two contestants: leave out one of the imports")
@@ -106,14 +106,9 @@ def borrow(module: str, name: str, found: dict[str, tuple[str, str]]) -> None:
             found[name] = (module, text)
 
 
-def is_import(node: ast.stmt) -> bool:
-    """Whether a statement is an import."""
-    return isinstance(node, (ast.Import, ast.ImportFrom))
-
-
-def is_local(module: str | None) -> bool:
-    """Whether a module is a file beside this one."""
-    return bool(module) and (HERE / f"{module}.py").is_file()
+def is_local(node: ast.stmt) -> bool:
+    """Whether a statement imports from a file beside this one."""
+    return isinstance(node, ast.ImportFrom) and (HERE / f"{node.module}.py").is_file()
 
 
 # ---- What would change the benchmark -------------------------------------------------------------
@@ -124,7 +119,7 @@ def read(path: Path) -> str:
     if re.search(f"^({BEGIN}|{END}|={{100}}$)", source, re.M):
         refuse(f"{path} has a line at which a log would end its source: change that line")
     plain = outside(PLAIN.read_text("utf-8"))
-    imports = {ast.unparse(node) for node in ast.parse(plain).body if is_import(node)}
+    imports = {ast.unparse(node) for node in ast.parse(plain).body if isinstance(node, IMPORTS)}
     own, borrowed = pieces(source)
     statements = [ast.unparse(node) for node in ast.parse(own).body]
     found = bound_names("\n".join(text for text in statements if text not in imports))

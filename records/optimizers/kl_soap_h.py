@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from muonh import hyperball, initial_value  # noqa: F401 - it replaces the plain one
+from soap_h import rotated, start
 from train_gpt_simple import beside_adam, cooldown
 
 SETTINGS = {
@@ -25,41 +26,26 @@ SETTINGS = {
 def optimizer(params, total_steps, lr=0.018, b1=0.95, b2=0.9):
     """KL-SOAP on a sphere for the matrices of the blocks, AdamW for everything else. The rate falls
     from the first step on."""
-    soap = optax.chain(scale_by_kl_soap(b1, b2), hyperball(cooldown(lr, total_steps, start=0.0)))
-    return beside_adam(soap, params, total_steps)
 
-
-def scale_by_kl_soap(b1, b2):
-    """u. The state has an entry for every matrix. l and r begin near the size of gradients."""
-
-    def start(param):
+    def start_near_gradients(param):
         inputs, outputs = param.shape
-        return {
-            "m": jnp.zeros_like(param),
-            "v": jnp.zeros_like(param),
-            "L": jnp.zeros((inputs, inputs)),
-            "R": jnp.zeros((outputs, outputs)),
-            "P": jnp.eye(inputs),
-            "Q": jnp.eye(outputs),
-            "l": jnp.full(inputs, 1e-4),
-            "r": jnp.full(outputs, 1e-4),
-        }
+        return start(param) | {"l": jnp.full(inputs, 1e-4), "r": jnp.full(outputs, 1e-4)}
 
     def average(old, new):
         return b2 * old + (1 - b2) * new
 
     def advance(g, s):
         inputs, outputs = g.shape
-        rotated = s["P"].T @ g @ s["Q"]
-        for_left = rotated * inverse_sqrt(s["r"])
-        for_right = rotated * inverse_sqrt(s["l"])[:, None]
+        in_P_and_Q = s["P"].T @ g @ s["Q"]
+        for_left = in_P_and_Q * inverse_sqrt(s["r"])
+        for_right = in_P_and_Q * inverse_sqrt(s["l"])[:, None]
         left = s["P"] @ for_left
         right = for_right @ s["Q"].T
         L = average(s["L"], left @ left.T / outputs)
         R = average(s["R"], right.T @ right / inputs)
         return {
             "m": s["m"] + (1 - b1) * (g - s["m"]),
-            "v": average(s["v"], rotated**2),
+            "v": average(s["v"], in_P_and_Q**2),
             "L": L,
             "R": R,
             "P": jnp.linalg.qr(L @ s["P"])[0],
@@ -68,19 +54,9 @@ def scale_by_kl_soap(b1, b2):
             "r": average(s["r"], jnp.mean(for_right**2, axis=0)),
         }
 
-    def direction(new, old):
-        P = old["P"]
-        Q = old["Q"]
-        return P @ (P.T @ new["m"] @ Q / (jnp.sqrt(new["v"]) + 1e-12)) @ Q.T
-
-    def init(params):
-        return jax.tree.map(start, params)
-
-    def update(grads, state, params=None):
-        new = jax.tree.map(advance, grads, state)
-        return jax.tree.map(lambda _, s, old: direction(s, old), grads, new, state), new
-
-    return optax.GradientTransformation(init, update)
+    soap = rotated(start_near_gradients, advance)
+    sphere = hyperball(cooldown(lr, total_steps, start=0.0))
+    return beside_adam(optax.chain(soap, sphere), params, total_steps)
 
 
 def inverse_sqrt(values):

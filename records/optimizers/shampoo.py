@@ -34,11 +34,9 @@ def scale_by_shampoo(b1, b2):
 
     def start(param):
         inputs, outputs = param.shape
-        left = jnp.zeros((inputs, inputs))
-        right = jnp.zeros((outputs, outputs))
         return {
-            "left": left,
-            "right": right,
+            "left": jnp.zeros((inputs, inputs)),
+            "right": jnp.zeros((outputs, outputs)),
             "left_root": jnp.eye(inputs),
             "right_root": jnp.eye(outputs),
         }

@@ -22,23 +22,6 @@ SETTINGS = {
 def optimizer(params, total_steps, lr=0.018, b1=0.95, b2=0.9):
     """SOAP on a sphere for the matrices of the blocks, AdamW for everything else. The rate falls
     from the first step on."""
-    soap = optax.chain(scale_by_soap(b1, b2), hyperball(cooldown(lr, total_steps, start=0.0)))
-    return beside_adam(soap, params, total_steps)
-
-
-def scale_by_soap(b1, b2):
-    """u. The state has an entry for every matrix."""
-
-    def start(param):
-        inputs, outputs = param.shape
-        return {
-            "m": jnp.zeros_like(param),
-            "v": jnp.zeros_like(param),
-            "L": jnp.zeros((inputs, inputs)),
-            "R": jnp.zeros((outputs, outputs)),
-            "P": jnp.eye(inputs),
-            "Q": jnp.eye(outputs),
-        }
 
     def advance(g, s):
         P = s["P"]
@@ -49,6 +32,27 @@ def scale_by_soap(b1, b2):
         R = b2 * s["R"] + (1 - b2) * g.T @ g
         new = {"m": m, "v": v, "L": L, "R": R}
         return new | {"P": jnp.linalg.qr(L @ P)[0], "Q": jnp.linalg.qr(R @ Q)[0]}
+
+    sphere = hyperball(cooldown(lr, total_steps, start=0.0))
+    return beside_adam(optax.chain(rotated(start, advance), sphere), params, total_steps)
+
+
+def start(param):
+    """The state of a matrix before the first step."""
+    inputs, outputs = param.shape
+    return {
+        "m": jnp.zeros_like(param),
+        "v": jnp.zeros_like(param),
+        "L": jnp.zeros((inputs, inputs)),
+        "R": jnp.zeros((outputs, outputs)),
+        "P": jnp.eye(inputs),
+        "Q": jnp.eye(outputs),
+    }
+
+
+def rotated(start, advance):
+    """u, with the m and v of this step, and the P and Q of the last one. advance(g, state) is the
+    next state of a matrix."""
 
     def direction(new, old):
         P = old["P"]

@@ -2,16 +2,10 @@
 
     ./run.sh optimizers NAME     or   python train_gpt_simple.py [tiny | 124m] [--steps N] [--lr X]
 
-A plain GPT, in which x is (B, T, D):
-    x = norm(embedding of the tokens)
-    for every block:
-        x = x + proj(attention(norm(x)))
-        x = x + proj(relu(fc(norm(x))) ** 2)
-    logits = softcap(head(norm(x)))
-124m is modded-nanogpt's third track: 3.28 nats a token on FineWeb. tiny is a small model, trained
-on source code, for two CPU cores. A step is a forward and a backward pass over the batch, and an
-update by optimizer(), which a contestant writes. ./run.sh puts its file into the section
-"Optimizer" below: see README.md.
+The model is a plain GPT: forward(). 124m is modded-nanogpt's third track: 3.28 nats a token on
+FineWeb. tiny is a small model, trained on source code, for two CPU cores. A step is a forward and a
+backward pass over the batch, and an update by optimizer(), which a contestant writes. ./run.sh puts
+its file into the section "Optimizer" below: see README.md.
 """
 
 import argparse
@@ -23,6 +17,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from pathlib import Path
@@ -97,15 +92,16 @@ def make_params(size: Size, seed: int | Array) -> dict[str, Array]:
 
 def forward(w: dict[str, Array], tokens: Array, size: Size) -> Array:
     """Logits (B, T, vocab), float32, of tokens (B, T)."""
-    x = rms_norm(w["embed.weight"][tokens]).astype(size.compute) * w["norm1.gains"]
+    x = rms_norm(w["embed.weight"][tokens]).astype(size.compute)
+    x = x * at_tokens(w["norm1.gains"], x)
     for i in range(size.layers):
         block = f"blocks.{i}."
-        normed = rms_norm(x) * w[block + "norm1.gains"]
+        normed = rms_norm(x) * at_tokens(w[block + "norm1.gains"], x)
         x = x + attention(w, block + "attn.", normed, size)
-        normed = rms_norm(x) * w[block + "norm2.gains"]
+        normed = rms_norm(x) * at_tokens(w[block + "norm2.gains"], x)
         hidden = jax.nn.relu(linear(w, block + "mlp.fc", normed)) ** 2
         x = x + linear(w, block + "mlp.proj", hidden)
-    x = rms_norm(x) * w["norm2.gains"]
+    x = rms_norm(x) * at_tokens(w["norm2.gains"], x)
     logits = linear(w, "proj", x).astype(jnp.float32)
     return 15 * logits * jax.lax.rsqrt(logits**2 + 15**2)  # softcap: between -15 and 15
 
@@ -136,7 +132,14 @@ def rotary(x_BTHK: Array) -> Array:
 
 def linear(w: dict[str, Array], name: str, x: Array) -> Array:
     """x W + b."""
-    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+    y = x @ w[f"{name}.weight"]
+    return y + at_tokens(w[f"{name}.bias"], y)
+
+
+def at_tokens(vector: Array, x: Array) -> Array:
+    """Gains or a bias, float32, at every token of x and in its dtype. Rounded only there, they have
+    a gradient that is summed over the tokens in float32."""
+    return jnp.broadcast_to(vector, x.shape).astype(x.dtype)
 
 
 def rms_norm(x: Array) -> Array:
@@ -206,10 +209,11 @@ def optimizer(params, total_steps, lr=0.01, decay=0.1):
 # ---- Optimizer: end ------------------------------------------------------------------------------
 # ---- Training ------------------------------------------------------------------------------------
 def mean_loss(params: dict[str, Array], tokens: Array, size: Size, mesh: Mesh) -> Array:
-    """Mean cross-entropy of sequences (B, T + 1), nats a token. All-gathers the sharded weights in
-    the dtype of products, in which the devices' gradients are summed, but the embedding in float32,
-    because a row's gradient is a sum over many tokens."""
-    weights = {n: p if n == "embed.weight" else p.astype(size.compute) for n, p in params.items()}
+    """Mean cross-entropy of sequences (B, T + 1), nats a token. All-gathers the sharded parameters:
+    those of products in their dtype, in which the devices' gradients are summed, all others in
+    float32, because their gradients are sums over many tokens."""
+    in_products = {n for n, kind in kinds(params).items() if kind in ("matrix", "head")}
+    weights = {n: p.astype(size.compute) if n in in_products else p for n, p in params.items()}
     weights = jax.lax.with_sharding_constraint(weights, NamedSharding(mesh, PartitionSpec()))
     logits = forward(weights, tokens[:, :-1], size)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -250,7 +254,8 @@ def shardings(tree, mesh: Mesh):
 
 
 def compile_programs(tx, size: Size, mesh: Mesh) -> list:
-    """Compiles three programs: seed -> (params, state); a step; the validation loss of a batch."""
+    """Compiles three programs: seed -> (params, state); a step; the validation loss of a batch.
+    Refuses an optimizer that counts in Python, whose number would be the same in every step."""
 
     def begin(seed):
         params = make_params(size, seed)
@@ -271,10 +276,17 @@ def compile_programs(tx, size: Size, mesh: Mesh) -> list:
     begin = jax.jit(begin, out_shardings=placement)
     step = jax.jit(step, in_shardings=inputs, out_shardings=outputs, donate_argnums=(0, 1))
     validation = jax.jit(validation, in_shardings=inputs)
+
+    def lower():
+        return [begin.lower(0), step.lower(*shapes, batch), validation.lower(*shapes, batch)]
+
+    lowered = lower()
+    jax.clear_caches()  # so that all is traced again
+    if [program.as_text() for program in lowered] != [program.as_text() for program in lower()]:
+        refuse("the optimizer changes each time it is traced: count steps in its state")
     # In jax 0.10, some of YNNPACK's kernels for CPUs are wrong: jax issue 39103.
     is_old = jax.__version_info__ < (0, 11) and mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_experimental_ynn_fusion_type": ""} if is_old else None
-    lowered = [begin.lower(0), step.lower(*shapes, batch), validation.lower(*shapes, batch)]
     return [program.compile(options) for program in lowered]
 
 
@@ -295,11 +307,13 @@ def find_batches(kind: str, count: int, size: Size) -> tuple[list, list]:
     for path in sorted(Path(size.data).glob(f"[!.]*_{kind}_*.bin")):
         if len(batches) < count:
             shard = np.memmap(path, np.uint16, mode="r", offset=1024)  # after the header
+            if shard.max() >= size.vocab:  # JAX would read another token's row
+                refuse(f"{path} has token {shard.max()}, and the model has {size.vocab} tokens")
             batches += [(shard, start) for start in range(0, len(shard) - tokens, tokens)]
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             facts.append({"file": path.name, "tokens": len(shard), "sha256": sha256})
     if len(batches) < count:
-        sys.exit(f"{size.data} has {len(batches)} of {count} {kind} batches: use fewer --steps")
+        refuse(f"{size.data} has {len(batches)} of {count} {kind} batches: use fewer --steps")
     return batches[:count], facts
 
 
@@ -313,6 +327,12 @@ def read_batch(batch: tuple, size: Size, mesh: Mesh) -> Array:
 
 
 # ---- Run -----------------------------------------------------------------------------------------
+def refuse(message: str) -> None:
+    """Ends a run before it begins, with one line and exit status 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def parse_config(argv: list[str]) -> tuple[Size, argparse.Namespace, dict[str, float]]:
     """[tiny | 124m] [--flag value ...]. Returns the size, all flags, and the optimizer's
     numbers: those of flags, else of SETTINGS, else the defaults of its arguments."""
@@ -366,34 +386,50 @@ def main(argv: list[str]) -> None:
     for name, fact in run_facts(argv, size, args, numbers, train_facts + val_facts).items():
         print(name, json.dumps(fact), file=log, flush=True)
     print(f"{size.preset} on {mesh.size} x {jax.devices()[0].device_kind}, log in {path}")
-    begin, step_program, validation = compile_programs(tx, size, mesh)
 
-    params, state = jax.block_until_ready(begin(args.seed))
-    ms = 0.0  # of training, without validation
-    start = time.perf_counter()
-    for step in range(size.steps + 1):
-        if step == size.steps or (step > 0 and step % size.val_every == 0):
-            jax.block_until_ready(params)
-            ms += 1000 * (time.perf_counter() - start)
-            losses = [validation(params, state, read_batch(b, size, mesh)) for b in val_batches]
-            loss = float(np.mean(losses))
-            progress = f"step:{step}/{size.steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
-            for file in (log, sys.stdout):
-                print(f"{progress} step_avg:{ms / step:.2f}ms", file=file, flush=True)
-            if loss <= args.target or step == size.steps or not np.isfinite(loss):
-                break
-            start = time.perf_counter()
-        batch = read_batch(train_batches[step], size, mesh)
-        params, state, _ = step_program(params, state, batch)
+    def show(line: str) -> None:
+        for file in (log, sys.stdout):
+            print(line, file=file, flush=True)
 
-    if not np.isfinite(loss):
-        print(f"NON-FINITE: the loss, by step {step}", file=log)
-        sys.exit(3)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        loss, step, ms = train(tx, train_batches, val_batches, size, args, mesh, show)
+    except KeyboardInterrupt:
+        show("INTERRUPTED: no step follows, and a run cannot be resumed")
+        sys.exit(130)
     result = {"reason": "target reached" if loss <= args.target else "end of schedule"}
     result |= {"val_loss": loss, "steps": step, "tokens": step * size.batch * size.T}
     result |= {"train_time_ms": ms, "seed": args.seed, "devices": mesh.size}
     print("RESULT", json.dumps(result), file=log)
     print(f"steps {step}, loss {loss:.4f}, target {size.goal}")
+
+
+def train(tx, train_batches, val_batches, size: Size, args, mesh: Mesh, show) -> tuple:
+    """Trains to the last step or the target, and shows losses. Returns the last one, the steps and
+    their milliseconds, without validation. Exits with status 3 at a loss that is not finite."""
+    begin, step_program, validation = compile_programs(tx, size, mesh)
+    params, state = jax.block_until_ready(begin(args.seed))
+    ms = 0.0
+    loss = math.nan  # of the latest step
+    start = time.perf_counter()
+    for step in range(size.steps + 1):
+        validates = step == size.steps or (step > 0 and step % size.val_every == 0)
+        if validates or (step > 0 and step % 50 == 0):
+            loss = float(loss)  # waits for the step
+            ms += 1000 * (time.perf_counter() - start)
+            if validates:
+                losses = [validation(params, state, read_batch(b, size, mesh)) for b in val_batches]
+                loss = float(np.mean([float(x) for x in losses]))
+            progress = f"{'val' if validates else 'train'}_loss:{loss:.4f} train_time:{ms:.0f}ms"
+            show(f"step:{step}/{size.steps} {progress} step_avg:{ms / step:.2f}ms")
+            if not np.isfinite(loss):
+                show(f"NON-FINITE: the loss, by step {step}")
+                sys.exit(3)
+            if validates and (loss <= args.target or step == size.steps):
+                return loss, step, ms
+            start = time.perf_counter()
+        batch = read_batch(train_batches[step], size, mesh)
+        params, state, loss = step_program(params, state, batch)
 
 
 if __name__ == "__main__":
