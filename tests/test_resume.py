@@ -148,8 +148,8 @@ def test_a_run_that_goes_on_is_the_run_in_one_go(folder, whole):
 
 
 def test_a_checkpoint_along_the_way_is_as_good(whole, tmp_path):
-    """Five checkpoints were written, one of them of the end, and the last two are left. A run that has ended does not go
-    on, as by a script that is queued a second time."""
+    """Five checkpoints were written, the fifth at the end, and the last two are left. A run that
+    has ended does not go on, as by a script that is queued a second time."""
     assert [path.name for path in whole.states] == ["0000028.state", "0000030.state"]
     folder = shutil.copytree(whole.folder, tmp_path / "copy")
     assert go(folder, "--resume", whole.states[0]).code == 2
