@@ -1,22 +1,11 @@
 """The exercises of basics/fsdp.py have these answers."""
 
-import functools
-
 import jax
 import numpy as np
 import optax
-from fsdp import EIGHTH, ROWS, loss_of, make
+from fsdp import EIGHTH, loss_of, make
 from jax import lax
 from jax.sharding import AxisType
-
-
-def spread(function, ins=(EIGHTH, ROWS, ROWS)):
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=EIGHTH))
-
-
-def gradients(gather):
-    return jax.grad(functools.partial(loss_of, gather=gather, twice=False))
 
 
 def test_exercise_1_a_norm_is_of_all_eighths():
@@ -30,11 +19,16 @@ def test_exercise_1_a_norm_is_of_all_eighths():
         norm = lax.psum(squares, "fsdp") ** 0.5
         return jax.tree.map(lambda g: g * lax.min(1.0, clip / norm), grads)
 
-    grads = jax.jit(gradients(lambda weights: weights))(*make(0))
+    def loss(*arguments):
+        return loss_of(*arguments, gather=lambda weights: weights, twice=False)
+
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    grads = jax.jit(jax.grad(loss))(*make(0))
     right = clip_by_norm_of_eighth(grads)  # of one device, which has all of them
     errors = {}
     for function in clip_by_norm_of_eighth, clip_by_global_norm:
-        clipped = spread(function, (EIGHTH,))(grads)
+        spread = jax.shard_map(function, mesh=mesh, in_specs=EIGHTH, out_specs=EIGHTH)
+        clipped = jax.jit(spread)(grads)
         errors[function] = max(
             np.abs(clipped[k] / optax.tree.norm(right) - right[k] / clip).max() for k in right
         )

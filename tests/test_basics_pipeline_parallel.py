@@ -23,7 +23,6 @@ def test_exercise_1_gpipe_in_two_halves_has_half_the_memory_and_more_bubble():
     assert pp.depth(table) == M // 2 and (pp.in_flight(table).max(axis=0) == M // 2).all()
     assert np.isclose((table[..., 0] == pp.IDLE).mean(), 3 / 7)
     assert np.isclose((pp.gpipe(M)[..., 0] == pp.IDLE).mean(), 3 / 11)
-    assert error(table) < 1e-5
 
 
 def test_exercise_2_forwards_at_every_second_tick_need_a_slot_less_and_no_more_time():

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 
 import train_gpt
-from tests.tools import MINI32, ROOT, SMALL, write_shard
+from tests.tools import ROOT, SMALL, write_shard
 from train_gpt import LONG, Config, Layer, Stage
 
 TINY = f"tiny {shlex.join(SMALL)}"
 STAGE = Stage(6, 256, short=8, long=8, max_doc=0, lr=1.0)
 NAMES = "x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"
 TEXT = np.where(np.arange(1100) % 50 == 0, 256, np.arange(1100) % 97)
-CONFIGS = {**train_gpt.PRESETS, "mini": MINI32}  # before a test changes `tiny`
 
 
 @pytest.fixture
@@ -59,7 +57,6 @@ NO_ATTENTION = "layer 1 has no attention: it can only set"
 MUDD = "layer 1: mudd adds ngram, not x0: set ngram=True, x0=False"
 SILENT = dict(  # the second layer, changes of Config, the message
     key_offset=(Layer(None, key_offset=True), {}, NO_ATTENTION),
-    value_table=(Layer(None, value_table=1), {}, NO_ATTENTION),
     attend_to=(Layer(None, attend_to=0), {}, NO_ATTENTION),
     mudd=(Layer(None, mudd=("layer0",), x0=False, ngram=True), {}, NO_ATTENTION),
     mudd_ngram=(Layer(LONG, mudd=("input",), x0=False), {}, MUDD),
@@ -82,34 +79,14 @@ def test_a_tweak_that_would_be_wrong_in_silence_fails_with_its_reason(name):
         dataclasses.replace(train_gpt.PRESETS["tiny"], layers=(FIRST, layer, FIRST), **changes)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 5, 100, 1285])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_of_any_length_goes_through_its_stages(name, steps):
-    lengths = [stage.steps for stage in CONFIGS[name].stages]
-    trained = {i for i, length in enumerate(lengths) if length}
-    if steps < len(trained):
-        with pytest.raises(ValueError, match=f"--steps {steps} is less than {len(trained)} stages"):
-            dataclasses.replace(CONFIGS[name], steps=steps)
-        return
-    c = dataclasses.replace(CONFIGS[name], steps=steps)
-    stages = [c.stage_at(step) for step in range(steps)]
-    used = Counter(stages)
-    assert c.total_steps == steps == c.stage_ends[-1]
-    assert stages == sorted(stages) and used.keys() == trained
-    assert c.stage_at(steps) == len(lengths) - 1
-    for i in trained:  # in proportion, but every stage has at least one step
-        assert abs(used[i] - lengths[i] * steps / sum(lengths)) <= len(trained)
-
-
 # ---- Devices -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("count, batch", [(3, 24), (8, 12)])
-def test_devices_must_divide_batch_and_groups(refusal, monkeypatch, count, batch):
-    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:count])
+def test_devices_must_divide_batch_and_groups(refusal, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:3])
     stages = (dataclasses.replace(STAGE, tokens=240),)
     changed = dataclasses.replace(train_gpt.PRESETS["tiny"], stages=stages)
     monkeypatch.setitem(train_gpt.PRESETS, "tiny", changed)
-    message = refusal(f"--batch {batch}")
-    assert f"{count} devices do not divide --batch {batch} or 8 matrices: use 1, 2, 4" in message
+    message = refusal("--batch 24")
+    assert "3 devices do not divide --batch 24 or 8 matrices: use 1, 2, 4" in message
 
 
 BEST = "float8_e4m3fn", "float8_e5m2"
@@ -147,37 +124,24 @@ def test_formats_and_kernel_fit_the_device(
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-BROKEN = dict(
-    short=3000, odd_byte=3225, header_only=1024, empty=0, magic=dict(magic=1),
-    version=dict(version=2), no_tokens=dict(count=0), huge=dict(count=2**31 - 1),
-)  # fmt: skip
+def test_broken_shards_are_refused(refusal, data):
+    for header in dict(magic=1), dict(version=2), dict(count=0), dict(count=1101):
+        write_shard(data / NAMES[2], TEXT, **header)
+        assert f"{data / NAMES[2]} is not a complete shard: " in refusal()
+    for size in 0, 1024, 3225:
+        os.truncate(data / NAMES[2], size)
+        assert f"{data / NAMES[2]} is not a complete shard: " in refusal()
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_broken_shards_are_refused(refusal, data, fault):
-    if isinstance(BROKEN[fault], int):
-        os.truncate(data / NAMES[2], BROKEN[fault])
-    else:
-        write_shard(data / NAMES[2], TEXT, **BROKEN[fault])
-    assert f"{data / NAMES[2]} is not a complete shard: " in refusal()
-
-
-@pytest.mark.parametrize("gone, flags, message", [
-    ("*", "", "train shards hold 0 of 6 batches"),
-    ("*_train_000002*", "", "train shards hold 4 of 6 batches"),
-    ("*_val_*", "", "val shards hold 0 of 2 batches"),
-    ("none", "--val_tokens 1536", "val shards .* with fewer --val_tokens"),
-])  # fmt: skip
-def test_too_few_tokens_are_refused(refusal, data, gone, flags, message):
+def test_too_few_tokens_are_refused(refusal, data):
     write_shard(data / "x_val_000001.bin", TEXT)  # only the first val shard counts
-    for path in data.glob(gone):
-        path.unlink()
-    for name in ("._x_train_000001.bin", "x_train_000003.bin.part", "x_val.bin"):
-        (data / name).write_bytes(b"?")  # these names are no shards
-    assert re.search(f"{data}: the {message}", refusal(flags))
+    (data / "._x_train_000001.bin").write_bytes(b"?")  # this name is no shard
+    assert f"{data}: the val shards hold 2 of 3 batches" in refusal("--val_tokens 1536")
+    (data / NAMES[1]).unlink()
+    assert f"{data}: the train shards hold 4 of 6 batches" in refusal()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_tokens_beyond_the_vocabulary_are_refused(refusal, data, name):
     tokens = TEXT.copy()
     tokens[-1] = 257  # no batch has it

@@ -36,13 +36,16 @@ FOUND = np.array([e[2:] for e in EXAMPLES], bool).T
 
 @pytest.fixture(scope="module")
 def its(trained, tmp_path_factory):
-    """A file of EXAMPLES, and weights that know the phrase."""
-    file = tmp_path_factory.mktemp("hellaswag") / "val.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (path,) = trained.glob("logs/*.npz")
-    w = weights.open_weights(path, TRAIN)
-    w = w._replace(c=dataclasses.replace(w.c, pointer=0))  # so that the head's padding counts
-    return SimpleNamespace(file=file, w=w)
+    """A file of EXAMPLES, and weights that know the phrase. Batches are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hellaswag, "TOKENS", 1024)  # so that the examples make several batches
+        patch.setattr(hellaswag, "CHUNK", 128)
+        file = tmp_path_factory.mktemp("hellaswag") / "val.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        (path,) = trained.glob("logs/*.npz")
+        w = weights.open_weights(path, TRAIN)
+        w = w._replace(c=dataclasses.replace(w.c, pointer=0))  # so that the head's padding counts
+        yield SimpleNamespace(file=file, w=w)
 
 
 def sums_by_hand(w: weights.Weights) -> list[list[float]]:
@@ -68,9 +71,7 @@ def sums_by_hand(w: weights.Weights) -> list[list[float]]:
     return [[loss(ending) for ending in e[0]] for e in EXAMPLES]
 
 
-def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its, monkeypatch):
-    monkeypatch.setattr(hellaswag, "TOKENS", 1024)  # so that the examples make several batches
-    monkeypatch.setattr(hellaswag, "CHUNK", 128)
+def test_losses_are_those_of_a_row_at_a_time_and_the_answers_are_known(its):
     examples = [*hellaswag.tokenize(cached_hellaswag.read(its.file), ENCODE)]
     # A row of 65 tokens has T = 64, longer ones are padded to T = 128.
     assert sorted(max(map(len, e[0])) for e in examples)[-3:] == [65, 66, 66]

@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import incremental
 import numpy as np
-import pytest
 import weights
 
 import train_gpt
@@ -21,18 +21,10 @@ SMALL = dataclasses.replace(
 )
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory):
-    """A function that opens random weights of a configuration; each call imports the script."""
-    folder = tmp_path_factory.mktemp("random")
-
-    def opened(c: train_gpt.Config) -> weights.Weights:
-        path = folder / f"{len(c.layers)}.npz"
-        if not path.exists():
-            save(path, c)
-        return weights.open_weights(path, TRAIN)
-
-    return opened
+def opened(folder: Path, c: train_gpt.Config) -> weights.Weights:
+    """Random weights of a configuration; each call imports the script."""
+    save(folder / "x.npz", c)
+    return weights.open_weights(folder / "x.npz", TRAIN)
 
 
 def whole(w: weights.Weights, tokens: np.ndarray) -> np.ndarray:
@@ -41,9 +33,9 @@ def whole(w: weights.Weights, tokens: np.ndarray) -> np.ndarray:
     return run(np.pad(tokens, ((0, 0), (0, 1))))
 
 
-def test_chunks_give_the_probabilities_of_a_whole_pass(opened):
+def test_chunks_give_the_probabilities_of_a_whole_pass(tmp_path):
     """For texts of five documents, which are read in steps of one and of many tokens."""
-    w = opened(EVERY)
+    w = opened(tmp_path, EVERY)
     tokens = sequences(w.c, 255, documents=4, count=2)
     tokens[:, 200:220] = tokens[:, 100:120]  # a match that is far away
     expected = whole(w, tokens)
@@ -72,15 +64,10 @@ def test_chunks_give_the_probabilities_of_a_whole_pass(opened):
         assert z is None or np.abs(found - z).max() < 1e-4
 
 
-def sink(code):
-    """Attention may also attend to nothing."""
-    attend = code.attend
-    code.attend = lambda *arguments: 0.9 * attend(*arguments)
-
-
-def test_with_parts_that_chunks_do_not_have_every_token_takes_a_whole_pass(opened, capsys):
-    w = opened(SMALL)
-    sink(w.code)
+def test_with_parts_that_chunks_do_not_have_every_token_takes_a_whole_pass(tmp_path, capsys):
+    w = opened(tmp_path, SMALL)
+    attend = w.code.attend
+    w.code.attend = lambda *arguments: 0.9 * attend(*arguments)  # also to nothing
     tokens = sequences(w.c, 98, count=1)
     z = incremental.Reader(w)(tokens)
     assert np.abs(z - whole(w, tokens)[:, -1]).max() < 1e-4

@@ -52,28 +52,22 @@ def made(tmp_path_factory):
 
 
 def test_losses_are_those_that_loss_prints(made):
-    stage = made.w.c.stages[made.w.stage]
-    shard = weights.val_shard(made.w, made.shard, 64)
-    tokens, losses, alone = loss.measure(made.w, shard, stage.short, stage.long, 64, 2)
+    """And without n-grams, those of weights that have none; probabilities agree with them."""
+    w, r = made.w, made.reading
+    stage = w.c.stages[w.stage]
+    shard = weights.val_shard(w, made.shard, 64)
+    tokens, losses, alone = loss.measure(w, shard, stage.short, stage.long, 64, 2)
     np.testing.assert_array_equal(made.tokens, tokens)
-    np.testing.assert_allclose(made.reading.loss, losses, atol=1e-5)
-    np.testing.assert_allclose(made.reading.loss_without_copy, alone, atol=1e-5)
+    np.testing.assert_allclose(r.loss, losses, atol=1e-5)
+    np.testing.assert_allclose(r.loss_without_copy, alone, atol=1e-5)
     page_losses = [sequence["loss"] for sequence in made.data["sequences"]]
     assert abs(np.mean(page_losses) - losses.mean(dtype="f8")) < 1e-5
     assert f"{losses.mean(dtype='f8'):.4f} nats" in made.page
-
-
-def test_without_ngrams_the_losses_are_those_of_weights_without_them(made):
-    w = made.w
     no_rows = w._replace(arrays=w.arrays | {"ngram": 0 * w.arrays["ngram"]})
     outputs, *_ = look.run_model(no_rows, made.tokens)
-    np.testing.assert_allclose(made.reading.loss_without_ngrams, outputs["loss"], atol=1e-5)
-    for other in made.reading.loss_without_copy, made.reading.loss_without_ngrams:
-        assert np.abs(other - made.reading.loss).max() > 0.1
-
-
-def test_probabilities_are_of_the_likeliest_tokens_and_agree_with_losses(made):
-    r = made.reading
+    np.testing.assert_allclose(r.loss_without_ngrams, outputs["loss"], atol=1e-5)
+    for other in r.loss_without_copy, r.loss_without_ngrams:
+        assert np.abs(other - r.loss).max() > 0.1
     is_next = r.likely == made.tokens[:, 1:, None]
     is_likely = is_next.any(axis=-1)
     assert np.all(np.diff(r.p) <= 0) and np.all(r.p.sum(axis=-1) < 1) and r.p.min() > 0
@@ -141,11 +135,16 @@ def test_the_text_is_escaped_and_complete(made):
     assert look.token_texts(pieces) == ["a", "€", "⁺", "⁺", "\\xff", "\n", " é", "x", "\\x00"]
 
 
-def test_the_page_of_a_model_that_does_not_copy_and_of_an_own_text(tmp_path, monkeypatch, capsys):
-    save(tmp_path / "b.npz", dataclasses.replace(C, pointer=0))
+def test_the_page_of_a_model_that_does_not_copy_and_of_an_own_text(
+    made, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "text").write_bytes(b"\xff a bc def " * 99)
     argv = ["look.py", str(tmp_path / "b.npz"), "--text", str(tmp_path / "text")]
     monkeypatch.setattr(sys, "argv", argv)
+    w = made.w._replace(c=dataclasses.replace(C, pointer=0))
+    monkeypatch.setattr(look.weights, "open_weights", lambda *_: w)
+    copies = dict.fromkeys(("loss_without_copy", "copied", "share", "length"))
+    monkeypatch.setattr(look, "read", lambda *_: made.reading._replace(**copies))
     monkeypatch.setattr(look.sample, "continue_text", lambda *_: "")
     look.main()
     page = tmp_path / "b_look/page.html"

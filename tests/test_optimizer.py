@@ -14,21 +14,15 @@ from jax import P
 
 import train_gpt
 from tests.tools import MINI, MINI32, make_mesh
-from train_gpt import BANK, LONG, LOOKUP, SHORT, Layer
+from train_gpt import LONG, SHORT, Layer
 
 RECORD, TINY = train_gpt.PRESETS["record"], train_gpt.PRESETS["tiny"]
-SHAPES = {"square": (64, 64), "wide": (32, 128), "tall": (128, 32)}
-
-
-def matrix(shape, seed=0) -> np.ndarray:
-    """Normal numbers in float32."""
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 # ---- Matrices ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32)])
 def test_in_bfloat16_singular_values_come_near_one(shape):
-    G = matrix(shape)
+    G = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     got = np.asarray(train_gpt.orthogonalize(G[None], "bfloat16")[0])
     s = np.linalg.svd(got, compute_uv=False)
     assert 0.5 < s.min() and s.max() < 1.25
@@ -55,19 +49,6 @@ def test_a_tied_embedding_becomes_the_head():
 
 
 # ---- The table and first values ------------------------------------------------------------------
-def test_every_array_of_the_state_is_where_its_parameter_is():
-    table = train_gpt.param_table(RECORD)
-    shapes = train_gpt.state_shapes(RECORD, make_mesh(8))
-    assert set(table) == set(shapes.params) == set(shapes.opt_state)
-    for name, param in table.items():
-        for leaf in jax.tree.leaves((shapes.params[name], shapes.opt_state[name])):
-            assert leaf.sharding.spec == (param.sharding if leaf.ndim else P()), name
-            assert leaf.shape in ((), param.shape) or param.kind == BANK
-        assert shapes.params[name].dtype == "float32"
-    assert set(shapes.waiting_grads) == {name for name in table if table[name].kind != BANK}
-    assert set(shapes.lookups) == {name for name in table if table[name].kind == LOOKUP}
-    for leaf in shapes.lookups.values():
-        assert leaf.dtype == jnp.bfloat16 and leaf.sharding.is_fully_replicated
 
 
 def test_first_values_are_those_of_the_spec():
@@ -111,14 +92,11 @@ def test_keys_start_as_queries_where_a_layer_wants_it():
         Layer(SHORT, key_start=True, attend_to=0),
         Layer(LONG),
     )
-    for heads in 4, 2:
-        c = dataclasses.replace(MINI, layers=layers, mudd_head=(), H=heads)
-        qk = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)["qk"]
-        pairs = np.reshape(qk, (4, 2, c.D, c.D))  # q and k of the four layers with attention
-        assert [n for n, (q, k) in enumerate(pairs) if np.array_equal(q, k)] == [1, 2]
-        assert (
-            len(np.unique(qk)) > 5.9 * c.D**2
-        )  # two of the 8 matrices are copies, and nothing else
+    c = dataclasses.replace(MINI, layers=layers, mudd_head=())
+    qk = train_gpt.unpad(train_gpt.initial_state(np.uint32(1), c).params, c)["qk"]
+    pairs = np.reshape(qk, (4, 2, c.D, c.D))  # q and k of the four layers with attention
+    assert [n for n, (q, k) in enumerate(pairs) if np.array_equal(q, k)] == [1, 2]
+    assert len(np.unique(qk)) > 5.9 * c.D**2  # two of the 8 matrices are copies, no more
 
 
 def test_a_row_taken_out_does_not_reseed_the_others(monkeypatch):

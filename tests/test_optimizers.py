@@ -53,14 +53,9 @@ def refusal(capsys, function, *arguments) -> str:
 
 # ---- Contestants ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("old, new, message", [
-    ("import optax", "import optax\nlinear = 1", "linear would replace that of"),
-    ("import jax\n", "import optax as jax\n", "jax would replace that of"),
     ("import jax\n", "if True:\n    def forward(w): pass\n", "forward would replace that of"),
     ("import jax\n", "from jax.numpy import *\n", "import names as they are"),
-    ("import jax\n", "from muon import orthogonalize\n\northogonalize = 1\n",
-     "orthogonalize would replace that of train_gpt_simple.py or a contestant"),
     ('    """AdamW."""', "    global mean_loss", "mean_loss would replace that of"),
-    ("import jax\n", "'''\n" + "=" * 100 + "\n'''\n", "at which a log would end its source"),
     ("import jax\n", f"'''\n{contest.BEGIN}\n'''\n", "at which a log would end its source"),
 ])  # fmt: skip
 def test_a_text_that_would_change_the_model_or_the_log_is_refused(
@@ -80,9 +75,7 @@ VALIDATED = "def validated_params(params, state):\n    return state\n"
 @pytest.mark.parametrize("source, message", [
     (f"{GOOD}\n\n{SHAPE}", "initial_value has float32 (1, 32) at ['blocks.0.attn.k.bias'], not"),
     (f"{GOOD}\n\n{VALIDATED}", "validated_params has "),
-    (GOOD.replace("lr=0.01", "nesterov=True"), "nesterov needs a number as its default"),
     ("SETTINGS = {'tiny': dict(rl=1)}\n" + GOOD, "no run would use SETTINGS of tiny: rl"),
-    ("SETTINGS = {'small': dict(lr=1)}\n" + GOOD, "no run would use SETTINGS of small: small"),
 ])  # fmt: skip
 def test_functions_and_numbers_of_another_benchmark_are_refused(source, message, small, capsys):
     assert message in refusal(capsys, checked, source)
@@ -133,19 +126,12 @@ def test_a_contestant_is_trained(small, monkeypatch, capsys):
 
 
 def test_functions_of_other_contestants_come_with_what_they_name(tmp_path, monkeypatch, capsys):
-    (tmp_path / "one.py").write_text("def cube(x):\n    return x**3\n\n\ndef other():\n    pass\n")
-    two = (
-        "from one import cube\n\nEPS = 2\n\n\n@abs\ndef ninth(x, e=EPS):\n    return cube(x) ** 3\n"
-    )
+    two = "from one import cube\n\nEPS = 2\n\n\n@abs\ndef ninth(x, e=EPS):\n    return cube(x)\n"
     (tmp_path / "two.py").write_text(two)
+    (tmp_path / "one.py").write_text("def cube(x):\n    pass\n\n\ndef EPS():\n    pass\n")
     monkeypatch.setattr(contest, "HERE", tmp_path)
-    borrows = GOOD.replace("import jax\n", "from two import ninth\nfrom two import cube\n")
-    _, borrowed = contest.pieces(borrows)
-    assert sorted(borrowed) == ["EPS", "cube", "ninth"]
-    assert borrowed["ninth"] == two[two.index("@abs") :].rstrip()
-    section = contest.parts(contest.assemble(borrows))[1]
-    assert section.index("\n@abs\n") > max(section.index("\ndef cube"), section.index("\nEPS = 2"))
-    (tmp_path / "one.py").write_text("def EPS():\n    pass\n")
+    source = contest.assemble(GOOD.replace("jax\n", "jax\nfrom two import ninth\n"))
+    assert source.index("\n@abs\n") > max(source.index("\ndef cube"), source.index("\nEPS = 2"))
     both = GOOD.replace("import jax\n", "from two import EPS\nfrom one import EPS\n")
     assert "EPS comes from two contestants" in refusal(capsys, contest.assemble, both)
 

@@ -87,10 +87,9 @@ def some_weights() -> tuple[jax.Array, jax.Array, dict]:
     return x_BTD, head_VD, w
 
 
-@pytest.mark.parametrize("band", [5, 2048])
-def test_the_loss_and_its_gradients_are_those_of_the_formula(band):
+def test_the_loss_and_its_gradients_are_those_of_the_formula():
     tokens_BS, targets_NJ = some_text()
-    c = dataclasses.replace(C, pointer_band=band)
+    c = dataclasses.replace(C, pointer_band=5)
 
     def ours(x_BTD, head_VD, w):
         votes_N3 = train_gpt.pointer_copies(x_BTD, tokens_BS, w, c).reshape(B * T, -1)

@@ -15,14 +15,6 @@ import verify
 ROOT = Path(pack.__file__).resolve().parents[1]
 PACKED = sorted(file.parent for file in (ROOT / "records/tracks").glob("*/*/result.json"))
 TEXTS = ".txt", ".json", ".md", ".svg", ".patch", ".sha256"
-# The only files whose hash ever left SHA256SUMS, except for pictures: the change.patch of these two
-# records. Each rewrote a whole file, and nothing is lost, because it can be made again.
-DELETED = {
-    "2026-11-22_keys_begin_as_queries":
-        "af37da8b8a7318a0b251fa882b2f13bac3b99291cc58fb4d93e43741ff924f23",
-    "2026-11-25_n_grams_and_copies":
-        "a9a77e759d8cace69732db3cee89aaf7ccd2e683603229fa80d96bfe5d2e850c",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", PACKED, ids=lambda folder: folder.name)
@@ -57,7 +49,7 @@ def test_a_patch_makes_the_source_that_its_logs_state():
 
 def test_records_do_not_change():
     """SHA256SUMS has the hashes of all files and no others, and no commit removes a hash, except
-    for a picture's and those of the two patches in DELETED, which can be made again."""
+    for a picture's."""
     listed = (ROOT / "records" / "SHA256SUMS").read_text()
     found = "".join(line for folder in PACKED for line in pack.sums(folder))
     assert sorted(listed.splitlines()) == sorted(found.splitlines())
@@ -65,13 +57,7 @@ def test_records_do_not_change():
     committed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     # Pictures are drawn from the logs, and may be drawn again when records/plot.py changes.
     kept = [line for line in committed.splitlines() if not line.endswith("/curves.svg")]
-    gone = {line.split()[0] for line in kept} - {line.split()[0] for line in listed.splitlines()}
-    assert gone <= {*DELETED.values()}
-    for name, sha256 in DELETED.items():
-        (folder,) = (folder for folder in PACKED if folder.name == name)
-        parent = json.loads((folder / "result.json").read_text())["parent"]
-        patch = pack.difference(folder.parent / parent, folder)
-        assert hashlib.sha256(patch).hexdigest() == sha256
+    assert {line.split()[0] for line in kept} <= {line.split()[0] for line in listed.splitlines()}
 
 
 def test_the_page_has_the_histories():

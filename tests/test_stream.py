@@ -2,8 +2,6 @@
 devices gets the same."""
 
 import dataclasses
-import itertools
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,34 +21,24 @@ DOCUMENTS = dict(
 )
 SHAPES = dict(  # sequences, T, max_doc of every batch
     one=[(1, 32, 16)] * 99,
-    two=[(2, 32, 20)] * 99,
     never_cut=[(2, 32, 10**6)] * 99,
     as_long_as_the_sequence=[(3, 20, 21), (3, 20, 20)] * 20,
-    growing=[(2, 16, 9)] * 4 + [(2, 32, 40)] * 4 + [(1, 64, 8)] * 99,
     documents_then_text=[(2, 16, 9)] * 3 + [(2, 32, 0)] * 99,
     text_then_documents=[(2, 16, 0)] * 3 + [(1, 32, 12)] * 3 + [(2, 8, 0), (2, 8, 7)] * 40,
-    few=[(2, 16, 9), (1, 64, 0)],
 )
 
 
-def text_batches(batch: int, T: int, steps: int = 10**4) -> list[tuple[int, int, int]]:
-    """Shapes of batches of unpacked text: a document continues in the next sequence."""
-    return [(batch, T, 0)] * steps
-
-
-def numbered_shards(lengths) -> list[np.ndarray]:
-    """Shards whose tokens count on from shard to shard, so that no two are equal."""
-    starts = np.cumsum([0, *lengths])
-    return [np.arange(a, b, dtype="<u2") for a, b in itertools.pairwise(starts)]
-
-
 def document_shards(name: str) -> list[np.ndarray]:
-    """Numbered shards in which these documents start with EOT."""
-    shards = [tokens + 1000 for tokens in numbered_shards(map(sum, DOCUMENTS[name]))]
-    for tokens, (place, *sizes) in zip(shards, DOCUMENTS[name], strict=True):
+    """Shards of these documents, which start with EOT; no two other tokens are equal."""
+    shards = []
+    first = 1000
+    for place, *sizes in DOCUMENTS[name]:
+        tokens = np.arange(first, first + place + sum(sizes), dtype="<u2")
+        first += len(tokens)
         for size in sizes:
             tokens[place] = EOT
             place += size
+        shards.append(tokens)
     return shards
 
 
@@ -92,25 +80,6 @@ def test_batches_are_those_of_a_naive_reader(name, shapes):
     assert batches == list(read_naively(shards, SHAPES[shapes]))
 
 
-def test_the_first_batch_reads_only_the_first_million_tokens():
-    """Because it is found on the clock."""
-    read = []
-
-    class Shard(np.ndarray):
-        """Notes how far it is read."""
-
-        def __getitem__(self, index):
-            read.append(min(index.stop, len(self)))
-            return np.asarray(self)[index]
-
-    tokens = np.ones(3_000_000, np.uint16)
-    tokens[::50] = EOT
-    documents = train_gpt.pack_documents(tokens.view(Shard), [(8, 1024, 40)] * 9999, MINI)
-    next(documents)
-    assert read == [1_000_000]
-    assert sum(1 for _ in documents) > 100 and max(read) == 3_000_000
-
-
 def test_parts_of_the_stream_together_are_the_stream():
     """Every process reads a part of each batch."""
     shards = document_shards("long")
@@ -126,23 +95,10 @@ def test_parts_of_the_stream_together_are_the_stream():
 
 
 # ---- Stages --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("start", [0, 1, 3, 8, 9])
-def test_a_resumed_run_copies_only_the_batches_that_it_reads(start, monkeypatch):
-    """They are skipped on the clock. There are 8 batches."""
-    shards = numbered_shards([700, 700])
-    shapes = text_batches(2, 64)[:8]
-    whole = [*train_gpt.read_batches(shards, shapes, MINI)]
-    copies = Mock(wraps=np.concatenate)
-    monkeypatch.setattr(train_gpt.np, "concatenate", copies)
-    rest = [*train_gpt.read_batches(shards, shapes, MINI, start=start)]
-    assert copies.call_count == 2 * len(rest)
-    np.testing.assert_array_equal(rest, whole[start:] or rest)
-    assert len(rest) == max(0, 8 - start)
 
 
 def test_stages_follow_each_other_at_their_steps():
-    """A stage's batches have its shape from its first step on, also where the stage begins within a
-    shard."""
+    """A stage's batches have its shape from its first step on, also in a longer run."""
     stages = (
         Stage(3, 64, short=8, long=8, max_doc=5, lr=1.0),
         Stage(4, 128, short=8, long=8, max_doc=0, lr=1.0),
@@ -155,12 +111,3 @@ def test_stages_follow_each_other_at_their_steps():
     assert train_gpt.batch_shapes("val", c) == [(8, 128, 0)] * 2
     twice = train_gpt.batch_shapes("train", dataclasses.replace(c, steps=18))
     assert twice == [shape for shape in shapes for _ in range(2)]
-    tokens = np.arange(900, dtype="<u2") % 200
-    tokens[::9] = EOT
-    shards = [np.roll(tokens, -i) for i in range(3)]
-    for wanted in shapes, twice:
-        batches = [batch.tolist() for batch in train_gpt.read_batches(5 * shards, wanted, c)]
-        assert batches == list(read_naively(5 * shards, wanted))
-        assert [(len(batch), len(batch[0])) for batch in batches] == [
-            (sequences, T + 1) for sequences, T, _ in wanted
-        ]

@@ -66,19 +66,6 @@ def with_tiny(source: str, layers: str, stages: str) -> str:
     return source.replace(main, f"{preset}\n\n\n{main}")
 
 
-def tiny_program(layers: tuple, stages: tuple) -> str:
-    """A program for `python -c` that trains `tiny` with these layers and stages. Its process must
-    find train_gpt.py (PYTHONPATH), and its log has the unchanged source of that file."""
-    change = f"layers={layers!r}, stages={stages!r}, mudd_head=(), head_chunk=32"
-    return (
-        "import dataclasses, sys, train_gpt\n"
-        "from train_gpt import Layer, Stage\n"
-        f"tiny = dataclasses.replace(train_gpt.PRESETS['tiny'], {change})\n"
-        "train_gpt.PRESETS['tiny'] = tiny\n"
-        "train_gpt.main(sys.argv[1:])\n"
-    )
-
-
 # What the trained run of conftest.py has learned.
 ALPHABET = "ABCDEFGHIJKLMNOP"
 PHRASE = "the cat sat on a mat, "
@@ -103,7 +90,16 @@ def train_a_run(folder: Path) -> None:
         Layer(SHORT, paired_heads=True, key_offset=True, value_table=0),
         Layer(LONG, xsa=True, key_start=True, ngram=True, attend_to=0),
     )
-    program = tiny_program(layers, (Stage(80, 256, short=12, long=30, max_doc=0, lr=4.0),))
+    stages = (Stage(80, 256, short=12, long=30, max_doc=0, lr=4.0),)
+    # In this way, the log has the unchanged source of train_gpt.py.
+    program = (
+        "import dataclasses, sys, train_gpt\n"
+        "from train_gpt import Layer, Stage\n"
+        f"changes = dict(layers={layers}, stages={stages}, mudd_head=(), head_chunk=32)\n"
+        "tiny = dataclasses.replace(train_gpt.PRESETS['tiny'], **changes)\n"
+        "train_gpt.PRESETS['tiny'] = tiny\n"
+        "train_gpt.main(sys.argv[1:])\n"
+    )
     flags = [*SMALL, *FLOAT32_FLAGS, "--adam_every", "1", "--seed", "1", "--val_every", "80"]
     command = [sys.executable, "-c", program, "tiny", *flags, "--data", "."]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
