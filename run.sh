@@ -74,7 +74,7 @@ elif [ ! -x $python ]; then
   done
   "$name" -m venv .venv
 fi
-wheels=cpu preset=tiny why="this machine has no NVIDIA GPU and no TPU"
+wheels=cpu preset=tiny why="there is no nvidia-smi in PATH, and no TPU"
 if command -v nvidia-smi >/dev/null || [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then
   read -r wheels preset fraction why < <($python run/machine.py decide)
 fi
