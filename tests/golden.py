@@ -16,7 +16,7 @@ import numpy as np
 from jax import P
 
 import train_gpt
-from tests.tools import FLOAT32, make_mesh
+from tests.tools import FLOAT32, bank_matrices, make_mesh
 
 PATH = os.environ.get("GOLDEN_HEAD_NPZ", Path(__file__).with_name("head_small.npz"))
 GOLDEN = np.load(PATH, allow_pickle=False)
@@ -37,20 +37,18 @@ ROWS = META["bigram_rows"]
 RECORD = train_gpt.PRESETS["record"]
 
 
-def config(windows=None, **changes) -> train_gpt.Config:
-    """The record at the fixture's size. `windows` are (short, long) of each stage, in blocks."""
-    windows = GOLDEN["meta/windows_blocks"].tolist() if windows is None else windows
+def config() -> train_gpt.Config:
+    """The record at the fixture's size."""
+    windows = GOLDEN["meta/windows_blocks"].tolist()  # (short, long) of each stage
     stages = []
     for stage, (short, long) in zip(RECORD.stages, windows, strict=True):
         size = {"tokens": T, "short": short * BLOCK, "long": long * BLOCK}
         stages.append(dataclasses.replace(stage, **size))
-    small = dict(
-        D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], ngram_buckets=ROWS, batch=1,
+    return dataclasses.replace(
+        RECORD, D=D, H=H, F=4 * D, vocab=VOCAB, eot=META["eot"], ngram_buckets=ROWS, batch=1,
         head_chunk=T // 4, val_T=T, val_tokens=8 * T, stages=tuple(stages), attention="band",
-        ngram_capacity=1.0,
-        **FLOAT32,
+        ngram_capacity=1.0, **FLOAT32,
     )  # fmt: skip
-    return dataclasses.replace(RECORD, **small | changes)
 
 
 C = config()
@@ -112,11 +110,6 @@ def parameters() -> dict[str, np.ndarray]:
     return {name: array.astype(np.float32) for name, array in params.items()}
 
 
-def untied() -> np.ndarray:
-    """(V, D): the embedding of the "untied" keys."""
-    return np.float32(normal("embed_untied", (V, D)) * scale_of_rows()[:, None])
-
-
 # ---- Their names and places ----------------------------------------------------------------------
 SIX = np.arange(6)
 # For each gate, the fixture's net (0 or 1) and the gate's rows in it.
@@ -149,7 +142,7 @@ NETS = {
 }
 VALUE_LAYERS = [1, 2, 8, 9]  # layers with a gate of their value table
 SKIP_LAYER = 6
-GROUPED = train_gpt.BANK, train_gpt.EXCHANGED  # their first two axes are one of the fixture's
+BANKS = "qk", "vo", "mlp"
 
 
 def net_rows(net: str) -> np.ndarray:
@@ -228,35 +221,16 @@ def theirs(ours: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> dict[st
     return p
 
 
-def stored(ours: dict[str, np.ndarray], c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """Parameters of ours(), padded as a state stores them. The fixture's tables have V rows, of
-    which none is padding."""
-    table = train_gpt.param_table(c)
-    new = sorted(table.keys() - ours.keys())
-    assert not new, f"record 89 has no parameters {new}: give them values that change nothing"
-    out = {}
-    for name, param in table.items():
-        shape = param.shape
-        if param.kind in GROUPED:
-            shape = (shape[0] * shape[1], *shape[2:])
-        array = np.zeros(shape, np.float32)
-        array[tuple(slice(n) for n in ours[name].shape)] = ours[name]
-        out[name] = array.reshape(param.shape)
-    return out
+def weights() -> dict:
+    """The fixture's parameters as train_gpt.whole_weights() returns them."""
+    whole = {name: jnp.asarray(array) for name, array in ours(parameters()).items()}
+    return whole | {name: bank_matrices(name, whole[name], C) for name in BANKS}
 
 
-def unstacked(params: dict, c: train_gpt.Config = C) -> dict[str, np.ndarray]:
-    """The inverse of stored(); also gradients of whole weights, in the shapes of ours()."""
-    out = {}
-    for name, param in train_gpt.param_table(c).items():
-        array = params[name]
-        if isinstance(array, dict):  # a bank's matrices by layer
-            array = np.stack([matrix for layer in array for matrix in array[layer]])
-        array = np.asarray(array)
-        if param.kind in GROUPED:
-            array = array.reshape(-1, *param.shape[2:])[: param.model_shape[0]]
-        out[name] = array
-    return out
+def unstacked(whole: dict) -> dict[str, np.ndarray]:
+    """Gradients of weights(), in the shapes of ours()."""
+    whole = whole | {name: np.concatenate([*whole[name].values()]) for name in BANKS}
+    return {name: np.asarray(array) for name, array in whole.items()}
 
 
 # ---- Running and comparing -----------------------------------------------------------------------

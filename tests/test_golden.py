@@ -31,10 +31,9 @@ from tests.golden import (
     patch_fixture,
     random_of,
     relative,
-    stored,
     theirs,
     unstacked,
-    untied,
+    weights,
 )
 from tests.tools import FLOAT32, whole_loss
 from train_gpt import BANK, EXCHANGED, LOOKUP, REPLICATED, Param, Stage
@@ -52,15 +51,6 @@ def exact(monkeypatch):
     patch_fixture(monkeypatch)
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@functools.cache
-def params(tie: str) -> dict[str, np.ndarray]:
-    """The fixture's parameters as a state stores them; tie: "tied" or "untied"."""
-    p = stored(ours(parameters()))
-    if tie == "untied":
-        p["embed"] = untied()
-    return p
 
 
 # ---- Parameters ----------------------------------------------------------------------------------
@@ -84,17 +74,25 @@ def test_the_parameters_are_the_fixtures_and_every_one_has_a_place():
 @functools.cache
 def stage_1() -> tuple:
     """For the first sequence in stage 1: the losses of training and of validation, and the
-    gradients of the former. All are of one program, because it takes long to compile."""
+    gradients of the former. All are of one program, because it takes long to compile, and of one
+    pass through the layers."""
+
+    forward = train_gpt.forward
+    passes = []
+
+    def once(*arguments):
+        if not passes:
+            passes.append(forward(*arguments))
+        return passes[0]
 
     def losses(w, tokens):
-        train = whole_loss(w, tokens[None], SHARES[0], C, 0)
-        return train, whole_loss(w, tokens[None], {1: 1 / T}, C, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "forward", once)
+            train = whole_loss(w, tokens[None], SHARES[0], C, 0)
+            return train, whole_loss(w, tokens[None], {1: 1 / T}, C, 0)
 
-    def program(p, tokens):
-        weights = train_gpt.whole_weights(p, C)
-        return jax.value_and_grad(losses, has_aux=True)(weights, tokens)
-
-    (train, val), grads = on_one_device(program)(params("tied"), TOKENS[0])
+    program = jax.jit(jax.value_and_grad(losses, has_aux=True))
+    (train, val), grads = program(weights(), TOKENS[0])
     return train, val, grads
 
 
