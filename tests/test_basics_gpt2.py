@@ -7,7 +7,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import gpt2
 import jax
@@ -89,35 +88,6 @@ def test_a_text_that_would_be_read_wrong_is_refused(tune, tmp_path, capsys):
     manifest = dict(source="test", vocab=400, eot=399, files={})
     (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
     assert "has 400 different tokens, and" in refused(capsys, tune, "--steps 0")
-
-
-def test_a_cut_prompt_and_a_save_of_nothing_are_said(tune, tmp_path, capsys):
-    tune(f"--steps 0 --prompt {'x' * 17} --save {tmp_path}/mine")
-    printed = capsys.readouterr().out
-    assert "\nthe sample goes on from the last 16 of the prompt's 17 tokens\n" in printed
-    assert f"\nnothing is in {tmp_path}/mine: no training has lowered the loss" in printed
-
-
-def test_a_vocabulary_padded_to_50304_is_gpt2s(tune, tmp_path, monkeypatch, capsys):
-    """As nanoGPT, build-nanogpt and llm.c have it."""
-    c = gpt2.Config(L=1, H=1, D=8, T=16, V=50304)
-    padded = gpt2.initial(c, 0)
-    gpt2.save(tmp_path / "padded", padded, c)
-    (tmp_path / "MANIFEST.json").unlink()  # as FineWeb's shards
-    monkeypatch.setattr(gpt2.shards, "coder", lambda vocab, eot: LETTERS[vocab, eot])
-    tune(f"--from {tmp_path}/padded --steps 10 --val_every 10 --lr 0.01 --save {tmp_path}/mine")
-    assert "rows of the vocabulary from 50257 on are left out as padding" in capsys.readouterr().out
-    saved, weights = gpt2.read_folder(tmp_path / "mine")
-    assert saved.V == 50257 and weights["wte.weight"].shape == (50257, 8)
-
-
-LETTERS = {(50257, 50256): SimpleNamespace(encode=lambda text: [1], piece=lambda token: b"")}
-
-
-def test_batches_are_the_text_in_order_and_then_again():
-    batches = gpt2.batches(np.arange(10), 2, 3)
-    assert np.array_equal(next(batches), [[0, 1, 2, 3], [3, 4, 5, 6]])
-    assert np.array_equal(next(batches), [[6, 7, 8, 9], [9, 0, 1, 2]])
 
 
 def test_training_it_goes_as_in_pytorch():
@@ -220,14 +190,6 @@ def test_arrays_that_are_not_a_gpt2s_are_refused_by_name(folder, capsys):
     assert "has transformer.wpe.weight as {'dtype': 'F16', " in refused(
         capsys, gpt2.read_folder, half
     )
-
-
-def test_masks_of_older_versions_and_a_copy_of_the_head_change_nothing(folder):
-    arrays = {"transformer.h.1.attn.masked_bias": np.float32([-1e4])}
-    arrays["lm_head.weight"] = load_file(SAVED / "model.safetensors")["transformer.wte.weight"]
-    c, params = gpt2.read_folder(folder(dict(attn_pdrop=0.5, dtype=None), arrays))
-    expected, weights = gpt2.read_folder(SAVED)
-    assert c == expected and all(np.array_equal(params[name], weights[name]) for name in weights)
 
 
 def test_a_sample_is_of_the_likeliest_tokens_and_ends_with_the_text(monkeypatch):

@@ -175,13 +175,6 @@ def test_the_run_and_its_command_have_the_flags_of_the_fit(line, GB, added, monk
         assert getattr(c, flag) == int(value)
 
 
-def test_a_gpu_that_is_too_small_is_refused(refusal, monkeypatch):
-    devices = devices_of("gpu", 80.0) + devices_of("gpu", 8.0)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert "JAX has 8.0 GB of each device, too little for record" in refusal("record")
-
-
 @pytest.mark.parametrize("first, max_doc, most", [  # tokens of a sequence
     (0, 0, 8190), (1, 0, 8190), (20_000, 0, 8190), (5, 2, 8190), (5, 1, 4095),
 ])  # fmt: skip

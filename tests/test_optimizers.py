@@ -125,28 +125,6 @@ def test_a_contestant_is_trained(small, monkeypatch, capsys):
     assert "124m needs a GPU or a TPU; set JAX_PLATFORMS=cpu" in refusal(capsys, run.main, large)
 
 
-def test_functions_of_other_contestants_come_with_what_they_name(tmp_path, monkeypatch, capsys):
-    two = "from one import cube\n\nEPS = 2\n\n\n@abs\ndef ninth(x, e=EPS):\n    return cube(x)\n"
-    (tmp_path / "two.py").write_text(two)
-    (tmp_path / "one.py").write_text("def cube(x):\n    pass\n\n\ndef EPS():\n    pass\n")
-    monkeypatch.setattr(contest, "HERE", tmp_path)
-    source = contest.assemble(GOOD.replace("jax\n", "jax\nfrom two import ninth\n"))
-    assert source.index("\n@abs\n") > max(source.index("\ndef cube"), source.index("\nEPS = 2"))
-    both = GOOD.replace("import jax\n", "from two import EPS\nfrom one import EPS\n")
-    assert "EPS comes from two contestants" in refusal(capsys, contest.assemble, both)
-
-
-def test_all_contestants_are_listed_and_their_texts_are_right(capsys):
-    run.main(["--help"])
-    printed = capsys.readouterr().out
-    names = contest.names()
-    assert "muon" in names and not {"train_gpt_simple", "run", "contest"} & {*names}
-    for name in names:
-        contest.read(run.HERE / f"{name}.py")
-        assert f"\n    {name} " in printed
-    assert "lr=0.0" in printed and "--microbatch N" in printed
-
-
 # ---- Evidence ------------------------------------------------------------------------------------
 TRACK = verify.TRACKS["optimizers-tiny"]
 LOSSES = [TRACK.target - 0.05 + i / 1000 for i in range(8)]

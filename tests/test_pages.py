@@ -12,7 +12,6 @@ import train_gpt
 
 ROOT = Path(train_gpt.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TECHNIQUES = (ROOT / "records/techniques.md").read_text(encoding="utf-8")
 RECORD = "records/tracks/tiny-2k/2026-11-27_pointer"
 PAGES = [
     path.relative_to(ROOT).as_posix()
@@ -84,32 +83,6 @@ def test_what_readme_quotes_is_in_the_files_that_it_names():
         assert quoted == re.search(pattern, race.replace("*", "")).groups()
 
 
-def test_commands_name_files_and_flags_that_are_there():
-    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S))
-    commands = re.findall(r"`(\./run\.sh[^`\n]*)`", README)
-    commands += [line.partition(" #")[0].strip() for line in blocks.splitlines()]
-    assert len(commands) > 10
-    for command in commands:
-        words = command.split()
-        for word in words:
-            script = word.split("=")[-1]  # the reader makes my_idea.py
-            assert script == "my_idea.py" or not script.endswith(".py") or (ROOT / script).exists()
-        if words[1:2] in (["tiny"], ["my_idea.py"]):
-            train_gpt.parse_config([word for word in words[1:] if word != "my_idea.py"])
-
-
-def test_the_map_of_the_file_has_its_sections_in_order_and_names_what_is_there():
-    text = re.search(r"^## The file\n(.*?)(?=^## |\Z)", TECHNIQUES, re.M | re.S)[1]
-    titles = re.findall(r"^# -{4} (.+?) -{4,}$", train_gpt.SOURCE, re.M)
-    assert re.findall(r"^- \*\*(.+?)\*\*", text, re.M) == titles and len(titles) > 10
-    entries = re.split(r"^- ", text, flags=re.M)[1:]
-    sources = re.split(r"^# -{4} .+? -{4,}$", train_gpt.SOURCE, flags=re.M)[1:]
-    for title, entry, source in zip(titles, entries, sources, strict=True):
-        names = re.findall(r"`(\w+)`", entry)
-        missing = [n for n in names if not re.search(rf"^((def|class) {n}\b|{n} =)", source, re.M)]
-        assert names and not missing, (title, missing)
-
-
 def test_every_link_and_picture_is_there():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
@@ -122,17 +95,3 @@ def test_every_link_and_picture_is_there():
                 heads = re.findall("^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
                 slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
                 assert title in slugs, (page, target)
-
-
-def test_what_tiny_predicts_is_counted_in_the_table_of_techniques():
-    """A technique of the record agrees with upstream if the loss rises without it."""
-    rows = re.findall(r"^`\[([\w-]+)\]` \|(.*)", TECHNIQUES, re.M)
-    other_way = ("costs", "adding all five", "no longer window")  # cells about something added
-    agrees = []
-    for tag, row in rows:
-        worth = re.search(r"\[([+-][\d.]+)±", row)
-        if worth and tag not in ("key-start", "pointer"):  # these are not the record's
-            is_worth = not any(words in row for words in other_way)
-            agrees.append(is_worth and float(worth[1]) > 0)
-    assert f"For {sum(agrees)} of {len(agrees)} the sign is that of upstream" in prose(README)
-    assert f"all {len(rows)} techniques with their sources" in prose(README)

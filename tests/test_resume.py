@@ -328,21 +328,6 @@ def test_a_log_has_one_writer(tmp_path, monkeypatch, capsys):
     assert "this disk has no locks" in capsys.readouterr().out
 
 
-def test_on_a_terminal_losses_end_with_tokens_a_second_and_the_time_left(
-    folder, monkeypatch, capsys
-):
-    """The log keeps upstream's form."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    log = go(folder)
-    shown = capsys.readouterr().out
-    pattern = r"(?m)^(step:20/30 .*:(\d+)ms)  ([\d,]+) tokens/s, 0:(\d\d) left$"
-    ((line, ms, rate, left),) = re.findall(pattern, shown)
-    done, all_tokens = 12 * 128 + 8 * 256, 12 * 128 + 18 * 256
-    assert line in log.lines and shown.count(" left\n") == 5
-    assert int(rate.replace(",", "")) == round(done / int(ms) * 1000)
-    assert int(left) == int((all_tokens - done) / done * int(ms) / 1000)
-
-
 def test_only_a_step_that_is_under_way_can_stall(monkeypatch):
     its_guard = guard.Guard(train_gpt, OPTIONS)
     its_guard.options = SimpleNamespace(stall=3, save_every=0)

@@ -122,21 +122,6 @@ def test_every_word_runs_its_program(folder):
         assert folder.run(words) == expected, words
 
 
-def test_what_cannot_be_is_one_line_and_status_2(folder):
-    assert folder.run("Tiny", status=2) == [] and folder.errors.count("\n") == 1
-    assert folder.errors.startswith("run.sh: there is no preset or command 'Tiny'")
-    for preset in "record", "medium", "record92":
-        assert "launch" not in "".join(folder.run(preset, status=2))
-        assert folder.errors.startswith(f"run.sh: {preset} needs a GPU, and")
-        assert preset in folder.run(preset, JAX_PLATFORMS="cpu")[-1]  # who asks for a CPU gets it
-    frozen = "python records/upstream92/train_gpt.py record92 --seed 1"
-    assert folder.run("record92 --seed 1", JAX_PLATFORMS="cpu")[-1] == frozen
-    shutil.rmtree(folder.root / ".venv")
-    (folder.root / "bin" / "python3.12").unlink()
-    folder.run("tiny", status=2)
-    assert "needs uv, or Python 3.11" in folder.errors
-
-
 @pytest.mark.parametrize("version", ["python3.11", "python3.12"])
 def test_the_environment_of_a_run(folder, version):
     """jax 0.10.2, for Python 3.11, computes wrong sums on CPUs in silence; JAX goes on with the CPU

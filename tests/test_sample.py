@@ -87,12 +87,6 @@ def test_tokens_are_drawn_by_their_probability(change, p):
     assert np.all(np.abs(share - p) <= 4 * np.sqrt(p * (1 - p) / 4000))
 
 
-def test_bad_arguments_are_refused_in_a_line(call):
-    for argv in ("--temperature", "nan"), ("--top_p", "0"):
-        status, out, err = call(*argv)
-        assert (status, out, err.count("\n")) == (2, "", 1) and argv[0] in err
-
-
 # ---- Weights -------------------------------------------------------------------------------------
 def edited(run, tmp_path, **change) -> Path:
     """The weights with some JSON fields or arrays changed; None removes one, or a field."""

@@ -3,7 +3,6 @@ train with an optimizer that stands still, or end without a line in its log."""
 
 import dataclasses
 import functools
-import os
 import signal
 from collections import Counter
 
@@ -108,30 +107,3 @@ def test_training_losses_are_shown_and_the_first_that_is_not_finite_ends_the_run
     for text in screen, log:
         assert "\nstep:50/120 train_loss:nan train_time:" in text
         assert text.endswith("\nNON-FINITE: the loss, by step 50\n")
-
-
-class Interrupted:
-    """A loss for which somebody waits when the signal comes. NumPy makes a ValueError of it."""
-
-    def __float__(self):
-        raise KeyboardInterrupt
-
-    def __array__(self, *_, **__):
-        raise ValueError("setting an array element with a sequence.")
-
-
-@pytest.mark.parametrize("where", ["training", "validation"])
-def test_an_interrupted_run_says_so(where, run, monkeypatch):
-    programs = simple.compile_programs
-
-    def interrupted(*arguments):
-        begin, step, _ = programs(*arguments)
-        if where == "training":
-            step = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-        return begin, step, lambda *_: Interrupted()
-
-    monkeypatch.setattr(simple, "compile_programs", interrupted)
-    status, screen, log = run(optax.sgd(0.01), 20)
-    assert status == 130
-    for text in screen, log:
-        assert text.endswith("\nINTERRUPTED: no step follows, and a run cannot be resumed\n")
