@@ -30,7 +30,6 @@ the tags in brackets, and tests/differences.md lists what differs from upstream.
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -2275,7 +2274,7 @@ def run(
     if guard:
         state = guard.begin(state, c, mesh, log)  # that of a checkpoint, if the run is resumed
     weights, result = train(state, c, mesh, programs, shards, log, guard)
-    log.line(f"RESULT {json.dumps(result)}")  # first: a full disk does not cost the result
+    log.line(f"RESULT {json.dumps(result)}")
     return save_weights(log.weights, unpad(weights, c), c, result) if c.save else None
 
 
@@ -2315,8 +2314,7 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             if saves:
                 guard.save(state, step, seconds)  # or ends the run, after a signal
             if step == c.total_steps and c.save:  # the last validation cannot cost the weights
-                with contextlib.suppress(OSError):  # a full disk: it is said after the RESULT
-                    save_weights(log.weights, unpad(state.params, c), c, {"steps": step})
+                save_weights(log.weights, unpad(state.params, c), c, {"steps": step})
             if c.validates_before(step):
                 val_loss, lost = validate(state.params, step, c, mesh, programs, shards)
                 lost += int(state.lost_ngrams)
@@ -2337,9 +2335,8 @@ def train(state: State, c: Config, mesh: Mesh, programs: dict, shards: dict, log
             jax.block_until_ready(pending[0][1])
         show_losses()
 
-    result = result_facts(val_loss, step, c, mesh)
-    result |= {"train_time_ms": ms, "resumed": start > 0, "lost_ngrams": lost}
-    return state.params, result
+    more = {"train_time_ms": ms, "resumed": start > 0, "lost_ngrams": lost}
+    return state.params, result_facts(val_loss, step, c, mesh) | more
 
 
 def end_if_not_finite(loss: float, step: int, log: Log) -> None:
@@ -2392,7 +2389,10 @@ def save_weights(path: Path, weights: dict, c: Config, result: dict) -> Path:
     about = {"config": dataclasses.asdict(c), "result": result, "source": crc32(SOURCE.encode())}
     about = {name: json.dumps(value) for name, value in about.items()}
     if jax.process_index() == 0:
-        np.savez(path, **about, **weights)
+        try:
+            np.savez(path, **about, **weights)
+        except OSError as error:  # it must not cost the result
+            print(f"warning: {path} is not whole: {error}", file=sys.stderr)
     return path
 
 

@@ -67,8 +67,8 @@ launch.main(sys.argv[1:])
 def start(tmp_path_factory):
     """Starts the launcher in processes that are the hosts of a run, in a new folder."""
     data = tmp_path_factory.mktemp("data")
-    write_shard(data / "x_train_1.bin", text(1_300_000))
-    write_shard(data / "x_val_1.bin", text(1600))
+    write_shard(data / "x_train_000001.bin", text(1_300_000))
+    write_shard(data / "x_val_000000.bin", text(1600))
     for name, source in SCRIPTS.items():
         (data / name).write_text(source)
     started = []

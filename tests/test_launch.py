@@ -85,6 +85,7 @@ def test_compiled_programs_are_kept_by_the_version_of_cudnn(monkeypatch):
     """They have plans of cuDNN, which JAX's key does not know; several processes keep none."""
     versions = {"libtpu": "0.1", "nvidia-cudnn-cu13": "9.28.0", "nvidia-cufft": "12"}
     installed = [SimpleNamespace(name=n, version=v) for n, v in versions.items()]
+    assert jax.process_count() == 1  # which looks for plugins among what is really installed
     monkeypatch.setattr(launch.importlib.metadata, "distributions", lambda: installed)
     config = Mock(jax_compilation_cache_dir="")
     monkeypatch.setattr(jax, "config", config)
@@ -165,6 +166,7 @@ def test_the_run_and_its_command_have_the_flags_of_the_fit(line, GB, added, monk
     monkeypatch.setattr(train_gpt, "find_data", lambda c: {})
     monkeypatch.setattr(train_gpt, "data_facts", lambda shards, c: [])
     monkeypatch.setattr(train_gpt, "run", lambda *args: ran.append(args))
+    monkeypatch.setattr(launch, "check_data", lambda *_: None)
     monkeypatch.setattr(launch, "attention_errors", lambda *_: [0.01])
     launch.train(train_gpt, ["train_gpt.py", *line.split(), "--stall", "0", "--save_every", "9"])
     jax.config.update("jax_compilation_cache_dir", before)

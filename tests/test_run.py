@@ -178,6 +178,7 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(tmp_path,
     set_tiny(monkeypatch)
     monkeypatch.chdir(make_folder(tmp_path))
     c = train_gpt.parse_config([*FLAGS, "--val_every", "4", "--val_tokens", "512"])[1]
+    c = dataclasses.replace(c, save=0)
     ran = []
     one = jax.numpy.float32(1)
 
@@ -239,8 +240,8 @@ def test_a_loss_that_is_not_finite_voids_the_run(run, monkeypatch):
     assert log.lines[-1] == "NON-FINITE: the loss, by step 5" and log.weights is None
 
 
-def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch):
-    """After a full disk, the log has the result, but names no weights."""
-    monkeypatch.setattr(np, "savez", Mock(side_effect=OSError))
-    log = run(raises=OSError)
-    assert log.result["steps"] == 10 and "weights" not in log.result
+def test_a_save_that_fails_does_not_cost_the_result(run, monkeypatch, capsys):
+    monkeypatch.setattr(np, "savez", Mock(side_effect=OSError("the disk is full")))
+    assert run().result["steps"] == 10
+    shown = capsys.readouterr().err
+    assert shown.count("warning: ") == 2 and ".npz is not whole: the disk is full\n" in shown
