@@ -173,7 +173,7 @@ def test_nodes_that_have_all_weights_each_train_as_one(start, pair, one):
 
 def test_a_checkpoint_goes_on_to_the_bit(start, pair):
     """The run finds its hosts by Slurm's variables."""
-    (path,) = pair.folder.glob("logs/*/*04.state")
+    (path,) = pair.folder.glob("logs/*/*08.state")
     (log,) = pair.folder.glob("logs/*.txt")
     log.unlink()  # its run has ended
     flags = "--resume", str(path), "--save_every", "4"
