@@ -22,15 +22,12 @@ OUT = Path(__file__).resolve().parent / "hellaswag"
 
 
 def fetch() -> Path:
-    """The path of the file, which is downloaded once. Ends the tool if that fails."""
+    """The path of the file, which is downloaded once. Ends the tool if it is another file."""
     path = OUT / NAME
     if not path.exists():
         from huggingface_hub import hf_hub_download  # here: most calls need no network
 
-        try:
-            hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
-        except Exception as error:  # of the network, the hub, the disk
-            refuse(f"{REPO} cannot be downloaded ({type(error).__name__}: {error})")
+        hf_hub_download(REPO, NAME, repo_type="dataset", revision=COMMIT, local_dir=OUT)
     found = shards.sha256(path)
     if found != SHA256:
         refuse(f"{path} has sha256 {found}, not {SHA256}: delete it and run this again")

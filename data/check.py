@@ -3,16 +3,13 @@
     python data/check.py DIR...
 
 It checks headers and sizes, that names are numbered without a gap, and that no two shards are
-equal; with a MANIFEST.json, also that exactly the listed shards are there with the listed sha256,
-that tokens are below the vocabulary, and that every shard has the start of a document. The exit
-status is 0 if all is right, and 1 if not.
+equal; with a MANIFEST.json, also that exactly the listed shards are there with the listed sha256.
+The exit status is 0 if all is right, and 1 if not. A run also compares tokens with its vocabulary.
 """
 
 import argparse
 import sys
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import shards
@@ -35,30 +32,14 @@ def check(folder: Path) -> int:
             sha256 = shards.sha256(folder / name)
             if first_names.setdefault(sha256, name) != name:
                 raise ValueError(f"has the bytes of {first_names[sha256]}: get it again")
+            if about and about["files"].get(name, {}).get("sha256") != sha256:
+                raise ValueError("has not the sha256 of MANIFEST.json: get it again")
             verdict = f"ok, {len(tokens):,} tokens"
-            if about:
-                verdict += f", {compare(name, tokens, sha256, about):,} documents"
         except (OSError, ValueError) as error:
             verdict = str(error)
             wrong += 1
         print(f"{name} {verdict}", flush=True)
     return wrong
-
-
-def compare(name: str, tokens: np.ndarray, sha256: str, about: dict) -> int:
-    """The number of documents that begin in a shard. Raises ValueError if it is not as
-    MANIFEST.json says."""
-    if name not in about["files"]:
-        raise ValueError("is not in MANIFEST.json: remove it, or get the set again")
-    stated = about["files"][name]["sha256"]
-    if sha256 != stated:
-        raise ValueError(f"has sha256 {sha256}, in MANIFEST.json {stated}: get it again")
-    if tokens.max() >= about["vocab"]:
-        raise ValueError(f"has token {tokens.max()}, but a vocabulary of {about['vocab']}")
-    documents = int(np.count_nonzero(tokens == about["eot"]))
-    if documents == 0:
-        raise ValueError(f"has no token {about['eot']}, which starts a document")
-    return documents
 
 
 @one_line("check.py")

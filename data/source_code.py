@@ -80,13 +80,8 @@ def definitions(text: bytes) -> list[ast.stmt]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of older code
         top = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-    methods = [
-        node
-        for owner in top
-        if isinstance(owner, ast.ClassDef)
-        for node in owner.body
-        if isinstance(node, kinds)
-    ]
+    classes = [node for node in top if isinstance(node, ast.ClassDef)]
+    methods = [node for owner in classes for node in owner.body if isinstance(node, kinds)]
     return top + methods
 
 
@@ -148,9 +143,7 @@ def make(out: pathlib.Path) -> None:
         for name, data in encoded.items():
             shards.write(out / name, [data])
             print(f"made {out / name}, sha256 {SHARDS[name]}")
-    files = {}
-    for name, digest in SHARDS.items():
-        files[name] = dict(size=(out / name).stat().st_size, sha256=digest)
+    files = {name: dict(sha256=digest) for name, digest in SHARDS.items()}
     shards.write_manifest(out, SOURCE, vocab=257, eot=EOT, files=files)
 
 

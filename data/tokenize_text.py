@@ -127,8 +127,6 @@ def training_flags(val: int, train: list[int], args: argparse.Namespace) -> dict
     most = sum((tokens - 1) // TINY_BATCH for tokens in train)
     if most < TINY_STEPS:
         flags["steps"] = most
-    elif TINY_STEPS < 0.9 * most:
-        print(f"A run reads {TINY_STEPS / most:.0%} of the tokens; --steps {most} reads all.")
     if val <= TINY_VAL:
         val_T = [T for T in VAL_LENGTHS if VAL_SEQUENCES * T < val][0]
         batch = VAL_SEQUENCES * val_T
@@ -159,10 +157,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     column = "the field of JSON lines or column of parquet with the text; a.b is within a; [text]"
     add("--column", metavar="NAME", help=column)
     args = cli.parse_args(argv)
-    for name in ("shard_tokens", "val_tokens"):
-        value = getattr(args, name)
-        if value is not None and not SMALLEST <= value < 2**31:
-            refuse(f"--{name} {value} is not from {SMALLEST} to {2**31 - 1}")
     args.eot = 256 if args.bytes else shards.GPT2["eot"]
     return args
 
@@ -182,7 +176,9 @@ def main() -> None:
             refuse(f"no line equals --separator {shlex.quote(args.separator)}")
         if args.column is not None and not counts.rows:
             refuse(f"no file has rows, with fields or columns, for --column {args.column}")
-        counts.check()
+        skipped = f"{counts.skipped} of {counts.rows} rows have no text; the first: {counts.first}"
+        if 100 * counts.skipped > counts.rows:
+            refuse(skipped)
         part = Path(unfinished) / "shards"
         rows = write_shards(part, stream, args)
         kind = "UTF-8 bytes" if args.bytes else "GPT-2's tokens"
@@ -192,7 +188,7 @@ def main() -> None:
         os.rename(part, out)  # all at once, and only if nothing is there by now
     print(f"{source}, in {args.out}")
     if counts.skipped:
-        print(f"{counts.skipped} of {counts.rows} rows have no text; the first: {counts.first}")
+        print(skipped)
     if counts.marks and args.separator != MARK:
         print(f"{MARK} is ordinary text there; --separator '{MARK}' makes it end documents")
     val, *train = [(row["size"] - shards.HEADER) // 2 for row in rows.values()]

@@ -58,7 +58,7 @@ def text(first: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Three train shards and one of validation, with 22 documents in each, and MANIFEST.json."""
+    """Three train shards and one of validation, and MANIFEST.json."""
     for i in range(4):
         name = f"x_train_{i:06}.bin" if i else "x_val_000000.bin"
         write_shard(tmp_path / name, text(i))
@@ -76,10 +76,8 @@ def write_manifest(data: Path, vocab: int = 257) -> Path:
     (lambda d: write_shard(d / SECOND, text(2).astype("<u4").view("<u2")), "has tokens of 32 bits"),
     (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
     (lambda d: write_shard(d / SECOND, text(1)), "has the bytes of x_train_000001.bin"),
-    (lambda d: write_shard(d / SECOND, text(9)), r"has sha256 \w{64}, in MANIFEST.json \w{64}"),
-    (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "is not in MANIFEST.json"),
-    (lambda d: write_manifest(d, vocab=256), "has token 256, but a vocabulary of 256"),
-    (lambda d: write_manifest(write_shard(d / SECOND, [1, 2]).parent), "has no token 256, which"),
+    (lambda d: write_shard(d / SECOND, text(9)), "000002.bin has not the sha256 of MANIFEST.json"),
+    (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "000004.bin has not the sha256 of"),
     (lambda d: ((d / SECOND).unlink(), write_manifest(d)), "it lacks train shard 2, before x_tr"),
     (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
     (lambda d: write_shard(d / "x_train_000002 (1).bin", text(9)), "is not called NAME_train_NNNN"),
@@ -88,7 +86,7 @@ def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, 
     with pytest.raises(SystemExit, match="False"):
         run(check, monkeypatch, data)
     out = capsys.readouterr().out
-    assert f"{SECOND} ok, 1,100 tokens, 22 documents\n" in out and out.endswith("nothing wrong\n")
+    assert f"{SECOND} ok, 1,100 tokens\n" in out and out.endswith("nothing wrong\n")
     change(data)
     with pytest.raises(SystemExit, match="True"):
         run(check, monkeypatch, data)
