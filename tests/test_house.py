@@ -13,7 +13,7 @@ LIMITS = {
     "train_gpt.py": 2400,
     "run.sh": 120,
     "run/*.py": 750,
-    "data/*.py": 1110,
+    "data/*.py": 1050,
     "evals/*.py": 1650,
     "evals/page.*": 340,
     "records/*.py": 1850,
@@ -21,7 +21,7 @@ LIMITS = {
     "basics/*.py": 2710,
     "lab/**/*.py": 4300,  # without lab/tests
     "lab/tests/*.py": 2300,
-    "tests/*.py": 8040,
+    "tests/*.py": 8000,
 }
 TOOLS = ("run.sh", "run/*.py", "data/*.py", "evals/*.py", "records/*.py", "records/optimizers/*.py")
 
@@ -67,7 +67,7 @@ def test_a_room_is_no_longer_than_the_law_allows(pattern):
 def test_tools_are_three_times_the_file_and_tests_no_longer_than_both():
     file = lines_of("train_gpt.py")
     tools = sum(lines_of(pattern) for pattern in TOOLS)
-    assert tools <= 3 * file + LIMITS["data/*.py"] - 1050  # until data/ is there
+    assert tools <= 3 * file
     assert lines_of("tests/*.py") <= file + tools
 
 
