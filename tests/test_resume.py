@@ -189,7 +189,7 @@ def test_the_clock_and_the_log_go_on(stopped, half, monkeypatch):
     times = [int(ms) for ms in re.findall(r"train_time:(\d+)ms", log.rest)]
     assert times == sorted(times) and times[-1] == round(log.result["train_time_ms"])
     seconds = guard.load_checkpoint(half.states[-1])[0]["seconds"]  # it was saved, then validated
-    assert 15 not in half.times and 0 <= log.times[15] - 1000 * seconds <= 500
+    assert 15 not in half.times and -1 <= log.times[15] - 1000 * seconds <= 500
 
 
 @pytest.mark.parametrize("change", ["--val_every", "the source", SHARD])
