@@ -67,3 +67,27 @@ def paired(differences: Sequence[float]) -> Result:
     if math.isnan(test.p):
         return test
     return test._replace(p=2 * tail(abs(test.t), test.df))
+
+
+def quantile(p: float, df: float) -> float:
+    """The t that Student's t exceeds with this probability, at most one half; by bisection."""
+    low, high = 0.0, 1e6
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle, df) > p else (low, middle)
+    return high
+
+
+def shown(sd: float, n: int, p: float = 0.01, power: float = 0.8) -> float:
+    """The mean difference that n pairs of this standard deviation show at p, one-sided, with a
+    chance of `power` (about: both quantiles are those of Student's t)."""
+    return (quantile(p, n - 1) + quantile(1 - power, n - 1)) * sd / math.sqrt(n)
+
+
+def pairs_needed(mean: float, sd: float, most: int = 10_000) -> int:
+    """The fewest pairs that show such a mean difference; `most` where it takes more."""
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if shown(sd, middle) <= mean else (middle, high)
+    return high

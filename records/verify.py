@@ -2,10 +2,9 @@
 
     ./run.sh verify THIS [BASELINE] [--target LOSS]
 
-THIS and BASELINE are folders with logs: a record, a variant of ./run.sh compare, or any folder with
-logs of train_gpt.py; or one log, whose report says what a record needs beside it.
-If THIS is the folder of a whole plan of ./run.sh compare, all variants are compared with the first
-one. The report is Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they
+THIS and BASELINE are folders with logs: a record, a variant of a stage of ./run.sh attempt, or any
+folder with logs of train_gpt.py; or one log, whose report says what a record needs beside it.
+If THIS is the folder of a whole stage, all variants are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they
 cannot be judged, whatever the reason.
 """
 
@@ -139,7 +138,7 @@ def collect(folder: Path) -> Evidence:
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Returns the plan of a variant; None without one. A record has plan.json in its folder, with
-    its name there as "arm"; compare.py writes plan.json above the folders of the variants."""
+    its name there as "arm"; attempt.py writes plan.json above the folders of the variants."""
     name = folder.resolve().name
     for file in (folder / "plan.json", folder.resolve().parent / "plan.json"):
         if file.is_file():
@@ -150,9 +149,9 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def variants_of(folder: Path) -> dict[str, Evidence]:
-    """Reads the variants of a whole plan, by name."""
+    """Reads the variants of a whole plan that have a log, by name."""
     plan = json.loads((folder / "plan.json").read_text("utf-8"))
-    return {name: collect(folder / name) for name in plan["arms"]}
+    return {name: collect(folder / name) for name in plan["arms"] if runs.log_files(folder / name)}
 
 
 # ---- Checks of one set of runs: they yield what they find ----------------------------------------

@@ -49,7 +49,7 @@ LOSSES = (1.4633, 1.4655, 1.4457, 1.4541, 1.4698)
 
 
 def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **facts) -> Path:
-    """Writes a folder like one of compare.py: logs, source, plan. Each run takes 1 ms longer than
+    """Writes a folder like one of an attempt: logs, source, plan. Each run takes 1 ms longer than
     the one before it."""
     (folder / "logs").mkdir(parents=True)
     source = facts.get("source", SOURCE)
@@ -62,7 +62,7 @@ def write_ours(folder: Path, losses=LOSSES, hour=13, seed=100, ms=90000.4, **fac
 
 
 def write_plan(folder: Path, seeds: list[int], source: str = SOURCE, **changes) -> None:
-    """Writes the plan of one variant, as compare.py does; changes replace what it states."""
+    """Writes the plan of one variant, as attempt.py does; changes replace what it states."""
     plan = dict(created="2026-11-21T12:59:00Z", n=len(seeds), seeds=seeds, salt="0", machine="0",
                 arguments=["tiny", "--target", "0"], arms={folder.name: sha(source)})  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan | changes))
