@@ -427,7 +427,8 @@ def pairs_to_certify(pilot: list[float], legs: float) -> int:
 
 def loss_per_step(short: verify.Evidence, long: verify.Evidence) -> float:
     """By how much the loss falls in a step between two lengths, with the seeds of both, nats."""
-    return fmean(verify.changes(short, long)) / (long.ended[0].steps - short.ended[0].steps)
+    pairs = verify.changes(short, long)
+    return fmean(pairs) / (long.ended[0].steps - short.ended[0].steps) if pairs else 0.0
 
 
 def chosen_steps(attempt: Path, rule: dict[str, Any], pairs: int) -> int:
@@ -497,8 +498,7 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
         lines.append("There are no two pairs of runs that differ: not shown.")
     else:
         is_fresh = stage.name != "pilot" and not objections
-        lines += [in_nats(pairs, stage.name, rule["steps"], is_fresh)]
-        lines += [*in_tokens(attempt, rule["name"], pairs), what_pairs_show(pairs)]
+        lines += sentences(attempt, rule, pairs, stage.name, is_fresh)
     if (stage / "same_length").is_dir():
         lines.append(below_target(verify.collect(stage / rule["name"])))
     if stop:
@@ -509,43 +509,35 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
     return "\n".join(lines)
 
 
-def in_nats(pairs: list[float], stage: str, steps: int, is_fresh: bool) -> str:
-    """The first sentence: better, worse or not shown. Only fresh seeds show that it is better."""
-    n, mean = len(pairs), fmean(pairs)
-    one = stats.quantile(0.025, n - 1) * stdev(pairs)
+def sentences(
+    attempt: Path, rule: dict[str, Any], pairs: list[float], stage: str, is_fresh: bool
+) -> Iterator[str]:
+    """Yields the difference in nats, the same in tokens, if the idea ran at a second length, and
+    what so many pairs can show. Only fresh seeds show that an idea is better."""
+    n, mean, sd = len(pairs), fmean(pairs), stdev(pairs)
+    one = stats.quantile(0.025, n - 1) * sd
     half = one / math.sqrt(n)
     p = stats.below(pairs, 0).p
     word = "better" if is_fresh and p < verify.ALPHA else "not shown"
     word = "worse" if 1 - p < verify.ALPHA else word
-    return (
-        f"One pair of runs tells ± {one:.4f} nats, and {n} pairs tell ± {half:.4f}; the idea, at "
-        f"{steps:,} steps, in {n} pairs of the {stage}: {mean:+.4f} ± {half:.4f} (95 % interval "
-        f"{mean - half:+.4f} to {mean + half:+.4f}; p = {verify.p_value(p)}, one-sided): {word}."
-    )
-
-
-def in_tokens(attempt: Path, name: str, pairs: list[float]) -> Iterator[str]:
-    """Yields the same in tokens, if the idea was run at a second length."""
-    short, long = evidence(attempt / "length" / name), evidence(attempt / "pilot" / name)
-    if not short or not verify.changes(short, long) or loss_per_step(short, long) <= 0:
-        return
-    a, b = short.ended[0], long.ended[0]
-    slope = loss_per_step(short, long) * (b.steps - a.steps) / (b.tokens - a.tokens)
-    mean = fmean(pairs)
-    half = stats.quantile(0.025, len(pairs) - 1) * stdev(pairs) / math.sqrt(len(pairs))
-    low, middle, high = ((mean + part) / slope for part in (-half, 0, half))
     yield (
-        f"In tokens that is {middle:+,.0f} of {b.tokens:,} (95 % interval {low:+,.0f} to "
-        f"{high:+,.0f}), by the slope between {a.steps:,} and {b.steps:,} steps, which both ran."
+        f"One pair of runs tells ± {one:.4f} nats, and {n} pairs tell ± {half:.4f}; the idea, at "
+        f"{rule['steps']:,} steps, in {n} pairs of the {stage}: {mean:+.4f} ± {half:.4f} (95 % "
+        f"interval {mean - half:+.4f} to {mean + half:+.4f}; p = {verify.p_value(p)}, one-sided): "
+        f"{word}."
     )
-
-
-def what_pairs_show(pairs: list[float]) -> str:
-    """The sentence on how small a difference so many pairs can show."""
-    n, mean, sd = len(pairs), abs(fmean(pairs)), stdev(pairs)
-    return (
+    short, long = (evidence(attempt / part / rule["name"]) for part in ("length", "pilot"))
+    if short and loss_per_step(short, long) > 0:
+        a, b = short.ended[0], long.ended[0]
+        slope = loss_per_step(short, long) * (b.steps - a.steps) / (b.tokens - a.tokens)
+        low, middle, high = ((mean + part) / slope for part in (-half, 0, half))
+        yield (
+            f"In tokens that is {middle:+,.0f} of {b.tokens:,} (95 % interval {low:+,.0f} to "
+            f"{high:+,.0f}), by the slope between {a.steps:,} and {b.steps:,} steps, which it ran."
+        )
+    yield (
         f"{n} pairs show a difference of {stats.shown(sd, n):.4f} (p < 0.01, chance 80 %); one of "
-        f"{mean:.4f} needs about {stats.pairs_needed(mean, sd):,}."
+        f"{abs(mean):.4f} needs about {stats.pairs_needed(abs(mean), sd):,}."
     )
 
 

@@ -4,8 +4,9 @@
 
 THIS and BASELINE are folders with logs: a record, a variant of a stage of ./run.sh attempt, or any
 folder with logs of train_gpt.py; or one log, whose report says what a record needs beside it.
-If THIS is the folder of a whole stage, all variants are compared with the first one. The report is Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they
-cannot be judged, whatever the reason.
+If THIS is the folder of a whole stage, all variants are compared with the first one. The report is
+Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they cannot be judged,
+whatever the reason.
 """
 
 import argparse
