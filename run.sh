@@ -10,8 +10,7 @@
 #   ./run.sh tokenize PATH... --out DIR       makes training data of your own text
 #   ./run.sh optimizers [NAME]                trains with another optimizer
 #   ./run.sh basics [NAME]                    lists the tutorials, or runs one
-#   ./run.sh attempt IDEA [PRESET]           tries an idea against train_gpt.py, and judges it
-#   ./run.sh verify | pack | plot             judges runs, makes a record, draws curves
+#   ./run.sh attempt IDEA | verify | pack     tries an idea and judges it; judges runs; packs
 #   ./run.sh test | install | help            runs lint and tests; only installs; prints this
 
 set -euo pipefail
@@ -44,7 +43,7 @@ case ${1:-} in
   basics/*.py) tool=$1 packages=evals/requirements.txt ;;
   "" | -* | *.py | record | medium | small | tiny | record92) ;;
   loss | look | hellaswag | export) tool=evals/$1.py packages=evals/requirements.txt ;;
-  attempt | pack | plot) tool=records/$1.py packages=evals/requirements.txt ;;
+  attempt | pack) tool=records/$1.py packages=evals/requirements.txt ;;
   sample) tool=evals/$1.py ;;
   verify | idea) tool=records/$1.py ;;
   optimizers) tool=records/optimizers/run.py ;;

@@ -1,14 +1,10 @@
-"""Curves of validation loss, from logs, for records/pack.py. Needs matplotlib.
-
-Every set of runs makes one curve: the mean, in a band of one standard deviation to either side.
-"""
+"""Curves of validation loss, from logs, for records/pack.py. Needs matplotlib."""
 
 import math
 import os
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import NamedTuple
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import verify
@@ -26,27 +22,6 @@ STYLE = {
 }  # fmt: skip
 
 
-class Curve(NamedTuple):
-    """Losses of a set of runs, at every step for which all of them have one."""
-
-    name: str
-    steps: list[int]
-    mean: list[float]
-    sd: list[float]
-
-
-def curve(name: str, evidence: verify.Evidence) -> Curve:
-    """Returns the curve of a folder's complete runs."""
-    runs = evidence.ended
-    of_runs = [{v.step: v for v in run.validations} for run in runs]
-    steps = sorted(set.intersection(*map(set, of_runs)))
-    points = [[by_step[step] for by_step in of_runs] for step in steps]
-    losses = [[v.loss for v in of_step] for of_step in points]
-    means = [fmean(of_step) for of_step in losses]
-    deviations = [stdev(of_step) if len(runs) > 1 else 0.0 for of_step in losses]
-    return Curve(f"{name} (n = {len(runs)})", steps, means, deviations)
-
-
 def drawable(losses: list[Validation]) -> list[Validation]:
     """Returns the losses that have a place on a logarithmic axis."""
     return [v for v in losses if 0 < v.loss < math.inf]
@@ -62,35 +37,26 @@ def smooth(losses: list[float]) -> list[float]:
     return means
 
 
-def draw_curves(axes, curves: list[Curve], target: float | None) -> None:
-    """Draws the later part of training, where curves differ: the y axis ends at the highest of the
-    losses after a third of the validations."""
-    colors = plt.get_cmap("tab20").colors
-    lowest = []
-    highest = []
-    for i, c in enumerate(curves):
-        color = colors[2 * i % 19]  # the strong colors first
-        axes.plot(c.steps, c.mean, ".-", color=color, label=c.name, lw=1.4, ms=4)
-        low = [mean - sd for mean, sd in zip(c.mean, c.sd, strict=True)]
-        high = [mean + sd for mean, sd in zip(c.mean, c.sd, strict=True)]
-        axes.fill_between(c.steps, low, high, color=color, alpha=0.18, linewidth=0)
-        lowest.append(min(low))
-        highest.append(max(c.mean[len(c.mean) // 3 :]))
-    if target:
-        axes.axhline(target, color="black", lw=0.9, ls=":", label=f"target {target:g}")
-        lowest.append(target)
-    room = 0.06 * (max(highest) - min(lowest)) or 0.1  # one point has no height
-    axes.set_ylim(min(lowest) - room, max(highest) + room)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("training steps")
-    axes.set_ylabel("validation loss, nats per token")
-    axes.legend(fontsize=8, loc="upper right")
-
-
 def plot(variants: list[tuple[str, verify.Evidence]], out: Path, target: float | None) -> None:
-    """Draws the picture OUT. The same logs make the same bytes."""
+    """Draws the picture OUT: a line for every run, in the color of its variant, for the later part
+    of training, where they differ. The same logs make the same bytes."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
-        draw_curves(axes, [curve(name, evidence) for name, evidence in variants], target)
+        later = []
+        for i, (name, evidence) in enumerate(variants):
+            axes.plot([], [], color=f"C{i}", label=f"{name} (n = {len(evidence.ended)})")
+            for run in evidence.ended:
+                steps = [v.step for v in run.validations]
+                losses = [v.loss for v in run.validations]
+                axes.plot(steps, losses, ".-", color=f"C{i}", lw=0.8, ms=3)
+                later += losses[len(losses) // 3 :]
+        if target:
+            axes.axhline(target, color="black", lw=0.9, ls=":", label=f"target {target:g}")
+            later.append(target)
+        room = 0.06 * (max(later) - min(later)) or 0.1  # one point has no height
+        axes.set_ylim(min(later) - room, max(later) + room)
+        axes.set_xlabel("training steps")
+        axes.set_ylabel("validation loss, nats per token")
+        axes.legend(fontsize=8, loc="upper right")
         figure.savefig(out, metadata={"Date": None})
         plt.close(figure)
