@@ -386,7 +386,10 @@ def run_stage(stage: Path, lock: int) -> None:
         if runs.source_hash(stage / name / "train_gpt.py") != sha256:
             refuse(f"{stage / name}/train_gpt.py has changed since its plan was made: restore it")
     legs = waiting_legs(stage)
+    rule = read_json(stage.parent / "rule.json")
     while legs:
+        if stage.name == "pilot" and legs_left(stage.parent, rule) < 1:
+            raise Stop("the budget is spent")
         seed, name = legs[0]
         print(f"[{stage.name}, {len(legs)} to run] {name}, seed {seed}", flush=True)
         run_leg(stage / name, seed, plan["arguments"], lock)
@@ -414,15 +417,14 @@ def differences(stage: Path, new: str) -> list[float]:
     return verify.changes(a, b) if a and b else []
 
 
-def pairs_to_certify(pilot: list[float], legs: float) -> int:
-    """The pairs that a certification needs by a pilot; raises Stop where there is no path."""
-    if fmean(pilot) >= 0:
-        raise Stop("the pilot shows no gain that could be certified")
+def pairs_to_certify(pilot: list[float], legs: float) -> tuple[int, str]:
+    """The pairs that a certification needs by a pilot; or why there is no path."""
+    if len(pilot) < 2 or fmean(pilot) >= 0:
+        return 0, "the pilot shows no gain that could be certified"
     pairs = max(LEAST, stats.pairs_needed(-fmean(pilot), stdev(pilot), MOST + 1))
     most = math.floor(min(MOST, legs / 3))
-    if pairs > most:
-        raise Stop(f"there is no path to p < 0.01: it takes {pairs} pairs or more, not {most}")
-    return pairs
+    why = f"there is no path to p < 0.01: it takes {pairs} pairs or more, not {most}"
+    return pairs, why if pairs > most else ""
 
 
 def loss_per_step(short: verify.Evidence, long: verify.Evidence) -> float:
@@ -456,12 +458,8 @@ def go_through(attempt: Path, rule: dict[str, Any], lock: int) -> None:
     base, source = (
         (attempt / "pilot" / arm / "train_gpt.py").read_bytes() for arm in ("baseline", name)
     )
-    pairs = stop = None
-    try:
-        left = legs_left(attempt, rule) - len(rule["pilot_seeds"])
-        pairs = pairs_to_certify(differences(attempt / "pilot", name), left)
-    except Stop as reason:
-        stop = reason
+    left = legs_left(attempt, rule) - len(rule["pilot_seeds"])
+    pairs, stop = pairs_to_certify(differences(attempt / "pilot", name), left)
     if not (attempt / "length/plan.json").is_file():
         seeds = rule["pilot_seeds"][:1] if stop else rule["pilot_seeds"]
         shorter = {name: with_numbers(source, preset, {"steps": rule["short"]})}
@@ -470,15 +468,14 @@ def go_through(attempt: Path, rule: dict[str, Any], lock: int) -> None:
         run_stage(attempt / "length", lock)
     if not (attempt / "certification/plan.json").is_file():
         if stop:
-            raise stop
+            raise Stop(stop)
         steps = chosen_steps(attempt, rule, pairs)
         sources = {"baseline": base, name: source}
         if steps < rule["steps"]:
             sources = {"baseline": base, "same_length": source}
             sources[name] = with_numbers(source, preset, {"steps": steps})
-        write_plan(
-            attempt / "certification", rule["fresh_seeds"][:pairs], rule["arguments"], sources
-        )
+        seeds = rule["fresh_seeds"][:pairs]
+        write_plan(attempt / "certification", seeds, rule["arguments"], sources)
     run_stage(attempt / "certification", lock)
 
 

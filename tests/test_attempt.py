@@ -230,6 +230,8 @@ def test_a_budget_ends_an_attempt_before_it_can_show_nothing(place, run):
     text = run("--gain 0.02", "--runs", "20")[1]
     assert "It ended because there is no path to p < 0.01: it takes 8 pairs or more, not 3" in text
     assert "one-sided): not shown." in text and len(order(place)) == 7  # one of the other length
+    text = run("--gain 0.03", "--runs", "4")[1]
+    assert "It ended because the budget is spent." in text and len(order(place)) == 7 + 4
 
 
 def test_a_dry_run_prints_every_leg_and_runs_none(place, run):
