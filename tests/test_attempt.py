@@ -80,7 +80,7 @@ def main():
     if (switch / "wait").exists():
         place.write_text(text[: text.rindex("train_time:")])
         (switch / "waiting").write_text(f"{{os.getpid()}} ")
-        time.sleep(600)
+        time.sleep(60)
     if (switch / "nan").exists() and arm != "baseline":
         place.write_text(text.rpartition("RESULT")[0] + "NON-FINITE: the loss is no number\\n")
         sys.exit(3)
