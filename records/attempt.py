@@ -190,7 +190,8 @@ def read_idea(words: list[str], baseline: str, name: str) -> Idea:
     name = name or "_".join([*(Path(file).stem for file in files), *flags]).lower()
     name = re.sub("[^a-z0-9]+", "_", name).strip("_")
     sources = {"baseline": old, name: new}
-    return Idea(name, arguments, str(path), sources, steps, [*remarks(before, after, old, new)])
+    path = os.path.relpath(path, ROOT)  # no path of this machine gets into a rule
+    return Idea(name, arguments, path, sources, steps, [*remarks(before, after, old, new)])
 
 
 def multiplied(flags: list[str], values: dict[str, Any]) -> list[str]:
@@ -534,7 +535,7 @@ def sentences(
         )
     yield (
         f"{n} pairs show a difference of {stats.shown(sd, n):.4f} (p < 0.01, chance 80 %); one of "
-        f"{abs(mean):.4f} needs about {stats.pairs_needed(abs(mean), sd):,}."
+        f"{abs(mean):.4f} needs {stats.pairs_needed(abs(mean), sd, 1000):,} or more."
     )
 
 
