@@ -50,15 +50,19 @@ def load(path: Path) -> np.memmap:
     file is no shard or not whole, or of another width: half of it would be learned as zeros."""
     header = np.fromfile(path, "<i4", 3).tolist()
     if header[:2] != [MAGIC, VERSION] or len(header) < 3:
-        raise ValueError("is no token shard (llm.c's format, version 1)")
+        raise ValueError(f"{path.name} is no token shard (llm.c's format, version 1)")
     count = header[2]
     size = path.stat().st_size
     promised = HEADER + 2 * count
     if count < 1 or size != promised:
-        raise ValueError(f"has {size} bytes where its header promises {promised}: get it again")
+        raise ValueError(
+            f"{path.name} has {size} bytes, its header promises {promised}: get it again"
+        )
     tokens = np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
     if count > 1 and not tokens[1 : 2**20 : 2].any():
-        raise ValueError("has tokens of 32 bits or more: every second one is 0; write them as 16")
+        raise ValueError(
+            f"{path.name} has tokens of 32 bits: every second one is 0; write them as 16"
+        )
     return tokens
 
 
@@ -78,11 +82,32 @@ def tokens(folder: Path, split: str) -> np.ndarray:
         names = read_folder(folder)[1]
         parts = [load(folder / name) for name in names if NAME.fullmatch(name)[2] == split]
     except ValueError as error:
-        refuse(f"{folder}: {error}; python data/check.py {folder} names the shard")
+        refuse(f"{folder}: {error}")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 # ---- Folders -------------------------------------------------------------------------------------
+def sums(folder: Path) -> dict[str, str]:
+    """The sha256 of each shard of a folder, by name."""
+    return {path.name: sha256(path) for path in sorted(folder.glob("[!.]*.bin"))}
+
+
+def check(folder: Path, found: dict[str, str]) -> None:
+    """Ends the tool if these shards of a folder, with the sha256 of each, are no shards, are copies
+    of each other, have not the sha256 of MANIFEST.json, or do not belong together."""
+    try:
+        stated = read_folder(folder)[0].get("files", {})
+        first = {}  # the first name with each sha256
+        for name, its_sha256 in found.items():
+            load(folder / name)
+            if stated.get(name, dict(sha256=its_sha256))["sha256"] != its_sha256:
+                raise ValueError(f"{name} is damaged: its sha256 is not MANIFEST.json's")
+            if first.setdefault(its_sha256, name) != name:
+                raise ValueError(f"{name} has the bytes of {first[its_sha256]}: get it again")
+    except ValueError as error:
+        refuse(f"{folder}: {error}")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """MANIFEST.json: `source`, `vocab`, `eot` and `files`; {} if there is none."""
     path = folder / "MANIFEST.json"

@@ -6,7 +6,9 @@ which every token shows what the model expected there, and why.
 The text is the first 2,048 tokens of validation shards, or a file of yours. The page needs no
 network and no server: page.html, page.js and the numbers, as JSON, are one file."""
 
+import base64
 import html
+import io
 import json
 import math
 import re
@@ -26,9 +28,9 @@ import sample
 import weights
 
 # isort: split
+import plot
 import runs
 from messages import one_line, refuse
-from plot import drawable, smooth
 
 FOLDER = Path(__file__).resolve().parent
 LONGEST = 1024  # tokens of a sequence
@@ -300,63 +302,10 @@ def to_json(data: dict) -> str:
 
 
 def curve(run: runs.Run, w: weights.Weights) -> str:
-    """The losses of a run as SVG, over the steps, on a logarithmic axis, with a mark where each
-    stage begins. Its colours are classes of page.html."""
-    training = drawable(run.training)
-    validations = drawable(run.validations)
-    losses = [v.loss for v in training + validations]
-    width, height = 560, 250
-    left, right, top, bottom = 40, width - 12, 26, height - 34
-    steps = max([w.c.total_steps, *(v.step for v in training + validations)])
-    low = min(losses) / 1.06
-    high = max(losses) * 1.06
-    parts = [f'<svg class="curve" viewBox="0 0 {width} {height}" role="img" '
-             f'aria-label="Losses by step">']  # fmt: skip
-
-    def x(step: float) -> float:
-        return round(left + (right - left) * step / steps, 1)
-
-    def y(loss: float) -> float:
-        return round(bottom - (bottom - top) * math.log(loss / low) / math.log(high / low), 1)
-
-    def straight(name: str, x1: float, y1: float, x2: float, y2: float) -> None:
-        parts.append(f'<line class="{name}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
-
-    def label(name: str, x: float, y: float, words: str) -> None:
-        parts.append(f'<text class="{name}" x="{x}" y="{y}">{words}</text>')
-
-    def line(name: str, steps: list, losses: list) -> None:
-        path = " ".join(f"{x(step)},{y(loss)}" for step, loss in zip(steps, losses, strict=True))
-        parts.append(f'<polyline class="{name}" points="{path}"/>')
-
-    for n, begin in enumerate([0, *w.c.stage_ends.tolist()[:-1]]):
-        straight("stage", x(begin), top - 18, x(begin), bottom)
-        if begin < steps:  # the last one may be at the right border
-            label("stages", x(begin) + 4, top - 10, f"stage {n + 1}" if n == 0 else f"{n + 1}")
-    for tick in ticks(low, high):
-        straight("grid", left, y(tick), right, y(tick))
-        label("tick y", left - 8, y(tick) + 3.5, f"{tick:g}")
-    for step in np.linspace(0, steps, 5).round().astype(int).tolist():
-        label("tick x", x(step), bottom + 16, f"{step:,}")
-    label("tick x", (left + right) / 2, height - 3, "training steps")
-    target = w.result["target"]
-    if low < target < high:
-        straight("target", left, y(target), right, y(target))
-    for v in training:
-        parts.append(f'<circle class="batch" cx="{x(v.step)}" cy="{y(v.loss)}" r="2"/>')
-    line("smooth", [v.step for v in training], smooth([v.loss for v in training]))
-    line("validation", [v.step for v in validations], [v.loss for v in validations])
-    for v in validations:
-        parts.append(f'<circle class="validation" cx="{x(v.step)}" cy="{y(v.loss)}" r="3.5">'
-                     f"<title>step {v.step:,}: {v.loss:.4f}</title></circle>")  # fmt: skip
-    return "\n".join([*parts, "</svg>"])
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round losses for a logarithmic axis, at least three."""
-    found = [s * size for size in (0.1, 1, 10) for s in (1, 1.5, 2, 3, 4, 5, 7)]
-    found = [tick for tick in found if low <= tick <= high]
-    return found if len(found) > 2 else np.linspace(low, high, 6)[1:-1].round(2).tolist()
+    """The validation losses of a run, as the URL of a picture."""
+    file = io.BytesIO()
+    plot.plot({"this run": [run]}, file, w.result["target"])
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def legend(unit: str) -> str:

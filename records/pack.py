@@ -81,8 +81,8 @@ def make(attempt: Path, name: str = "", to: Path | None = None) -> Path:
                 source = patch or (evidence.folder / "train_gpt.py").read_bytes()
                 file = "change.patch" if patch else "train_gpt.py"
                 (place / stage / variant / file).write_bytes(source)
-            curves = [(variant, evidence) for variant, evidence in sets.items() if evidence.ended]
-            if curves:
+            curves = {variant: evidence.ended for variant, evidence in sets.items()}
+            if any(curves.values()):
                 shutil.copy(attempt / stage / "plan.json", place / stage)
                 plot.plot(curves, place / stage / "curves.svg", target)
                 report = verify.study(attempt / stage)[1]

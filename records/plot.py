@@ -1,14 +1,11 @@
-"""Curves of validation loss, from logs, for records/pack.py. Needs matplotlib."""
+"""Curves of validation loss, for records/pack.py and evals/look.py. Needs matplotlib."""
 
 import math
 import os
-import sys
 from pathlib import Path
-from statistics import fmean
+from typing import IO
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
-import verify
-from runs import Validation
+from runs import Run
 
 # A notebook's backend cannot be imported here, and a user's settings would change the picture.
 os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)
@@ -22,34 +19,19 @@ STYLE = {
 }  # fmt: skip
 
 
-def drawable(losses: list[Validation]) -> list[Validation]:
-    """Returns the losses that have a place on a logarithmic axis."""
-    return [v for v in losses if 0 < v.loss < math.inf]
-
-
-def smooth(losses: list[float]) -> list[float]:
-    """Returns for every batch the mean of it, the 3 logged batches before and the 3 after it. Near
-    the first batch, where the loss falls fast, it takes as many after it as there are before it."""
-    means = []
-    for i in range(len(losses)):
-        reach = min(3, i)
-        means.append(fmean(losses[i - reach : i + reach + 1]))
-    return means
-
-
-def plot(variants: list[tuple[str, verify.Evidence]], out: Path, target: float | None) -> None:
-    """Draws the picture OUT: a line for every run, in the color of its variant, for the later part
-    of training, where they differ. The same logs make the same bytes."""
+def plot(variants: dict[str, list[Run]], out: Path | IO, target: float | None) -> None:
+    """Draws OUT as SVG: a line for every run, in the color of its variant, for the later part of
+    training, where they differ. The same logs make the same bytes."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
         later = []
-        for i, (name, evidence) in enumerate(variants):
-            axes.plot([], [], color=f"C{i}", label=f"{name} (n = {len(evidence.ended)})")
-            for run in evidence.ended:
+        for i, (name, runs) in enumerate(variants.items()):
+            axes.plot([], [], color=f"C{i}", label=f"{name} (n = {len(runs)})")
+            for run in runs:
                 steps = [v.step for v in run.validations]
                 losses = [v.loss for v in run.validations]
                 axes.plot(steps, losses, ".-", color=f"C{i}", lw=0.8, ms=3)
-                later += losses[len(losses) // 3 :]
+                later += [loss for loss in losses[len(losses) // 3 :] if math.isfinite(loss)]
         if target:
             axes.axhline(target, color="black", lw=0.9, ls=":", label=f"target {target:g}")
             later.append(target)
@@ -58,5 +40,5 @@ def plot(variants: list[tuple[str, verify.Evidence]], out: Path, target: float |
         axes.set_xlabel("training steps")
         axes.set_ylabel("validation loss, nats per token")
         axes.legend(fontsize=8, loc="upper right")
-        figure.savefig(out, metadata={"Date": None})
+        figure.savefig(out, format="svg", metadata={"Date": None})
         plt.close(figure)

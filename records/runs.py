@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 BORDER = b"=" * 100 + b"\n"
 POINTER = "train_gpt.sha256"  # a line of sha256sum, with a path from its folder
 LOSS = re.compile(
-    r"step:(\d+)/(\d+) (val|train)_loss:(\d+\.\d+|nan|-?inf) train_time:(\d+)ms( step_avg:\S+)?"
+    r"step:(\d+)/(\d+) val_loss:(\d+\.\d+|nan|-?inf) train_time:(\d+)ms( step_avg:\S+)?"
 )
 # What a log states before its first loss. The last three are missing without ./run.sh.
 FACTS = ("versions", "devices", "argv", "seed", "config", "data", "parameters")
@@ -116,7 +116,6 @@ class Run(NamedTuple):
     log_sha256: str  # of the log without its source and without blank lines at its end
     source_sha256: str
     validations: list[Validation]
-    training: list[Validation]  # losses of batches, every tenth step, in logs that have them
     steps: int  # of the schedule
     loss: float  # the final loss in nats, with all its digits
     seconds: float  # of training
@@ -163,7 +162,6 @@ class Lines:
     def __init__(self, text: str):
         self.facts = {}
         self.validations = []
-        self.training = []
         self.ended = "incomplete"
         self.resumed = False
         for line in text.split("\n"):
@@ -174,8 +172,7 @@ class Lines:
         name, _, value = line.partition(" ")
         loss = LOSS.fullmatch(line)
         if loss:
-            losses = self.validations if loss[3] == "val" else self.training
-            losses.append(in_order(losses, loss))
+            self.validations.append(in_order(self.validations, loss))
         elif name == "NON-FINITE:":
             self.ended = "not finite"
         elif name in (*FACTS, "resume", "RESULT"):
@@ -192,18 +189,16 @@ class Lines:
                 self.ended = stated["reason"]
 
     def go_on(self, step: int) -> None:
-        """Takes the step from which a run went on. It validates that step again, but trained it
-        before it stopped."""
+        """Takes the step from which a run went on. It validates that step again."""
         self.resumed = True
         self.ended = "incomplete"
         self.facts.pop("RESULT", None)
         self.validations = [loss for loss in self.validations if loss.step < step]
-        self.training = [loss for loss in self.training if loss.step <= step]
 
 
 def in_order(before: list[Validation], match: re.Match) -> Validation:
     """Returns the loss that a line states; raises Unreadable if it cannot follow those before."""
-    step, steps, _, loss, ms, _ = match.groups()
+    step, steps, loss, ms, _ = match.groups()
     new = Validation(int(step), int(steps), float(loss), float(ms))
     last = before[-1] if before else Validation(-1, new.steps, 0.0, 0.0)
     follows = last.step < new.step and last.steps == new.steps and last.ms <= new.ms
@@ -229,7 +224,6 @@ def read(path: Path | ArchivedLog) -> Run:
         log_sha256=hashlib.sha256(text.rstrip().encode()).hexdigest(),
         source_sha256=source_sha256,
         validations=lines.validations,
-        training=lines.training,
         steps=last.steps,
         loss=last.loss,
         seconds=last.ms / 1000,

@@ -35,7 +35,7 @@ sys.path += [str(ROOT / "run"), str(ROOT / "data")]
 import machine  # noqa: E402
 from guard import Forgiving, Guard, identity  # noqa: E402
 from messages import refuse  # noqa: E402
-from shards import load, read_folder  # noqa: E402
+from shards import check as check_shards  # noqa: E402
 
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
@@ -188,16 +188,9 @@ def check_attention(script: ModuleType, c: Any, device: jax.Device) -> None:
 
 
 def check_data(script: ModuleType, shards: dict[str, list], data: list[dict], c: Any) -> None:
-    """Exits with status 2 if shards do not belong together, are not of 16 bits or have not the
-    manifest's sha256, or if a sequence would hold more documents than the codes tell apart."""
-    try:
-        stated = read_folder(Path(c.data))[0].get("files", {})
-        for facts in data:
-            load(Path(c.data, facts["file"]))
-            if facts["sha256"] != stated.get(facts["file"], facts)["sha256"]:
-                refuse(f"{c.data}/{facts['file']} is damaged: its sha256 is not MANIFEST.json's")
-    except ValueError as error:
-        refuse(f"{c.data}: {error}")
+    """Exits with status 2 if the shards are not right, or if a sequence would hold more documents
+    than the codes tell apart."""
+    check_shards(Path(c.data), {facts["file"]: facts["sha256"] for facts in data})
     for split in shards:
         shapes = {(T, max_doc) for _, T, max_doc in script.batch_shapes(split, c)}
         for shard in shards[split]:

@@ -1,14 +1,12 @@
-"""source_code.py makes the committed text; check.py and shards.py find what is wrong."""
+"""source_code.py makes the committed text; shards.py finds what is wrong."""
 
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import cached_hellaswag
-import check
 import numpy as np
 import pyarrow
 import pytest
@@ -41,7 +39,6 @@ def test_the_text_of_tiny_is_the_committed_one(tmp_path, monkeypatch, capsys):
     (out / "source_val_000000.bin").write_bytes(b"damaged")
     run(source_code, monkeypatch, "--out", out)
     assert {name: shards.sha256(out / name) for name in source_code.SHARDS} == source_code.SHARDS
-    assert check.check(out) == 0
 
     changed = source_code.read_files() | {"optax/extra.py": b"def extra(): pass\n"}
     monkeypatch.setattr(source_code, "read_files", lambda: changed)
@@ -51,7 +48,7 @@ def test_the_text_of_tiny_is_the_committed_one(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "other").exists()
 
 
-# ---- check.py ------------------------------------------------------------------------------------
+# ---- Folders -------------------------------------------------------------------------------------
 def text(first: int = 0) -> np.ndarray:
     return np.where(np.arange(1100) % 50, np.arange(first, first + 1100) % 97, 256)
 
@@ -72,35 +69,21 @@ def write_manifest(data: Path, vocab: int = 257) -> Path:
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda d: write_shard(d / SECOND, text(2), magic=0), "is no token shard"),
-    (lambda d: write_shard(d / SECOND, text(2).astype("<u4").view("<u2")), "has tokens of 32 bits"),
-    (lambda d: os.truncate(d / SECOND, 3222), "has 3222 bytes where its header promises 3224"),
-    (lambda d: write_shard(d / SECOND, text(1)), "has the bytes of x_train_000001.bin"),
-    (lambda d: write_shard(d / SECOND, text(9)), "000002.bin has not the sha256 of MANIFEST.json"),
-    (lambda d: write_shard(d / "x_train_000004.bin", text(5)), "000004.bin has not the sha256 of"),
+    (lambda d: write_shard(d / SECOND, text(2), magic=0), "000002.bin is no token shard"),
+    (lambda d: write_shard(d / SECOND, text(2).astype("<u4").view("<u2")), "has tokens of 32"),
+    (lambda d: os.truncate(d / SECOND, 3222), "2.bin has 3222 bytes, its header promises 3224"),
+    (lambda d: (write_shard(d / SECOND, text(1)), write_manifest(d)), "has the bytes of x_train_0"),
+    (lambda d: write_shard(d / SECOND, text(9)), "000002.bin is damaged: its sha256 is not MANI"),
     (lambda d: ((d / SECOND).unlink(), write_manifest(d)), "it lacks train shard 2, before x_tr"),
     (lambda d: write_shard(d / "a_val_000000.bin", text(9)), "has shards of several sets, a, x"),
     (lambda d: write_shard(d / "x_train_000002 (1).bin", text(9)), "is not called NAME_train_NNNN"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_folder_is_told(data, monkeypatch, capsys, change, says):
-    with pytest.raises(SystemExit, match="False"):
-        run(check, monkeypatch, data)
-    out = capsys.readouterr().out
-    assert f"{SECOND} ok, 1,100 tokens\n" in out and out.endswith("nothing wrong\n")
+def test_what_is_wrong_with_a_folder_is_told(data, capsys, change, says):
+    shards.check(data, shards.sums(data))
     change(data)
-    with pytest.raises(SystemExit, match="True"):
-        run(check, monkeypatch, data)
-    assert re.search(says, capsys.readouterr().out)
-
-
-def test_a_reader_who_leaves_gets_no_traceback():
-    """As behind `| head` or `| true`."""
-    reader, pipe = os.pipe()
-    os.close(reader)
-    command = [sys.executable, check.__file__, "nowhere"]
-    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
-    os.close(pipe)
-    assert done.stderr == "" and done.returncode in (141, -13)
+    with pytest.raises(SystemExit, match="2"):
+        shards.check(data, shards.sums(data))
+    assert re.search(says, capsys.readouterr().err)
 
 
 # ---- cached_hellaswag.py -------------------------------------------------------------------------

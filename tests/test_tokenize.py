@@ -19,7 +19,6 @@ import zipfile
 import zlib
 from pathlib import Path
 
-import check
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -380,7 +379,7 @@ def test_sizes_and_the_manifest(script, monkeypatch):
     assert {shard[0] for shard in found} == {256}
     assert [token for shard in found for token in shard[1:]] == [*prose(2999).encode()]
     assert about["source"] == "UTF-8 bytes of 1 files, 1 documents" and about["vocab"] == 257
-    assert check.check(Path("out")) == 0
+    shards.check(Path("out"), shards.sums(Path("out")))
 
 
 SIZES = [2050, 4864, 10_300, 71_809 + 1025, 655_371]
@@ -429,4 +428,4 @@ def test_a_tokenize_that_failed_leaves_nothing_that_looks_whole(tmp_path, script
     assert done.returncode == status and [*tmp_path.glob("new/[!.]*")] == []
     assert (done.stderr == b"tokenize_text.py: stopped by Ctrl-C\n") == (status == 130)
     script("in.txt", "--bytes", "--out", "new/out")
-    assert check.check(Path("new/out")) == 0
+    shards.check(Path("new/out"), shards.sums(Path("new/out")))

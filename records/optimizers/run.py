@@ -29,6 +29,7 @@ import jax
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("records", "data", "run")]
+import shards  # noqa: E402
 from launch import set_compilation_cache  # noqa: E402
 from messages import one_line, refuse  # noqa: E402
 from optimizers import contest  # noqa: E402
@@ -113,16 +114,16 @@ def require_same(what: str, found, wanted) -> None:
 # ---- Run -----------------------------------------------------------------------------------------
 def fetch_data(size, default: str) -> None:
     """Makes or downloads the shards of a size unless --data names others, and checks them."""
-    commands = [["data/check.py", size.data]]
+    command = []
     if size.data == default and size.preset == "optimizers-tiny":
-        commands.insert(0, ["data/source_code.py"])
+        command = ["data/source_code.py"]
     elif size.data == default:
         whole = (SHARD_TOKENS - 1) // (size.batch * size.T)  # batches of a shard, and a last target
-        commands.insert(0, ["data/cached_fineweb10B.py", str(math.ceil(size.steps / whole))])
-    for command in commands:
-        status = subprocess.run([sys.executable, *command]).returncode
-        if status:
-            sys.exit(status)
+        command = ["data/cached_fineweb10B.py", str(math.ceil(size.steps / whole))]
+    status = subprocess.run([sys.executable, *command]).returncode if command else 0
+    if status:
+        sys.exit(status)
+    shards.check(Path(size.data), shards.sums(Path(size.data)))
 
 
 def main(argv: list[str]) -> None:
