@@ -93,17 +93,14 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def check(folder: Path, found: dict[str, str]) -> None:
-    """Ends the tool if these shards of a folder, with the sha256 of each, are no shards, are copies
-    of each other, have not the sha256 of MANIFEST.json, or do not belong together."""
+    """Ends the tool if these shards of a folder, with the sha256 of each, are no shards, have not
+    the sha256 of MANIFEST.json, or do not belong together."""
     try:
         stated = read_folder(folder)[0].get("files", {})
-        first = {}  # the first name with each sha256
         for name, its_sha256 in found.items():
             load(folder / name)
             if stated.get(name, dict(sha256=its_sha256))["sha256"] != its_sha256:
                 raise ValueError(f"{name} is damaged: its sha256 is not MANIFEST.json's")
-            if first.setdefault(its_sha256, name) != name:
-                raise ValueError(f"{name} has the bytes of {first[its_sha256]}: get it again")
     except ValueError as error:
         refuse(f"{folder}: {error}")
 

@@ -30,7 +30,6 @@ def measure(w: weights.Weights, shard: np.ndarray, S: int, L: int, T: int, count
     stages = w.c.stages[: w.stage + 1]
     windows = dataclasses.replace(stages[-1], steps=0, short=S, long=L)
     c = dataclasses.replace(w.c, stages=(*stages, windows))
-
     longer = w._replace(c=c, stage=w.stage + 1)
 
     def losses_of(x: Array, whole: dict, tokens: Array) -> Array:

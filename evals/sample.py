@@ -1,8 +1,8 @@
 """Generates text with trained weights, and prints it while it is made.
 
 The text continues PROMPT, or begins a new document where there is none. It stops where the model
-ends the document, after --tokens, or at Ctrl-C. With several samples, the first is printed while it
-is made and the others after it. A word that names a file is WEIGHTS, another one is PROMPT."""
+ends the document, after --tokens, or at Ctrl-C. A word that names a file is WEIGHTS, another one is
+PROMPT."""
 
 import argparse
 import codecs
@@ -67,23 +67,13 @@ def allowed(log_p_V: np.ndarray, made: np.ndarray, args: argparse.Namespace) -> 
     return log_p_V
 
 
-def next_tokens(log_p_BV: np.ndarray, made: np.ndarray, args: argparse.Namespace,
-                rngs: list[np.random.Generator]) -> list[int]:  # fmt: skip
-    """The next token of every row; `made` (B, n) is what the model has made so far."""
-    step = []
-    for log_p_V, row, rng in zip(log_p_BV, made, rngs, strict=True):
-        step.append(draw(allowed(log_p_V, row, args), args, rng))
-    return step
-
-
 def generate(read: Callable, tokens: list[int], args: argparse.Namespace, context: int,
-             coder: SimpleNamespace) -> Iterator[np.ndarray]:  # fmt: skip
-    """Yields the next tokens of every sample, (samples, 1), or (1, n) for a line, until
-    `args.tokens` are made. read(rows, most) returns the log-probabilities (samples, V) of the
-    tokens that follow the rows, which may grow to `most` tokens. Where the text gets longer than
-    the context, a line on stderr tells it once."""
-    rngs = [np.random.default_rng([args.seed, i]) for i in range(args.samples)]
-    text = np.array([tokens] * args.samples, np.int32)
+             coder: SimpleNamespace) -> Iterator[list[int]]:  # fmt: skip
+    """Yields the next tokens, one or a line of them, until `args.tokens` are made. read(rows, most)
+    returns the log-probabilities (B, V) of the tokens that follow the rows (B, n), which may grow
+    to `most` tokens. Where the text outgrows the context, a line on stderr tells it once."""
+    rng = np.random.default_rng([args.seed, 0])
+    text = np.array([tokens], np.int32)
     first = 0  # where the model begins to read
     end = len(tokens) + args.tokens
     most = min(end - 1, context)
@@ -99,18 +89,18 @@ def generate(read: Callable, tokens: list[int], args: argparse.Namespace, contex
                              "on from the last half of them")  # fmt: skip
             first = text.shape[1] - context // 2
         if args.best > 1:
-            new = best_line(log_p_after, text, len(tokens), size, args, rngs[0], coder)
+            new = best_line(log_p_after, text, len(tokens), size, args, rng, coder)
         else:
-            step = next_tokens(log_p_after(text), text[:, len(tokens) :], args, rngs)
-            new = np.array(step, np.int32)[:, None]
+            (log_p_V,) = log_p_after(text)
+            new = [draw(allowed(log_p_V, text[0, len(tokens) :], args), args, rng)]
         yield new
-        text = np.concatenate((text, new), axis=1)
+        text = np.append(text, [np.int32(new)], axis=1)
 
 
 def best_line(log_p_after: Callable, text: np.ndarray, prompt: int, size: int,
               args: argparse.Namespace, rng: np.random.Generator,
-              coder: SimpleNamespace) -> np.ndarray:  # fmt: skip
-    """The next line of a text (1, n), as (1, m) with m <= size: of `args.best` candidates, the one
+              coder: SimpleNamespace) -> list[int]:  # fmt: skip
+    """The next line of a text (1, n), of at most `size` tokens: of `args.best` candidates, the one
     with the highest mean log-probability of its tokens. The model has made all but the first
     `prompt` tokens of the text. Lines whose brackets do not close come after all others, and after
     them those that are there already, that do not end, and those of white space alone, but for an
@@ -132,13 +122,15 @@ def best_line(log_p_after: Callable, text: np.ndarray, prompt: int, size: int,
     lengths = np.zeros(args.best, int)
     for _ in range(size):
         log_p_BV = log_p_after(rows)
-        step = next_tokens(log_p_BV, rows[:, prompt:], args, [rng] * args.best)
-        for i, token in enumerate(step):
+        step = []
+        for i, log_p_V in enumerate(log_p_BV):
+            token = draw(allowed(log_p_V, rows[i, prompt:], args), args, rng)
+            step.append(token)
             if b"\n" not in pieces[i]:
                 pieces[i] += b"\n" if token == args.eot else coder.piece(token)
-                nats[i] += log_p_BV[i, token]
+                nats[i] += log_p_V[token]
                 lengths[i] += 1
-        rows = np.concatenate((rows, np.array(step, np.int32)[:, None]), axis=1)
+        rows = np.column_stack((rows, np.int32(step)))
         if 2 * sum(map(is_new, pieces)) >= args.best:
             break  # the others are long, or no choice
 
@@ -150,7 +142,7 @@ def best_line(log_p_after: Callable, text: np.ndarray, prompt: int, size: int,
         return is_new(pieces[i]), -lines.count(line), opened == closed, nats[i] / lengths[i]
 
     best = max(range(args.best), key=quality)
-    return rows[best : best + 1, text.shape[1] : text.shape[1] + lengths[best]]
+    return rows[best, text.shape[1] : text.shape[1] + lengths[best]].tolist()
 
 
 class Sample:
@@ -179,8 +171,8 @@ def continue_text(w: weights.Weights, coder: SimpleNamespace, prompt: str, *flag
     choose_defaults(args, w, coder)
     sample = Sample(w.c.eot, coder)
     tokens = [w.c.eot, *coder.encode(prompt)]
-    for (new,) in generate(incremental.Reader(w), tokens, args, context(w), coder):
-        for token in new.tolist():
+    for new in generate(incremental.Reader(w), tokens, args, context(w), coder):
+        for token in new:
             sample.add(token)
         if sample.ended:
             break
@@ -188,22 +180,19 @@ def continue_text(w: weights.Weights, coder: SimpleNamespace, prompt: str, *flag
 
 
 def unseen(w: weights.Weights, coder: SimpleNamespace) -> str:
-    """The beginning of a document of the run's validation text, at most PROMPT characters, up to
-    the end of a line: of the first 100, the first one that has 8 lines there, or else most lines.
-    "": there is no text in this model's tokens."""
+    """The beginning of the first long document of the run's validation text, at most PROMPT
+    characters, up to the end of a line. "": there is no text in this model's tokens."""
     found = sorted((weights.ROOT / w.config["data"]).glob("[!.]*_val_*.bin"))
     shard = w.code.open_shard(found[0])[:1_000_000] if found else np.zeros(0, int)
-    starts = np.flatnonzero(shard == w.c.eot)[:100]
+    starts = np.flatnonzero(shard == w.c.eot)
     if len(starts) == 0 or shard.max() >= w.c.vocab:
         return ""
-    prompts = []
     for start in starts.tolist():
         tokens = shard[start + 1 : start + 1 + PROMPT].tolist()
-        if w.c.eot in tokens:
-            continue
-        text = b"".join(coder.piece(token) for token in tokens).decode("utf-8", "replace")[:PROMPT]
-        prompts.append(text[: text.rfind("\n") + 1] or text[: text.rfind(" ")])
-    return max(prompts, key=lambda text: min(text.count("\n"), 8), default="")
+        if w.c.eot not in tokens:
+            text = b"".join(map(coder.piece, tokens)).decode("utf-8", "replace")[:PROMPT]
+            return text[: text.rfind("\n") + 1] or text[: text.rfind(" ")]
+    return ""
 
 
 def context(w: weights.Weights) -> int:
@@ -211,40 +200,34 @@ def context(w: weights.Weights) -> int:
     return max(256, w.c.val_T)
 
 
-def print_samples(prompt: str, read: Callable, w: weights.Weights, coder: SimpleNamespace,
-                  args: argparse.Namespace, shown: str = "") -> None:  # fmt: skip
-    """Prints the prompt, or what is `shown` in its place, and its continuations: the first while it
-    is made, the others at the end. Ctrl-C ends them. The rate excludes the first token or line, for
-    which programs compile and the prompt is read."""
+def print_sample(prompt: str, read: Callable, w: weights.Weights, coder: SimpleNamespace,
+                 args: argparse.Namespace, shown: str = "") -> None:  # fmt: skip
+    """Prints the prompt, or what is `shown` in its place, and how it goes on, while it is made.
+    Ctrl-C ends it. The rate excludes the first token or line, for which programs compile and the
+    prompt is read."""
     tokens = [w.c.eot, *coder.encode(prompt)]
-    samples = [Sample(w.c.eot, coder) for _ in range(args.samples)]
-    heading = "=" * 20 + " {}\n" if args.samples > 1 else ""
+    sample = Sample(w.c.eot, coder)
     times = []
-    made = []  # tokens of each sample, by the time
-    shown = shown or prompt
-    print(heading.format(1) + shown, end="", flush=True)
+    made = []  # tokens, by the time
+    print(shown or prompt, end="", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         for new in generate(read, tokens, args, context(w), coder):
             times.append(time.perf_counter())
-            made.append(new.shape[1])
-            for step in new.T.tolist():
-                pieces = [sample.add(token) for sample, token in zip(samples, step, strict=True)]
-                print(pieces[0], end="", flush=True)
-            if all(sample.ended for sample in samples):
+            made.append(len(new))
+            for token in new:
+                print(sample.add(token), end="", flush=True)
+            if sample.ended:
                 break
     print()
-    for i, sample in enumerate(samples[1:], 2):
-        print(f"{heading.format(i)}{shown}{sample.text}")
-    rate = args.samples * sum(made[1:]) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    print(f"[{args.samples} x {sum(made)} tokens, {rate:.1f} a second]", file=sys.stderr)
+    rate = sum(made[1:]) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    print(f"[{sum(made)} tokens, {rate:.1f} a second]", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     cli = weights.parser(__doc__)
-    cli.add_argument("--tokens", type=int, help="largest number for each sample; default: 640 if "
+    cli.add_argument("--tokens", type=int, help="the largest number; default: 640 if "
                      "they are bytes, else 256")  # fmt: skip
-    cli.add_argument("--samples", type=int, default=1, help="how many texts to make at once")
     cli.add_argument("--seed", type=int, default=0, help="equal seeds make equal texts")
     cli.add_argument("--temperature", type=float, default=0.8, help="0: take the likeliest token")
     cli.add_argument("--top_k", type=int, default=0, help="draw from this many likeliest; 0: all")
@@ -267,23 +250,21 @@ def choose_defaults(args: argparse.Namespace, w: weights.Weights, coder: SimpleN
     if args.tokens is None:
         args.tokens = 640 if is_of_bytes else 256
     if args.best is None:
-        args.best = 6 if is_of_bytes and args.samples == 1 else 1
+        args.best = 6 if is_of_bytes else 1
     args.eot = w.c.eot
     is_white = [coder.piece(token).isspace() for token in range(w.c.vocab) if token != w.c.eot]
     args.white_V = np.insert(is_white, w.c.eot, False)
-    if min(args.tokens, args.samples, args.best) < 1:
-        refuse("--tokens, --samples and --best begin at 1")
+    if min(args.tokens, args.best) < 1:
+        refuse("--tokens and --best begin at 1")
     if min(args.top_k, args.seed, args.no_repeat) < 0 or not args.temperature >= 0:
         refuse("--temperature, --top_k, --seed and --no_repeat begin at 0")
     if not 0 < args.top_p <= 1:
         refuse(f"--top_p {args.top_p} is not above 0 and at most 1")
-    if args.best > 1 and args.samples > 1:
-        refuse("--best chooses the lines of one sample: leave out --samples")
 
 
 @one_line("sample.py")
 def main() -> None:
-    """Prints the samples that the command line asks for."""
+    """Prints the sample that the command line asks for."""
     args = weights.parse(parser(), has_word=True)
     w = weights.open_weights(args.weights, args.script)
     coder = weights.tokenizer(w)
@@ -295,7 +276,7 @@ def main() -> None:
     if prompt is None:
         prompt = unseen(w, coder)
         shown = prompt and "\n".join((prompt.rstrip("\n"), RULE, ""))
-    print_samples(prompt, read, w, coder, args, shown)
+    print_sample(prompt, read, w, coder, args, shown)
 
 
 if __name__ == "__main__":

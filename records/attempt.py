@@ -20,7 +20,6 @@ import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -153,7 +152,7 @@ def split_words(words: list[str]) -> tuple[list[str], list[str], list[str]]:
     return own[:flags], own[flags:], words[first:] or ["tiny"]
 
 
-def read_idea(words: list[str], baseline: str, name: str) -> Idea:
+def read_idea(words: list[str], baseline: str) -> Idea:
     """Reads what the command line names; refuses what cannot be compared."""
     files, flags, arguments = split_words(words)
     optimizers = [file for file in files if file.endswith(".py") and Path(file).is_file()]
@@ -187,7 +186,7 @@ def read_idea(words: list[str], baseline: str, name: str) -> Idea:
     )
     if old == new:
         refuse("in as many steps, the idea is the baseline; an attempt itself finds the steps")
-    name = name or "_".join([*(Path(file).stem for file in files), *flags]).lower()
+    name = "_".join([*(Path(file).stem for file in files), *flags]).lower()
     name = re.sub("[^a-z0-9]+", "_", name).strip("_")
     sources = {"baseline": old, name: new}
     path = os.path.relpath(path, ROOT)  # no path of this machine gets into a rule
@@ -263,7 +262,7 @@ def write_rule(attempt: Path, tried: Idea, args: argparse.Namespace) -> None:
     rule = dict(
         created=time.strftime(UTC, time.gmtime()), name=tried.name, steps=tried.steps, short=short,
         command=shlex.join(["./run.sh", "attempt", *sys.argv[1:]]), baseline=tried.baseline,
-        arguments=tried.arguments, tried=fingerprint(tried, args), machine=machine(seeds),
+        arguments=tried.arguments, tried=fingerprint(tried, args),
         pilot_seeds=seeds[: args.pairs], fresh_seeds=seeds[args.pairs :], budget=args.budget,
         runs=args.runs, remarks=tried.remarks, rule=text.splitlines(),
     )  # fmt: skip
@@ -274,11 +273,6 @@ def fingerprint(tried: Idea, args: argparse.Namespace) -> str:
     """The sha256 of all that an attempt depends on."""
     words = repr([tried.sources, tried.arguments, args.pairs, args.budget, args.runs])
     return hashlib.sha256(words.encode()).hexdigest()
-
-
-def machine(salt: list[int]) -> str:
-    """A hash of the machine's name, which does not reveal it."""
-    return hashlib.sha256(f"{salt} {socket.gethostname()}".encode()).hexdigest()[:16]
 
 
 def find_attempt(tried: Idea, args: argparse.Namespace) -> Path:
@@ -600,22 +594,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     cli.error = refuse
     add = cli.add_argument
     add("--baseline", default="", help="another file or record; default: train_gpt.py, or muon")
-    add("--pairs", type=int, default=3, help="of the pilot, at least 2")
+    add("--pairs", type=int, default=3, help="of the pilot; one does not show how much runs differ")
     add("--budget", type=float, default=0, metavar="MINUTES", help="of all runs, at most")
     add("--runs", type=int, default=0, help="how many, at most")
     add("--dry-run", action="store_true", help="prints every leg with its time, and ends")
     add("--price", type=float, default=0, help="dollars an hour, for --dry-run")
-    add("--name", default="", help="of the folder in logs/attempts/")
     args, words = cli.parse_known_args(argv)
-    if args.pairs < 2:
-        refuse("--pairs is at least 2: one pair does not show how much runs differ")
     return args, words
 
 
 def main(argv: list[str]) -> None:
     """Goes through an attempt, or on with it, and prints the verdict."""
     args, words = parse(argv)
-    tried = read_idea(words, args.baseline, args.name)
+    tried = read_idea(words, args.baseline)
     print(f"{tried.name} against {tried.baseline}: {' '.join(tried.arguments)}")
     print("".join(f"{remark}\n" for remark in tried.remarks), end="")
     if args.dry_run:
@@ -639,8 +630,6 @@ def finish(attempt: Path, lock: int) -> None:
     """Runs the rest of an attempt, judges and packs it."""
     rule = read_json(attempt / "rule.json")
     print(f"the rule is in {attempt}/rule.json")
-    if rule["machine"] != machine(rule["pilot_seeds"] + rule["fresh_seeds"]):
-        refuse(f"{attempt} was begun on another machine, whose runs are not comparable")
     stop = ""
     try:
         go_through(attempt, rule, lock)

@@ -3,9 +3,6 @@
     ./run.sh idea                                                lists the ideas
     ./run.sh idea NAME [NAME ...] [PRESET] [--field value ...]   trains train_gpt.py with them
 
-    python records/idea.py --refresh COMMIT     makes the patches, which applied to that commit's
-                                                train_gpt.py, apply to the file as it is
-
 The copy is idea_NAME.py, a file like any other: edit it, and train it by  ./run.sh idea_NAME.py.
 Ideas that change different lines combine. records/ideas/README.md says what they should gain.
 """
@@ -61,15 +58,10 @@ def git(*arguments: str, cwd: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *arguments], cwd=cwd, env=environment, capture_output=True)
 
 
-def with_base(source: bytes, patch: Path) -> bytes:
-    """A source with the patch that another one was made on top of."""
-    base = base_of(patch)
-    return patched(source, base) if base else source
-
-
 def patched(source: bytes, patch: Path) -> bytes:
     """A source with one patch, and with the one that it was made on top of. Raises Conflict."""
-    source = with_base(source, patch)
+    base = base_of(patch)
+    source = patched(source, base) if base else source
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "train_gpt.py")
         file.write_bytes(source)
@@ -109,20 +101,6 @@ def difference(old: bytes, new: bytes) -> bytes:
     return "".join(difflib.unified_diff(*texts, "a/train_gpt.py", "b/train_gpt.py")).encode()
 
 
-def refresh(old: bytes) -> None:
-    """Renews all patches: they were made for an old train_gpt.py. One that conflicts with what has
-    changed since stays as it is, with a line that says so."""
-    new = TRAINER.read_bytes()
-    for patch in [*shelf().values(), *SHELF.glob("base/*.patch")]:
-        merged = merge(new, old, patched(old, patch))
-        base = merge(new, old, with_base(old, patch))
-        if merged is None or base is None:
-            print(f"{patch.stem} conflicts with what has changed")
-        else:
-            comment = "".join(f"# {line}\n" for line in description(patch))
-            patch.write_bytes(comment.encode() + difference(base, merged))
-
-
 # ---- Copies --------------------------------------------------------------------------------------
 def copy_of(names: list[str]) -> bytes:
     """train_gpt.py with these ideas. Raises Conflict."""
@@ -147,8 +125,6 @@ def main(argv: list[str]) -> None:
     if not argv:
         for name, patch in shelf().items():
             print(f"{name:<18} {description(patch)[0]}")
-    elif argv[0] == "--refresh":
-        refresh(subprocess.check_output(["git", "show", f"{argv[1]}:train_gpt.py"], cwd=ROOT))
     elif argv[0] in ("-h", "--help"):
         print(__doc__)
     elif not names:

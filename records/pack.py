@@ -1,7 +1,7 @@
 """Packs attempts into folders that can be published: see records/README.md.
 
-    ./run.sh pack ATTEMPT [--name NAME]     packs a folder of logs/attempts/ into records/tracks/
-    ./run.sh pack                           adds what is missing to records/SHA256SUMS
+    ./run.sh pack ATTEMPT     packs a folder of logs/attempts/ into records/tracks/
+    ./run.sh pack             adds what is missing to records/SHA256SUMS
 
 Your notes are in notes.md in that folder. What is packed never changes: records/SHA256SUMS has the
 hashes, and a test compares them.
@@ -43,22 +43,18 @@ def copy_logs(e: Evidence, to: Path) -> None:
     (to / "plan.json").write_text(json.dumps(e.plan, indent=1) + "\n")
 
 
-def difference(old: Path, new: Path) -> bytes:
-    """Returns the patch that makes the train_gpt.py of a folder from that of another one."""
-    return idea.difference(*(runs.source_file(folder).read_bytes() for folder in (old, new)))
-
-
-def make(attempt: Path, name: str = "", to: Path | None = None) -> Path:
+def make(attempt: Path, to: Path | None = None) -> Path:
     """Packs an attempt that has its verdict, however it ended, by default into records/tracks/. It
     is written to a temporary folder and moved when complete. Returns its folder."""
     import plot  # here, because the rest needs no matplotlib
 
     rule = json.loads((attempt / "rule.json").read_text("utf-8"))
-    name = name or attempt.name
+    name = attempt.name
     stages = {}
     for stage in STAGES:
         if (attempt / stage / "plan.json").is_file():
             stages[stage] = verify.variants_of(attempt / stage)
+    baseline = (attempt / "pilot/baseline/train_gpt.py").read_bytes()
     pilot = list(stages["pilot"].values())
     track = verify.infer_track(pilot[0]) if pilot else None
     target = verify.TRACKS[track].target if track else None
@@ -67,7 +63,7 @@ def make(attempt: Path, name: str = "", to: Path | None = None) -> Path:
         to = HERE / "tracks" / (track or "none") / f"{result['date']}_{name}"
         if to.exists():
             undo = f"rm -r {to}; git checkout records/SHA256SUMS"
-            refuse(f"{to} is there already: choose another --name, or undo it by  {undo}")
+            refuse(f"{to} is there already: undo it by  {undo}")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".") as part:
         place = Path(part, to.name)
@@ -77,10 +73,10 @@ def make(attempt: Path, name: str = "", to: Path | None = None) -> Path:
         for stage, sets in stages.items():
             for variant, evidence in sets.items():
                 copy_logs(evidence, place / stage / variant)
-                patch = difference(attempt / "pilot/baseline", evidence.folder)
-                source = patch or (evidence.folder / "train_gpt.py").read_bytes()
+                source = (evidence.folder / "train_gpt.py").read_bytes()
+                patch = idea.difference(baseline, source)
                 file = "change.patch" if patch else "train_gpt.py"
-                (place / stage / variant / file).write_bytes(source)
+                (place / stage / variant / file).write_bytes(patch or source)
             curves = {variant: evidence.ended for variant, evidence in sets.items()}
             if any(curves.values()):
                 shutil.copy(attempt / stage / "plan.json", place / stage)
@@ -133,12 +129,11 @@ def main(argv: list[str]) -> None:
     cli = argparse.ArgumentParser(prog="./run.sh pack", description=__doc__, formatter_class=form)
     cli.error = refuse
     cli.add_argument("attempt", type=Path, nargs="?", help="folder of an attempt with a verdict")
-    cli.add_argument("--name", default="", help="default: that of the attempt")
     args = cli.parse_args(argv)
     if args.attempt:
         if not (args.attempt / "verdict.txt").is_file():
             refuse(f"{args.attempt} is no attempt with a verdict: see ./run.sh attempt --help")
-        print(f"packed {make(args.attempt, args.name)}")
+        print(f"packed {make(args.attempt)}")
     renew()
 
 

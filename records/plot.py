@@ -7,11 +7,9 @@ from typing import IO
 
 from runs import Run
 
-# A notebook's backend cannot be imported here, and a user's settings would change the picture.
-os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=os.devnull)
+os.environ["MPLBACKEND"] = "agg"  # a notebook's cannot be imported here
 import matplotlib.pyplot as plt  # noqa: E402
 
-plt.style.use("default")  # without the settings in a file matplotlibrc of the current folder
 STYLE = {
     "figure.dpi": 130, "savefig.dpi": 130, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25,
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,

@@ -544,10 +544,6 @@ def study(folder: Path) -> tuple[bool, str]:
     title = ["variant", "runs", "final loss, mean ± standard deviation"]
     title += [f"mean difference from {first_name}", "standard deviation of differences"]
     title.append("p of a paired t-test")
-    counts_steps = bool(track) and track.metric == "steps"
-    if counts_steps:
-        title.insert(2, "steps")
-        title.append(f"p: mean below {track.target:g}")
     rows = []
     for name, variant in variants.items():
         found = []
@@ -562,11 +558,7 @@ def study(folder: Path) -> tuple[bool, str]:
             if len(pairs) > 1:
                 p = p_value(stats.paired(pairs).p)
                 cells = [f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p]
-        row = [name, len(variant.ended), spread(variant.losses, 4), *cells]
-        if counts_steps:
-            row.insert(2, step_counts(variant))
-            row.append(p_value(stats.below(variant.losses, track.target).p))
-        rows.append(row)
+        rows.append([name, len(variant.ended), spread(variant.losses, 4), *cells])
         remarks += [f"- {name}: {text}" for text in found]
     holds = not any(FAIL in remark for remark in remarks)
     return holds, "\n".join(table(title, rows) + remarks)

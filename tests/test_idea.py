@@ -68,16 +68,3 @@ def test_what_cannot_be_made_is_refused(place, words, message, capsys):
         idea.main(words.split())
     assert message in str(refused.value) + capsys.readouterr().err
     assert not [*place.glob("idea_*")]
-
-
-def test_patches_are_refreshed_when_the_file_changes(place, capsys):
-    new = "# new\n" + BASE.replace("a2 = 1", "a2 = 9").replace("c4 = 1", "c4 = 9")
-    idea.TRAINER.write_text(new)
-    (idea.SHELF / "old.patch").unlink()
-    with pytest.raises(idea.Conflict, match="first.patch does not apply"):
-        idea.copy_of(["first"])
-    idea.refresh(BASE.encode())
-    assert idea.copy_of(["first"]).decode() == new.replace("a4 = 1", "a4 = 2")
-    assert idea.description(idea.SHELF / "first.patch") == ["The first idea."]
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == [f"{name} conflicts with what has changed" for name in ("second", "third")]

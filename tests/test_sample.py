@@ -62,11 +62,8 @@ def call(run, monkeypatch, capsys):
 def test_text_goes_on_as_it_was_learned_and_stops_where_the_document_ends(call):
     status, out, err = call(*GREEDY)
     assert (status, out) == (0, ALPHABET + "\n")
-    assert re.fullmatch(r"\[1 x 14 tokens, \d+\.\d a second\]\n", err)
+    assert re.fullmatch(r"\[14 tokens, \d+\.\d a second\]\n", err)
     assert call("--temperature", "0", "--tokens", "4", "ABC")[1] == "ABCDEFG\n"  # any order
-    out = call("F", "--temperature", "0", "--samples", "2")[1]
-    heading = "=" * 20
-    assert out == f"{heading} 1\n{ALPHABET[5:]}\n{heading} 2\n{ALPHABET[5:]}\n"
     hot = lambda *argv: call("AB", "--temperature", "3", "--tokens", "20", "--best", "1", *argv)[1]
     assert hot("--seed", "1") == hot("--seed", "1") != hot("--seed", "2")
 

@@ -18,18 +18,18 @@ BEGIN = "# ---- Optimizer: begin "
 END = "# ---- Optimizer: end "
 MODULE = "train_gpt_simple"  # from which a contestant imports what it uses
 IMPORTS = (ast.Import, ast.ImportFrom)
-# What a contestant may define, although train_gpt_simple.py has it.
-REPLACEABLE = {"SETTINGS", "optimizer", "initial_value", "validated_params"}
+REPLACEABLE = {"SETTINGS", "optimizer", "initial_value", "validated_params"}  # by a contestant
+
+
+def is_contestant(source: str) -> bool:
+    """Whether a source has optimizer() and no main()."""
+    functions = re.findall(r"^def (\w+)\(", source, re.M)
+    return "optimizer" in functions and "main" not in functions
 
 
 def names() -> list[str]:
-    """The contestants beside this file: without .py, those that have optimizer() and no main()."""
-    found = []
-    for path in sorted(HERE.glob("*.py")):
-        functions = re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
-        if "optimizer" in functions and "main" not in functions:
-            found.append(path.stem)
-    return found
+    """The contestants beside this file, without .py."""
+    return [path.stem for path in sorted(HERE.glob("*.py")) if is_contestant(path.read_text())]
 
 
 def defaults(name: str) -> dict[str, float]:

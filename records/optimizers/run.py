@@ -114,15 +114,14 @@ def require_same(what: str, found, wanted) -> None:
 # ---- Run -----------------------------------------------------------------------------------------
 def fetch_data(size, default: str) -> None:
     """Makes or downloads the shards of a size unless --data names others, and checks them."""
-    command = []
-    if size.data == default and size.preset == "optimizers-tiny":
-        command = ["data/source_code.py"]
-    elif size.data == default:
+    if size.data == default:
         whole = (SHARD_TOKENS - 1) // (size.batch * size.T)  # batches of a shard, and a last target
         command = ["data/cached_fineweb10B.py", str(math.ceil(size.steps / whole))]
-    status = subprocess.run([sys.executable, *command]).returncode if command else 0
-    if status:
-        sys.exit(status)
+        if size.preset == "optimizers-tiny":
+            command = ["data/source_code.py"]
+        status = subprocess.run([sys.executable, *command]).returncode
+        if status:
+            sys.exit(status)
     shards.check(Path(size.data), shards.sums(Path(size.data)))
 
 
