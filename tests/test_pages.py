@@ -39,7 +39,7 @@ PROMISES = {
     "its record 89, which `record` reproduces": "golden::test_every_gradient",
     "NorMuon updates the matrices": "golden::test_eight_steps_of_the_optimizers",
     "gathers the weights": "devices::test_each_weight_is_sent_once_and_none_is_all_reduced",
-    "# in turn, with the same seeds": "compare::test_two_variants_take_turns",
+    "# pairs of runs with the same seeds": "attempt::test_a_gain_is_shown_in_fewer_steps",
     "five small changes as patches": "tweaks::test_a_patch_runs",
     "`./run.sh idea NAME` trains one": "idea::test_ideas_make_a_copy_that_run_sh_trains",
     "`verify` judges runs": "records::test_a_record_holds",
