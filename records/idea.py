@@ -122,11 +122,10 @@ def write_copy(names: list[str], folder: Path = ROOT) -> str:
 def main(argv: list[str]) -> None:
     """Prints the list, or becomes the run.sh that trains the copy."""
     names = list(itertools.takewhile(shelf().__contains__, argv))
-    if not argv:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
         for name, patch in shelf().items():
             print(f"{name:<18} {description(patch)[0]}")
-    elif argv[0] in ("-h", "--help"):
-        print(__doc__)
     elif not names:
         messages.refuse(f"there is no idea {argv[0]}: ./run.sh idea  lists them")
     else:

@@ -544,6 +544,10 @@ def study(folder: Path) -> tuple[bool, str]:
     title = ["variant", "runs", "final loss, mean ± standard deviation"]
     title += [f"mean difference from {first_name}", "standard deviation of differences"]
     title.append("p of a paired t-test")
+    counts_steps = bool(track) and track.metric == "steps"
+    if counts_steps:
+        title.insert(2, "steps")
+        title.append(f"p: mean below {track.target:g}")
     rows = []
     for name, variant in variants.items():
         found = []
@@ -558,7 +562,11 @@ def study(folder: Path) -> tuple[bool, str]:
             if len(pairs) > 1:
                 p = p_value(stats.paired(pairs).p)
                 cells = [f"{fmean(pairs):+.4f}", f"{stdev(pairs):.4f}", p]
-        rows.append([name, len(variant.ended), spread(variant.losses, 4), *cells])
+        row = [name, len(variant.ended), spread(variant.losses, 4), *cells]
+        if counts_steps:
+            row.insert(2, step_counts(variant))
+            row.append(p_value(stats.below(variant.losses, track.target).p))
+        rows.append(row)
         remarks += [f"- {name}: {text}" for text in found]
     holds = not any(FAIL in remark for remark in remarks)
     return holds, "\n".join(table(title, rows) + remarks)
@@ -613,9 +621,6 @@ def main(argv: list[str]) -> int:
     cli.add_argument("baseline", type=Path, nargs="?", help="folder of the runs to beat")
     cli.add_argument("--target", type=float, default=0, help="a loss, instead of a track's rules")
     args = cli.parse_args(argv)
-    for path in (args.this, args.baseline):
-        if path and not path.exists():
-            messages.refuse(f"{path} does not exist: name a folder with logs, or a log")
     holds, text = judge(args.this, args.baseline, args.target)
     print(text, flush=True)
     return 0 if holds else 1
