@@ -2130,7 +2130,7 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [20240520, 1] and len(header) == 3 else 0
     if count < 1 or path.stat().st_size != 1024 + 2 * count:
-        refuse(f"{path} is not a complete shard of tokens: see data/README.md, and get it again")
+        refuse(f"{path} is not a complete shard: see data/README.md, and get it again")
     return np.memmap(path, "<u2", "r", offset=1024, shape=(count,))
 
 
