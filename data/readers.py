@@ -54,8 +54,9 @@ KINDS: dict[bytes, Callable | str] = {
     rb"%PDF-": "PDF:  pdftotext FILE NEW.txt",
     rb"version https://git-lfs|/annex/objects/": "a pointer:  git lfs pull  or  git annex get",
     rb"(<[?]xml[^>]*>\s*)?<mediawiki": "a wiki's dump:  wikiextractor --json FILE -o NEW",
-    rb"\[\s*\{": "a JSON array:  jq -c '.[]' FILE > NEW.jsonl",
-    rb'\[\s*"': "a JSON array:  jq -c '.[] | {text: .}' FILE > NEW.jsonl",
+    rb"\{\\rtf": "RTF:  textutil -convert txt FILE  or  unrtf --text FILE > NEW.txt",
+    rb'(?=.*\\n)("([^"\\\n]|\\.)*"\r?\n){3}': "JSON strings:  jq -c '{text: .}' FILE > NEW.jsonl",
+    rb'\[\s*["{]': "a JSON array:  jq -c '.[] | objects // {text: .}' FILE > NEW.jsonl",
     rb'\{\s*\n\s*"': "JSON of several lines:  jq -c . FILE > NEW.jsonl",
 }
 JSON_LINE = re.compile(rb"""^[\x1e,]?\{\s*["'}]""", re.MULTILINE)
@@ -69,7 +70,7 @@ def kind(start: bytes) -> Callable | str | None:
 
 def has_rows(path: Path, start: bytes, column: str) -> bool:
     """Whether a file has JSON lines: by its name, or because the first or most lines look so. Ends
-    the tool if it is CSV: by its name, or because its first line names the column and another."""
+    the tool if it is CSV, by its name or by the column in its first line, or a web page as .txt."""
     start = start.removeprefix(codecs.BOM_UTF8).lstrip()
     first = start.split(b"\n")[0].strip()
     most = 2 * len(JSON_LINE.findall(start)) > start.count(b"\n")
@@ -77,8 +78,10 @@ def has_rows(path: Path, start: bytes, column: str) -> bool:
     if suffix in (".jsonl", ".json") or JSON_LINE.match(start) or most:
         return True
     names = [name.strip(b"\"'") for name in re.split(rb"[,;\t]", first)]
-    if suffix in (".csv", ".tsv") or (len(names) > 1 and column.encode() in names):
+    if suffix in (".csv", ".tsv") or column.encode() in names:
         refuse(f"{path} is CSV:  {CSV} (DictReader takes delimiter=, too)")
+    if suffix in ("", *SUFFIXES) and re.match(rb"(?i)<(!doctype html|html|[?]xml)", start):
+        refuse(f"{path} is a web page or XML: get the file itself, or extract its text")
     return False
 
 
@@ -130,8 +133,6 @@ def unpack(path: Path) -> Iterator[bytes]:
         new = kind(file.peek(8))
         chunks = iter(lambda: file.read(CHUNK), b"")
         if not callable(new):
-            if path.suffix.lower() in PACKING:
-                refuse(f"{path} is not packed, as its name says: get it again, or rename it")
             yield from chunks
             return
         frame = None
@@ -146,10 +147,10 @@ def unpack(path: Path) -> Iterator[bytes]:
             raise EOFError(f"{path} ends within a frame")
 
 
-def decode(path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
+def decode(path: Path, chunks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
     """Yields the text of a file in chunks, without a byte order mark in front. Ends the tool with
     the place of the first byte that is no text."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     size = 0
     for data in itertools.chain(filter(None, chunks), [b""]):
         if data.count(0) >= FEW:
@@ -160,7 +161,7 @@ def decode(path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
             yield decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             place = size - len(error.object) + error.start
-            refuse(f"{path}: byte {place} is no UTF-8:  iconv -f ENCODING -t UTF-8 FILE > NEW")
+            refuse(f"{path}: byte {place} is no UTF-8: binary, or text for  iconv -f ENCODING")
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
@@ -205,8 +206,10 @@ def documents(path: Path, column: str, separator: str | None, counts: Counts) ->
         refuse(f"{path} is {what}")
     if plain_suffix(path) == ".parquet" or re.match(rb"PAR1[^ -~]", start):
         return row_texts(parquet(path, column), column, counts)
-    texts = decode(path, itertools.chain([start], chunks))
-    if has_rows(path, start, column):
+    rows = has_rows(path, start, column)
+    errors = "surrogateescape" if rows else "strict"  # one bad row does not end the tool
+    texts = decode(path, itertools.chain([start], chunks), errors)
+    if rows:
         return row_texts(jsonl(path, texts), column, counts)
     if separator is None:
         return itertools.chain(texts, [None])
@@ -239,8 +242,9 @@ def jsonl(path: Path, texts: Iterable[str]) -> Rows:
     for number, line in enumerate(lines(texts), 1):
         if not line.isspace():
             try:
+                line.encode()  # fails at bytes that are no UTF-8
                 row = json.loads(line, strict=False)  # control characters may be in strings
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 row = error
             yield f"{path}: line {number}", row
 

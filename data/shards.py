@@ -47,7 +47,7 @@ def gpt2() -> Any:
 # ---- Reading -------------------------------------------------------------------------------------
 def load(path: Path) -> np.memmap:
     """The tokens of a shard, (N,) of uint16, mapped. Raises ValueError with what is wrong if the
-    file is no shard or not whole, or of another width: half of it would be learned as zeros."""
+    file is no shard or not whole, or has zeros in place of tokens, which a run would learn."""
     header = np.fromfile(path, "<i4", 3).tolist()
     if header[:2] != [MAGIC, VERSION] or len(header) < 3:
         raise ValueError(f"{path.name} is no token shard (llm.c's format, version 1)")
@@ -59,10 +59,13 @@ def load(path: Path) -> np.memmap:
             f"{path.name} has {size} bytes, its header promises {promised}: get it again"
         )
     tokens = np.memmap(path, "<u2", "r", offset=HEADER, shape=(count,))
-    if count > 1 and not tokens[1 : 2**20 : 2].any():
+    if count > 1 and not (tokens[: 2**20 : 2].any() and tokens[1 : 2**20 : 2].any()):
         raise ValueError(
             f"{path.name} has tokens of 32 bits: every second one is 0; write them as 16"
         )
+    half = min(count, 1024)  # of a disk's block
+    if not tokens[: count // half * half].reshape(-1, half).any(axis=1).all():
+        raise ValueError(f"{path.name} has a hole: {half} zeros in place of tokens")
     return tokens
 
 
@@ -75,9 +78,8 @@ def sha256(path: Path) -> str:
 
 
 def tokens(folder: Path, split: str) -> np.ndarray:
-    """All tokens of the train or val shards of a folder in order, (N,) of uint16. One shard is
-    mapped; several are copied into memory, 200 MB for each shard of FineWeb. Ends the tool if the
-    folder or a shard is not right."""
+    """All tokens of the train or val shards of a folder in order, (N,) of uint16; several shards
+    are copied into memory. Ends the tool if the folder or a shard is not right."""
     try:
         names = read_folder(folder)[1]
         parts = [load(folder / name) for name in names if NAME.fullmatch(name)[2] == split]

@@ -15,7 +15,6 @@ import hashlib
 import importlib.util
 import pathlib
 import sys
-import warnings
 
 import numpy as np
 
@@ -77,9 +76,7 @@ def held_out(files: dict[str, bytes]) -> set[str]:
 def definitions(text: bytes) -> list[ast.stmt]:
     """The functions, classes and methods of a file, without functions inside functions."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of older code
-        top = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+    top = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     classes = [node for node in top if isinstance(node, ast.ClassDef)]
     methods = [node for owner in classes for node in owner.body if isinstance(node, kinds)]
     return top + methods
@@ -113,8 +110,9 @@ def build() -> dict[str, list[bytes]]:
             in_val.update(documents(text))
         else:
             in_train.update(documents(text))
-    train = sorted(in_train - in_val, key=sha256)
-    val = sorted(in_val, key=sha256)
+    by_hash = lambda document: hashlib.sha256(document).digest()
+    train = sorted(in_train - in_val, key=by_hash)
+    val = sorted(in_val, key=by_hash)
     ends = np.cumsum([1 + len(document) for document in train])  # in tokens
     cut = int(np.searchsorted(ends, FIRST_SHARD_TOKENS))
     return dict(zip(SHARDS, (train[:cut], train[cut:], val), strict=True))
@@ -129,16 +127,12 @@ def encode(shard: list[bytes]) -> bytes:
     return shards.header(len(tokens)) + tokens.tobytes()
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def make(out: pathlib.Path) -> None:
     """Makes the shards and their manifest in `out`, unless they are there with the right sha256.
     Ends the tool if the packages are not the pinned ones."""
     if {name: shards.sha256(out / name) for name in SHARDS} != SHARDS:
         encoded = {name: encode(documents) for name, documents in build().items()}
-        if {name: sha256(data) for name, data in encoded.items()} != SHARDS:
+        if {name: hashlib.sha256(data).hexdigest() for name, data in encoded.items()} != SHARDS:
             refuse(f"this is not the source of the pinned packages: install {SOURCE} again")
         for name, data in encoded.items():
             shards.write(out / name, [data])

@@ -71,6 +71,8 @@ def write_manifest(data: Path, vocab: int = 257) -> Path:
 @pytest.mark.parametrize("change, says", [
     (lambda d: write_shard(d / SECOND, text(2), magic=0), "000002.bin is no token shard"),
     (lambda d: write_shard(d / SECOND, text(2).astype("<u4").view("<u2")), "has tokens of 32"),
+    (lambda d: write_shard(d / SECOND, text(2).astype(">u4").view("<u2")), "has tokens of 32"),
+    (lambda d: write_shard(d / SECOND, np.pad(text(2), (0, 2048))), "000002.bin has a hole: 1024"),
     (lambda d: os.truncate(d / SECOND, 3222), "2.bin has 3222 bytes, its header promises 3224"),
     (lambda d: write_shard(d / SECOND, text(9)), "000002.bin is damaged: its sha256 is not MANI"),
     (lambda d: ((d / SECOND).unlink(), write_manifest(d)), "it lacks train shard 2, before x_tr"),
