@@ -79,13 +79,13 @@ def test_it_trains_loaded_weights_and_saves_the_best(tune, tmp_path, capsys):
 
 
 def test_a_text_that_would_be_read_wrong_is_refused(tune, tmp_path, capsys):
-    """Around its end, so that its first tokens count twice; or with tokens of other rows."""
+    """Around its end, so that its first tokens count twice; or tokens of another tokenizer."""
     message = "has 300 tokens to validate on, fewer than a microbatch"
     assert message in refused(capsys, tune, "--batch 19 --steps 0")
-    write_shard(tmp_path / "a_val_000000.bin", [300] * 300)
-    message = "has a token that is not in its vocabulary of 257"
-    assert message in refused(capsys, tune, "--steps 0")
-    manifest = dict(source="test", vocab=400, eot=399, files={})
+    for other in [256, 300], [1, 2]:
+        write_shard(tmp_path / "a_val_000000.bin", other * 150)
+        assert "has tokens beyond 257, or no 256" in refused(capsys, tune, "--steps 0")
+    manifest = dict(source="test", vocab=400, eot=1, files={})
     (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
     assert "has 400 different tokens, and" in refused(capsys, tune, "--steps 0")
 
