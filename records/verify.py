@@ -99,7 +99,7 @@ TRACKS = {
 # The sha256 of train_gpt_simple.py without its section "Optimizer", in all versions with records.
 PLAIN = {
     "7d2a48d6cdd73ef06acaa1459550d79cfbb5f8dc90093b38004c4f36338b63a0",
-    "170793df3a801a7a8505c7891b17c264fe6e0aa5c9ee62d60f898f11f2750db5",
+    "614d83f8a4161a5e48ab9ad7c406858f3f31e400fb30fa4220c137f2fcd2c580",
 }
 
 

@@ -56,6 +56,8 @@ def refusal(capsys, function, *arguments) -> str:
     ("import jax\n", "if True:\n    def forward(w): pass\n", "forward would replace that of"),
     ("import jax\n", "from jax.numpy import *\n", "import names as they are"),
     ('    """AdamW."""', "    global mean_loss", "mean_loss would replace that of"),
+    ('    """AdamW."""', "    params.n += 1", "params.n += 1 would be run once, and not in each"),
+    ("import jax\n", "import jax\nimport time\n", "import time would be run once, and not in each"),
     ("import jax\n", f"'''\n{contest.BEGIN}\n'''\n", "at which a log would end its source"),
 ])  # fmt: skip
 def test_a_text_that_would_change_the_model_or_the_log_is_refused(
@@ -120,6 +122,10 @@ def test_a_contestant_is_trained(small, monkeypatch, capsys):
     assert "unrecognized arguments: --rl 3" in capsys.readouterr().err
     write_shard(shards / "x_val_000000.bin", [384] * 1000)  # JAX would read the last row
     assert "has token 384, and the model has 384" in refusal(capsys, run.main, flags.split())
+    module = run.load(small / "x.py")  # attempt.py starts it as it is
+    for tokens, count in (text(1000), 1001), ([256, 0] * 500, 1000):
+        write_shard(shards / "x_train_000001.bin", tokens, count=count)
+        assert "is no whole shard" in refusal(capsys, module.main, ["tiny", "--data=shards"])
 
 
 # ---- Evidence ------------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""Prints the board for README.md: what the packed runs of the track optimizers-tiny show.
-
-    python records/optimizers/board.py
-
-A contestant that was packed several times has the row of its newest runs.
-"""
+"""Prints the board for README.md: what the packed runs of the track optimizers-tiny show."""
 
 import json
 import math
@@ -52,8 +47,7 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
-    """Returns the rows of the board, the fewest steps first. Variants without a file here, as those
-    with flags, have none."""
+    """Returns the rows of the board, the fewest steps first. Variants without a file have none."""
     rows = {}
     tracks = HERE.parent / "tracks" / TRACK
     for plan in [*tracks.glob("*/plan.json"), *tracks.glob("*/certification/plan.json")]:
@@ -69,8 +63,7 @@ def read_rows() -> list[Row]:
 
 
 def comparable_steps(row: Row) -> float:
-    """Returns the steps at which the mean would be COMMON, if it falls by SLOPE when the steps grow
-    by a factor e: some rows have more steps than they need."""
+    """Returns the steps at which the mean would be COMMON: some rows have more than they need."""
     return row.steps * math.exp((fmean(row.losses) - COMMON) / SLOPE)
 
 

@@ -1,7 +1,4 @@
-"""Puts a contestant's file into train_gpt_simple.py, in place of its section "Optimizer".
-
-It executes nothing, and needs no packages. run.py checks the shapes of what a contestant makes.
-"""
+"""Puts a contestant's file into train_gpt_simple.py, in place of its section "Optimizer"."""
 
 import ast
 import re
@@ -114,7 +111,8 @@ def is_local(node: ast.stmt) -> bool:
 # ---- What would change the benchmark -------------------------------------------------------------
 def read(path: Path) -> str:
     """A contestant's source. Refuses one that would replace a part of train_gpt_simple.py, because
-    its result would be that of another model, and one after which nobody could read the log."""
+    its result would be that of another model; one that counts outside of its state, because jit
+    runs a step of Python only once; and one after which nobody could read the log."""
     source = path.read_text("utf-8")
     if re.search(f"^({BEGIN}|{END}|={{100}}$)", source, re.M):
         refuse(f"{path} has a line at which a log would end its source: change that line")
@@ -126,6 +124,12 @@ def read(path: Path) -> str:
     taken = bound_names(plain) - REPLACEABLE
     for name in sorted(((found | borrowed.keys()) & taken) | (found & borrowed.keys())):
         refuse(f"{path}: {name} would replace that of {PLAIN.name} or a contestant: rename it")
+    for node in ast.walk(ast.parse(own)):
+        text = ast.unparse(node)
+        counts = isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name)
+        is_host = isinstance(node, IMPORTS) and text.split()[1] in ("time", "random", "datetime")
+        if counts or is_host or isinstance(node, ast.Nonlocal):
+            refuse(f"{path}: {text} would be run once, and not in each step: use the state")
     return source
 
 

@@ -2,9 +2,8 @@
 
     ./run.sh optimizers [NAME] [--size tiny | 124m] [--flag value ...]
 
-NAME is one of those below (default: muon), or a file of your own that defines
-optimizer(params, total_steps). The file is checked, put into train_gpt_simple.py, and run, in one
-process on all devices of this host. Flags, besides the optimizer's numbers:
+NAME is one of those below (default: muon), or a file of your own with optimizer(params,
+total_steps), which is put into train_gpt_simple.py. Flags, besides the optimizer's numbers:
 
     --size tiny      a small model of source code, for two CPU cores; the default
     --size 124m      the model of modded-nanogpt's third track, for GPUs and TPUs
@@ -48,8 +47,7 @@ def show_list() -> None:
 
 
 def find(argv: list[str]) -> tuple[Path, list[str]]:
-    """The contestant's file, and the arguments of train_gpt_simple.py, where the size comes first
-    and is no flag."""
+    """The contestant's file, and the arguments of train_gpt_simple.py: the size is first."""
     name = "muon"
     if argv and not argv[0].startswith("-"):
         name, *argv = argv

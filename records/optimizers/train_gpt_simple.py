@@ -307,6 +307,9 @@ def find_batches(kind: str, count: int, size: Size) -> tuple[list, list]:
     for path in sorted(Path(size.data).glob(f"[!.]*_{kind}_*.bin")):
         if len(batches) < count:
             shard = np.memmap(path, np.uint16, mode="r", offset=1024)  # after the header
+            is_whole = np.fromfile(path, "<i4", 3).tolist() == [20240520, 1, len(shard)]
+            if not is_whole or not shard[1::2].any():  # every second one is 0 in 32 bits
+                refuse(f"{path} is no whole shard, or one of 32 bits: see data/README.md")
             if shard.max() >= size.vocab:  # JAX would read another token's row
                 refuse(f"{path} has token {shard.max()}, and the model has {size.vocab} tokens")
             batches += [(shard, start) for start in range(0, len(shard) - tokens, tokens)]
