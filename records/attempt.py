@@ -470,6 +470,8 @@ def go_through(attempt: Path, rule: dict[str, Any], lock: int) -> None:
             sources = {"baseline": base, "same_length": source}
             sources[name] = with_numbers(source, preset, {"steps": steps})
         seeds = rule["fresh_seeds"][:pairs]
+        minutes = pairs * len(sources) * fmean(entry["seconds"] for entry in ledger(attempt)) / 60
+        print(f"the pilot's mean and deviation ask for {pairs} pairs: about {minutes:.0f} minutes")
         write_plan(attempt / "certification", seeds, rule["arguments"], sources)
     run_stage(attempt / "certification", lock)
 
