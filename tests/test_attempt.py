@@ -79,7 +79,7 @@ def main():
     if (switch / "wait").exists():
         place.write_text(text[: text.rindex("train_time:")])
         (switch / "waiting").write_text(f"{{os.getpid()}} ")
-        time.sleep(60)
+        time.sleep(20)
     if (switch / "nan").exists() and arm != "baseline":
         place.write_text(text.rpartition("RESULT")[0] + "NON-FINITE: the loss is no number\\n")
         sys.exit(3)
