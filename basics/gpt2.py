@@ -11,8 +11,7 @@ Dims    B sequence  T position  D model  F hidden  H head  L layer  V token; x r
 Source  Radford et al. 2019, github.com/openai/gpt-2. AdamW, warm-up, cosine, clipping and decay
         are from Brown et al. 2020, arXiv:2005.14165, but only matrices decay; there is no dropout
 In train_gpt.py  `param_table` is the table, `block` the layer. `norm` has no weights, `norm_rotate`
-        replaces learned positions, `mlp` squares a ReLU, `softcap` bounds the logits; `normuon`
-        updates matrices, `whole_weights` gathers what is sharded, `pack_documents` packs documents
+        replaces learned positions, `mlp` squares a ReLU, `normuon` updates matrices
 """
 
 import argparse
