@@ -220,7 +220,8 @@ def remarks(before: tuple, after: tuple, old: bytes, new: bytes) -> Iterator[str
         wanted, count = parameters(before, before[1].F), parameters(after, c.F)
         of_F = (count - parameters(after, c.F // 2)) / (c.F - c.F // 2)
         if count != wanted:
-            equal = f"; as many with --F {c.F - round((count - wanted) / of_F)}" if of_F else ""
+            F = c.F - round((count - wanted) / of_F) if of_F else c.F
+            equal = f"; as many with --F {F}" if F != c.F else ""
             yield f"The idea has {count:,} parameters, and the baseline {wanted:,}{equal}."
 
 
@@ -584,11 +585,11 @@ def show(tried: Idea, args: argparse.Namespace) -> None:
         total += legs * part * minutes
         print(f"{what}: {legs} legs of {part * minutes:.1f} minutes")
     dollars = f", {total / 60 * args.price:.2f} dollars" if args.price else ""
-    print(f"together about {total:.0f} minutes{dollars}")
+    print(f"together about {total:.0f} minutes{dollars}, or what --budget and --runs leave of it")
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the options; returns the other words, too."""
+def main(argv: list[str]) -> None:
+    """Goes through an attempt, or on with it, and prints the verdict."""
     form = argparse.RawDescriptionHelpFormatter
     cli = argparse.ArgumentParser(
         prog="./run.sh attempt", description=__doc__, formatter_class=form, allow_abbrev=False
@@ -599,15 +600,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--pairs", type=int, default=3, help="of the pilot; one does not show how much runs differ")
     add("--budget", type=float, default=0, metavar="MINUTES", help="of all runs, at most")
     add("--runs", type=int, default=0, help="how many, at most")
+    add("--end", action="store_true", help="judges what was run, and runs nothing more")
     add("--dry-run", action="store_true", help="prints every leg with its time, and ends")
     add("--price", type=float, default=0, help="dollars an hour, for --dry-run")
     args, words = cli.parse_known_args(argv)
-    return args, words
-
-
-def main(argv: list[str]) -> None:
-    """Goes through an attempt, or on with it, and prints the verdict."""
-    args, words = parse(argv)
     tried = read_idea(words, args.baseline)
     print(f"{tried.name} against {tried.baseline}: {' '.join(tried.arguments)}")
     print("".join(f"{remark}\n" for remark in tried.remarks), end="")
@@ -622,18 +618,20 @@ def main(argv: list[str]) -> None:
         except OSError:
             refuse("another attempt runs in this clone: wait for it, or stop it")
         attempt = find_attempt(tried, args)
-        if not (attempt / "rule.json").is_file():
+        if not (attempt / "rule.json").is_file() and not args.end:
             check(attempt, tried, lock)
             write_rule(attempt, tried, args)
-        finish(attempt, lock)
+        finish(attempt, lock, args.end)
 
 
-def finish(attempt: Path, lock: int) -> None:
-    """Runs the rest of an attempt, judges and packs it."""
+def finish(attempt: Path, lock: int, by_hand: bool) -> None:
+    """Runs the rest of an attempt, unless it is ended by hand; judges and packs it."""
     rule = read_json(attempt / "rule.json")
     print(f"the rule is in {attempt}/rule.json")
     stop = ""
     try:
+        if by_hand:
+            raise Stop("it was ended by hand, which the rule does not know")
         go_through(attempt, rule, lock)
     except Stop as reason:
         stop = str(reason)

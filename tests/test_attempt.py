@@ -228,6 +228,17 @@ def test_a_full_disk_is_one_line_and_costs_nothing(place, run, monkeypatch):
     assert run("seed.py")[0] == 0 and len(order(place)) >= 7
 
 
+def test_an_attempt_ended_by_hand_is_judged_and_packed_and_shows_nothing(place, run):
+    with pytest.raises(FileNotFoundError, match=r"gain_0_02/rule\.json"):
+        run("--gain 0.02", "--runs", "5", "--end")  # nothing waits for its end
+    assert run("--gain 0.02", "--runs", "5")[0] == 0
+    first = order(place)
+    (place / "gain_0_02/verdict.txt").unlink()
+    text = run("--gain 0.02", "--runs", "5", "--end")[1]
+    assert "not shown." in text and "It ended because it was ended by hand" in text
+    assert order(place) == first and (place / "gain_0_02/packed/README.md").is_file()
+
+
 def test_a_budget_ends_an_attempt_before_it_can_show_nothing(place, run):
     text = run("--gain 0.02", "--runs", "20")[1]
     assert "It ended because there is no path to p < 0.01: it takes 8 pairs or more, not 3" in text
