@@ -15,8 +15,7 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
          earlier tokens of the document                only with pointer        [pointer]
 Attention and MLP normalize the stream that they read. a and b are learned, a pair for each
 sublayer; small nets compute the gates of each token [gates]. In a layer with mudd, a net computes
-the weights of all sums. A step all-gathers the matrices, computes gradients, reduce-scatters them,
-and runs NorMuon on the matrices of each device. Every adam_every steps, Adam updates the rest.
+the weights of all sums. NorMuon updates the matrices, and Adam the rest: see train_step().
 
 A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
 S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
@@ -510,11 +509,8 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
 def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
     """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
     broadcast to (B, T, H, K), that are added to v; `gate` has this layer's gates by name, (B, T, 1)
-    or (B, T, H); out_scale multiplies the output.
-
-    out_scale and the lambdas are multiplied into weights, D x D, and not into activations, T x D:
-    fewer bytes, in gradients as well.
-    """
+    or (B, T, H). out_scale, a factor of the output, and the lambdas are multiplied into weights,
+    D x D, and not into activations, T x D: fewer bytes, in gradients as well."""
     layer = c.layers[i]
     B, T = x_BTD.shape[:2]
     w_v, w_o = w["vo"][i]
