@@ -649,7 +649,7 @@ def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     fc_FD, proj_FD = w["mlp"][i]  # see bank(): all have one shape, so proj is transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
-    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
+    return jnp.einsum("BTF,FD->BTD", hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
@@ -908,27 +908,6 @@ def norm_linear_bwd(radial_from: str, residuals: tuple, dy) -> tuple:
 
 
 norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
-
-
-@jax.custom_vjp
-def project(x_BTF, w_FD) -> Array:
-    """x w, (B, T, D). JAX would compute dw as (dy^T x)^T, which is slow on CPUs."""
-    return jnp.einsum("BTF,FD->BTD", x_BTF, w_FD)
-
-
-def project_fwd(x_BTF, w_FD) -> tuple[Array, tuple]:
-    """The result, and its operands."""
-    return project(x_BTF, w_FD), (x_BTF, w_FD)
-
-
-def project_bwd(residuals: tuple, dy_BTD) -> tuple:
-    """dx = dy w^T and dw = x^T dy."""
-    x_BTF, w_FD = residuals
-    dx_BTF = jnp.einsum("BTD,FD->BTF", dy_BTD, w_FD)
-    return dx_BTF, jnp.einsum("BTF,BTD->FD", x_BTF, dy_BTD)
-
-
-project.defvjp(project_fwd, project_bwd)
 
 
 @jax.custom_vjp
