@@ -1324,10 +1324,8 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> tu
 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD, dcopies_N3 = gradients
-    if c.pointer:
-        dcopies_N3 = dcopies_N3 * g
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dcopies_N3
+    dx_ND, dw_VD, dcopies_N3 = jax.tree.map(lambda x: (x * g).astype(x.dtype), gradients)
+    return dx_ND, dw_VD, None, None, dcopies_N3
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
