@@ -844,11 +844,15 @@ def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
 def pointer_labels(tokens_BT, c: Config) -> Array:
     """What makes tokens match, (B, T, 1 + pointer): the number of the document, and hashes of the
     last 1, 2, ... tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
-    labels = [jnp.cumsum(tokens_BT == c.eot, axis=1), tokens_BT + 1]
-    for _ in range(1, c.pointer):
-        shorter = jnp.pad(labels[-1][:, :-1], ((0, 0), (1, 0)))  # that of the token before
-        labels.append(shorter * np.int32(1664525) + tokens_BT + 1)  # wraps around
-    return jnp.stack(labels, axis=-1)
+
+    def longer(label_BT, _):
+        before = jnp.pad(label_BT[:, :-1], ((0, 0), (1, 0)))  # that of the token before
+        label_BT = before * np.int32(1664525) + tokens_BT + 1  # wraps around
+        return label_BT, label_BT
+
+    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
+    _, labels_nBT = lax.scan(longer, jnp.zeros_like(tokens_BT), length=c.pointer)
+    return jnp.moveaxis(jnp.concatenate((document_BT[None], labels_nBT)), 0, -1)
 
 
 def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> tuple:
@@ -858,12 +862,11 @@ def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> t
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
     sentinel = scale * (jnp.float32(q_BiE) @ w["pointer_sentinel"]) + w["pointer_sentinel_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
-    longest = jnp.zeros(sentinel.shape, jnp.int32)
-    for n in range(1, c.pointer + 1):
-        is_match = visible & (labels_q[:, :, None, n] == labels_k[:, None, :, n])
-        scores += jnp.where(is_match, w["pointer_match"][n - 1], 0)
-        longest += is_match.any(axis=-1)  # a match of n tokens is one of n - 1, too: this counts up
-    return jnp.where(visible, scores, -jnp.inf), sentinel, longest
+    # A match of n tokens is one of n - 1, too, so the number of equal hashes is its length.
+    length = (labels_q[:, :, None, 1:] == labels_k[:, None, :, 1:]).sum(axis=-1)
+    length = jnp.where(visible, length, 0)
+    scores += jnp.cumsum(jnp.pad(w["pointer_match"], (1, 0)))[length]
+    return jnp.where(visible, scores, -jnp.inf), sentinel, length.max(axis=-1)
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
