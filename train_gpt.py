@@ -1837,8 +1837,12 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
         "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
-    # In jax 0.10, YNNPACK's kernels are slower than others, and some are wrong: jax issue 39103.
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
+    "cpu": {
+        "xla_cpu_experimental_ynn_fusion_type": "",  # slower kernels, some wrong: jax issue 39103
+        "xla_disable_hlo_passes": "tree_reduction_rewriter",  # it makes two kernels of every sum
+    }
+    if jax.__version_info__ < (0, 11)
+    else {},
 }
 
 
