@@ -1610,11 +1610,13 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
     def init(params):
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
 
-    def update(grad, state, params=None, *, momentum, **_):
+    def update(grad, state, params=None, *, momentum, layers, **_):
         buffer, squares = state
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
-        X = orthogonalize(nesterov, c.compute)
+        stack = nesterov.reshape(-1, *grad.shape[-2:])
+        X = orthogonalize(stack[: len(layers)], c.compute)  # the rest can only be padding
+        X = jnp.pad(X, ((0, len(stack) - len(X)), (0, 0), (0, 0))).reshape(grad.shape)
         Y, squares = equalize(X, squares)
         return Y, (buffer, squares)
 
@@ -1788,7 +1790,7 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
             continue
         optimizer = optax.with_extra_args_support(param.optimizer)
         update, opt_state[name] = optimizer.update(
-            grads[name], opt_state[name], params[name], momentum=row.momentum
+            grads[name], opt_state[name], params[name], momentum=row.momentum, layers=param.layers
         )
         lr = param.lr
         if param.kind == BANK:  # of each group, the matrices that this device owns
