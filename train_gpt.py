@@ -278,6 +278,13 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
+    def val_stage(self, step: int) -> int:
+        """The stage whose program validates before a step. Where attention is in bands, a last
+        stage without steps has no program: its windows are in that of the stage before it."""
+        stage = self.stage_at(step)
+        has_program = self.stages[stage].steps > 0 or self.attention != "band"
+        return stage if has_program else stage - 1
+
     def is_adam_step(self, step: int) -> bool:
         """[adam-every] Whether a step updates all parameters, not only the matrices. Record 39."""
         return (step + 1) % self.adam_every == 0
@@ -373,10 +380,10 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 PREFIX = 0  # the number of the target [prefix]; the tokens ahead are 1, 2, ...
 
 
-def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
+def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int, last=None) -> Array:
     """Cross-entropy in nats, summed over tokens and targets. loss_weights has the weight of each
     target by its number: k for the token k ahead, or PREFIX."""
-    x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
+    x_BTD = forward(w, tokens_BS[:, :-1], c, stage, last)
     T = x_BTD.shape[1]
     numbers = sorted(loss_weights)
     if c.pointer:  # column 0 must be the next token: head_loss() mixes it with the copies
@@ -397,7 +404,7 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
-def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
+def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int, last=None) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
     w has the weights of param_table() by name. w["mlp"][i], w["qk"][i] and w["vo"][i] list layer
@@ -408,7 +415,7 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     saved has the streams "x0", "ngram", "input", "value0", ..., "layer0", ...; gates has
     "input.ngram", "layer3.x0", ...; layer 3 gets the latter as "x0".
     """
-    pos = positions(tokens_BT == c.eot, c, stage)
+    pos = positions(tokens_BT == c.eot, c, stage, last)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
     # [gates] Small nets compute the gates of the next layers for each token. Records 81 and 85.
     gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
@@ -563,9 +570,13 @@ def in_heads(x_BTD, c: Config) -> Array:
     return x_BTD.reshape(*x_BTD.shape[:2], c.H, -1)
 
 
-def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
+def attend(q_BTHK, k_BTHK, v_BTHK, window: int | tuple, scale: float, c: Config) -> Array:
     """[window] Each query attends to its position and to the `window` before it; scores are q.k
-    times scale. Returns (B, T, H, K)."""
+    times scale. Returns (B, T, H, K). The window may be one of two: (0 or 1, first, second)."""
+    if isinstance(window, tuple):
+        number, *windows = window
+        branches = [functools.partial(band_attention, window=n, scale=scale) for n in windows]
+        return lax.switch(number, branches, q_BTHK, k_BTHK, v_BTHK)
     if c.attention == "band":
         return band_attention(q_BTHK, k_BTHK, v_BTHK, window, scale)
     # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
@@ -746,11 +757,12 @@ class Positions(NamedTuple):
     score_scale: float  # of q.k
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
-    windows: dict[str, int]  # of SHORT and LONG layers
+    windows: dict[str, int | tuple]  # of SHORT and LONG layers, for attend()
 
 
-def positions(starts_BT, c: Config, stage: int) -> Positions:
-    """Angles, document codes and windows; starts_BT: whether a token starts a document."""
+def positions(starts_BT, c: Config, stage: int, last=None) -> Positions:
+    """Angles, document codes and windows; starts_BT: whether a token starts a document. A program
+    with `last`, 0 or 1, has the windows of the last validation, too: see Config.val_stage()."""
     t_T1 = jnp.arange(starts_BT.shape[1])[:, None]
     frequency, score_scale = rope_frequencies(c, stage)
     rope = {}
@@ -771,6 +783,10 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
+    if last is not None and stage == c.val_stage(c.total_steps):
+        for name, length in {SHORT: c.stages[-1].short, LONG: c.stages[-1].long}.items():
+            if length != windows[name]:
+                windows[name] = (last, windows[name], length)
     return Positions(rope, score_scale, doc_q, doc_k, windows)
 
 
@@ -1811,10 +1827,10 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
     )
 
 
-def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tuple:
+def val_step(params: dict[str, Array], tokens_MBS, last, c: Config, stage: int) -> tuple:
     """Mean next-token loss of a validation batch, and how many n-grams were read as zeros; under
-    shard_map. c is from for_validation(). All-gathers banks and lookups, exchanges the rows of
-    n-grams, all-reduces the results."""
+    shard_map. `last` is 1 in the last validation; c is from for_validation(). All-gathers banks and
+    lookups, exchanges the rows of n-grams, all-reduces the results."""
     params = dict(params)
     ngram = params.pop("ngram")
     weights = whole_weights(params, c)
@@ -1822,7 +1838,7 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tup
     def microbatch(tokens_BS):
         request = request_rows(tokens_BS[:, :-1], ngram, c)
         w = weights | {"ngram_rows": pull_rows(ngram, request, c)}
-        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage), lost_ngrams(request)
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, last), lost_ngrams(request)
 
     loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
@@ -1863,16 +1879,17 @@ def compile_train_step(stage: int, adam_step: bool, c: Config, mesh: Mesh) -> ja
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens) -> (loss, lost n-grams), with the windows of a stage, compiled
-    from shapes."""
+    """The program (params, tokens, whether it is the last validation) -> (loss, lost n-grams),
+    with the windows of a stage, compiled from shapes."""
     params = state_shapes(c, mesh).params
     c = c.for_validation()
 
-    def step(params, tokens):
-        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), c, stage)
+    def step(params, tokens, last):
+        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), last, c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
-    return compile_program(step, mesh, (params, tokens), is_training=False)
+    last = shapes_on(mesh, P(), np.int32(0))
+    return compile_program(step, mesh, (params, tokens, last), is_training=False)
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
@@ -1902,7 +1919,7 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     whether it is an Adam step."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
-    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys += [(c.val_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
     print(f"compiling {len(keys)} programs ...", flush=True)
 
@@ -2334,8 +2351,9 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
-    program = programs[c.stage_at(step), "val"]
-    results = [jax.tree.map(float, program(weights, batch)) for batch in batches]
+    program = programs[c.val_stage(step), "val"]
+    last = np.int32(step == c.total_steps)
+    results = [jax.tree.map(float, program(weights, batch, last)) for batch in batches]
     losses, lost = zip(*results, strict=True)
     return float(np.mean(losses)), int(sum(lost))
 
