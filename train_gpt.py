@@ -15,8 +15,7 @@ PRESET is record, medium, small or tiny. The model; every stream is (B, T, D):
          earlier tokens of the document                only with pointer        [pointer]
 Attention and MLP normalize the stream that they read. a and b are learned, a pair for each
 sublayer; small nets compute the gates of each token [gates]. In a layer with mudd, a net computes
-the weights of all sums. A step all-gathers the matrices, computes gradients, reduce-scatters them,
-and runs NorMuon on the matrices of each device. Every adam_every steps, Adam updates the rest.
+the weights of all sums. NorMuon updates the matrices, and Adam the rest: see train_step().
 
 A name that ends in capitals has its array's shape: x_BTD is (B, T, D). B sequences, T positions,
 S = T + 1 tokens (a sequence and its last target), D model width, H heads, K channels of a head, F
@@ -279,6 +278,13 @@ class Config:
         """T of a stage's training sequences."""
         return self.stages[stage].tokens // self.batch
 
+    def val_stage(self, step: int) -> int:
+        """The stage whose program validates before a step. Where attention is in bands, a last
+        stage without steps has no program: its windows are in that of the stage before it."""
+        stage = self.stage_at(step)
+        has_program = self.stages[stage].steps > 0 or self.attention != "band"
+        return stage if has_program else stage - 1
+
     def is_adam_step(self, step: int) -> bool:
         """[adam-every] Whether a step updates all parameters, not only the matrices. Record 39."""
         return (step + 1) % self.adam_every == 0
@@ -374,10 +380,10 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
 PREFIX = 0  # the number of the target [prefix]; the tokens ahead are 1, 2, ...
 
 
-def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
+def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int, last=None) -> Array:
     """Cross-entropy in nats, summed over tokens and targets. loss_weights has the weight of each
     target by its number: k for the token k ahead, or PREFIX."""
-    x_BTD = forward(w, tokens_BS[:, :-1], c, stage)
+    x_BTD = forward(w, tokens_BS[:, :-1], c, stage, last)
     T = x_BTD.shape[1]
     numbers = sorted(loss_weights)
     if c.pointer:  # column 0 must be the next token: head_loss() mixes it with the copies
@@ -398,7 +404,7 @@ def loss_fn(w, tokens_BS, loss_weights: dict, c: Config, stage: int) -> Array:
     return head_loss(x_BTD.reshape(-1, c.D), w["head"], targets_NJ, weights_J, copies_N3, c)
 
 
-def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
+def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int, last=None) -> Array:
     """The last residual stream, (B, T, D); logits are softcap(norm(x) @ head.T).
 
     w has the weights of param_table() by name. w["mlp"][i], w["qk"][i] and w["vo"][i] list layer
@@ -409,7 +415,7 @@ def forward(w: dict[str, Any], tokens_BT, c: Config, stage: int) -> Array:
     saved has the streams "x0", "ngram", "input", "value0", ..., "layer0", ...; gates has
     "input.ngram", "layer3.x0", ...; layer 3 gets the latter as "x0".
     """
-    pos = positions(tokens_BT == c.eot, c, stage)
+    pos = positions(tokens_BT == c.eot, c, stage, last)
     saved = embed_tokens(w, tokens_BT, c)  # the streams that later layers may read, (B, T, D) each
     # [gates] Small nets compute the gates of the next layers for each token. Records 81 and 85.
     gates = run_net("gates_input", saved["x0"], w, c, w["gate_scale"])
@@ -510,11 +516,8 @@ def mudd_block(x_BTD, i: int, w, gate, saved, pos: "Positions", c: Config) -> Ar
 def attention(x_BTD, v_terms, i: int, w, gate, pos: "Positions", c: Config, out_scale=1.0):
     """Layer i's attention on norm(x), (B, T, D). v_terms are pairs of a weight and an array, both
     broadcast to (B, T, H, K), that are added to v; `gate` has this layer's gates by name, (B, T, 1)
-    or (B, T, H); out_scale multiplies the output.
-
-    out_scale and the lambdas are multiplied into weights, D x D, and not into activations, T x D:
-    fewer bytes, in gradients as well.
-    """
+    or (B, T, H). out_scale, a factor of the output, and the lambdas are multiplied into weights,
+    D x D, and not into activations, T x D: fewer bytes, in gradients as well."""
     layer = c.layers[i]
     B, T = x_BTD.shape[:2]
     w_v, w_o = w["vo"][i]
@@ -567,9 +570,13 @@ def in_heads(x_BTD, c: Config) -> Array:
     return x_BTD.reshape(*x_BTD.shape[:2], c.H, -1)
 
 
-def attend(q_BTHK, k_BTHK, v_BTHK, window: int, scale: float, c: Config) -> Array:
+def attend(q_BTHK, k_BTHK, v_BTHK, window: int | tuple, scale: float, c: Config) -> Array:
     """[window] Each query attends to its position and to the `window` before it; scores are q.k
-    times scale. Returns (B, T, H, K)."""
+    times scale. Returns (B, T, H, K). The window may be one of two: (0 or 1, first, second)."""
+    if isinstance(window, tuple):
+        number, *windows = window
+        branches = [functools.partial(band_attention, window=n, scale=scale) for n in windows]
+        return lax.switch(number, branches, q_BTHK, k_BTHK, v_BTHK)
     if c.attention == "band":
         return band_attention(q_BTHK, k_BTHK, v_BTHK, window, scale)
     # Both is_causal and a window: without is_causal, cuDNN leaves the right side of the window
@@ -653,7 +660,7 @@ def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     fc_FD, proj_FD = w["mlp"][i]  # see bank(): all have one shape, so proj is transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
-    return project(hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
+    return jnp.einsum("BTF,FD->BTD", hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
@@ -750,11 +757,12 @@ class Positions(NamedTuple):
     score_scale: float  # of q.k
     doc_q: Array  # (B, T, 1, 4): the last four channels of every q, see positions()
     doc_k: Array  # (B, T, 1, 4): the last four channels of every k
-    windows: dict[str, int]  # of SHORT and LONG layers
+    windows: dict[str, int | tuple]  # of SHORT and LONG layers, for attend()
 
 
-def positions(starts_BT, c: Config, stage: int) -> Positions:
-    """Angles, document codes and windows; starts_BT: whether a token starts a document."""
+def positions(starts_BT, c: Config, stage: int, last=None) -> Positions:
+    """Angles, document codes and windows; starts_BT: whether a token starts a document. A program
+    with `last`, 0 or 1, has the windows of the last validation, too: see Config.val_stage()."""
     t_T1 = jnp.arange(starts_BT.shape[1])[:, None]
     frequency, score_scale = rope_frequencies(c, stage)
     rope = {}
@@ -775,6 +783,10 @@ def positions(starts_BT, c: Config, stage: int) -> Positions:
     doc_q = jnp.stack((-4096 * high, -256 * low, 4096 * one, 256 * one), axis=-1).astype(c.compute)
     doc_k = jnp.stack((one, one, high, low), axis=-1).astype(c.compute)
     windows = {SHORT: c.stages[stage].short, LONG: c.stages[stage].long}
+    if last is not None and stage == c.val_stage(c.total_steps):
+        for name, length in {SHORT: c.stages[-1].short, LONG: c.stages[-1].long}.items():
+            if length != windows[name]:
+                windows[name] = (last, windows[name], length)
     return Positions(rope, score_scale, doc_q, doc_k, windows)
 
 
@@ -848,11 +860,15 @@ def pointer_qk(x_BTD, w, c: Config) -> tuple[Array, Array]:
 def pointer_labels(tokens_BT, c: Config) -> Array:
     """What makes tokens match, (B, T, 1 + pointer): the number of the document, and hashes of the
     last 1, 2, ... tokens. Equal hashes mean equal tokens, but for about one pair in 2^32."""
-    labels = [jnp.cumsum(tokens_BT == c.eot, axis=1), tokens_BT + 1]
-    for _ in range(1, c.pointer):
-        shorter = jnp.pad(labels[-1][:, :-1], ((0, 0), (1, 0)))  # that of the token before
-        labels.append(shorter * np.int32(1664525) + tokens_BT + 1)  # wraps around
-    return jnp.stack(labels, axis=-1)
+
+    def longer(label_BT, _):
+        before = jnp.pad(label_BT[:, :-1], ((0, 0), (1, 0)))  # that of the token before
+        label_BT = before * np.int32(1664525) + tokens_BT + 1  # wraps around
+        return label_BT, label_BT
+
+    document_BT = jnp.cumsum(tokens_BT == c.eot, axis=1)
+    _, labels_nBT = lax.scan(longer, jnp.zeros_like(tokens_BT), length=c.pointer)
+    return jnp.moveaxis(jnp.concatenate((document_BT[None], labels_nBT)), 0, -1)
 
 
 def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> tuple:
@@ -862,12 +878,11 @@ def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> t
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
     sentinel = scale * (jnp.float32(q_BiE) @ w["pointer_sentinel"]) + w["pointer_sentinel_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
-    longest = jnp.zeros(sentinel.shape, jnp.int32)
-    for n in range(1, c.pointer + 1):
-        is_match = visible & (labels_q[:, :, None, n] == labels_k[:, None, :, n])
-        scores += jnp.where(is_match, w["pointer_match"][n - 1], 0)
-        longest += is_match.any(axis=-1)  # a match of n tokens is one of n - 1, too: this counts up
-    return jnp.where(visible, scores, -jnp.inf), sentinel, longest
+    # A match of n tokens is one of n - 1, too, so the number of equal hashes is its length.
+    length = (labels_q[:, :, None, 1:] == labels_k[:, None, :, 1:]).sum(axis=-1)
+    length = jnp.where(visible, length, 0)
+    scores += jnp.cumsum(jnp.pad(w["pointer_match"], (1, 0)))[length]
+    return jnp.where(visible, scores, -jnp.inf), sentinel, length.max(axis=-1)
 
 
 # ---- Custom gradients ----------------------------------------------------------------------------
@@ -912,27 +927,6 @@ def norm_linear_bwd(radial_from: str, residuals: tuple, dy) -> tuple:
 
 
 norm_linear.defvjp(norm_linear_fwd, norm_linear_bwd)
-
-
-@jax.custom_vjp
-def project(x_BTF, w_FD) -> Array:
-    """x w, (B, T, D). JAX would compute dw as (dy^T x)^T, which is slow on CPUs."""
-    return jnp.einsum("BTF,FD->BTD", x_BTF, w_FD)
-
-
-def project_fwd(x_BTF, w_FD) -> tuple[Array, tuple]:
-    """The result, and its operands."""
-    return project(x_BTF, w_FD), (x_BTF, w_FD)
-
-
-def project_bwd(residuals: tuple, dy_BTD) -> tuple:
-    """dx = dy w^T and dw = x^T dy."""
-    x_BTF, w_FD = residuals
-    dx_BTF = jnp.einsum("BTD,FD->BTF", dy_BTD, w_FD)
-    return dx_BTF, jnp.einsum("BTF,BTD->FD", x_BTF, dy_BTD)
-
-
-project.defvjp(project_fwd, project_bwd)
 
 
 @jax.custom_vjp
@@ -1349,10 +1343,8 @@ def head_loss_fwd(x_ND, w_VD, targets_NJ, weights_J, copies_N3, c: Config) -> tu
 
 def head_loss_bwd(c: Config, gradients: tuple, g: Array) -> tuple:
     """The gradients that the forward pass has computed, times g."""
-    dx_ND, dw_VD, dcopies_N3 = gradients
-    if c.pointer:
-        dcopies_N3 = dcopies_N3 * g
-    return (dx_ND * g).astype(dx_ND.dtype), dw_VD * g, None, None, dcopies_N3
+    dx_ND, dw_VD, dcopies_N3 = jax.tree.map(lambda x: (x * g).astype(x.dtype), gradients)
+    return dx_ND, dw_VD, None, None, dcopies_N3
 
 
 head_loss.defvjp(head_loss_fwd, head_loss_bwd)
@@ -1634,11 +1626,13 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
     def init(params):
         return jnp.zeros_like(params), mean_square(jnp.zeros_like(params))
 
-    def update(grad, state, params=None, *, momentum, **_):
+    def update(grad, state, params=None, *, momentum, layers, **_):
         buffer, squares = state
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
-        X = orthogonalize(nesterov, c.compute)
+        stack = nesterov.reshape(-1, *grad.shape[-2:])
+        X = orthogonalize(stack[: len(layers)], c.compute)  # the rest can only be padding
+        X = jnp.pad(X, ((0, len(stack) - len(X)), (0, 0), (0, 0))).reshape(grad.shape)
         Y, squares = equalize(X, squares)
         return Y, (buffer, squares)
 
@@ -1812,7 +1806,7 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
             continue
         optimizer = optax.with_extra_args_support(param.optimizer)
         update, opt_state[name] = optimizer.update(
-            grads[name], opt_state[name], params[name], momentum=row.momentum
+            grads[name], opt_state[name], params[name], momentum=row.momentum, layers=param.layers
         )
         lr = param.lr
         if param.kind == BANK:  # of each group, the matrices that this device owns
@@ -1833,10 +1827,10 @@ def update_parameters(state: State, grads: dict, row, c: Config, adam_step: bool
     )
 
 
-def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tuple:
+def val_step(params: dict[str, Array], tokens_MBS, last, c: Config, stage: int) -> tuple:
     """Mean next-token loss of a validation batch, and how many n-grams were read as zeros; under
-    shard_map. c is from for_validation(). All-gathers banks and lookups, exchanges the rows of
-    n-grams, all-reduces the results."""
+    shard_map. `last` is 1 in the last validation; c is from for_validation(). All-gathers banks and
+    lookups, exchanges the rows of n-grams, all-reduces the results."""
     params = dict(params)
     ngram = params.pop("ngram")
     weights = whole_weights(params, c)
@@ -1844,7 +1838,7 @@ def val_step(params: dict[str, Array], tokens_MBS, c: Config, stage: int) -> tup
     def microbatch(tokens_BS):
         request = request_rows(tokens_BS[:, :-1], ngram, c)
         w = weights | {"ngram_rows": pull_rows(ngram, request, c)}
-        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage), lost_ngrams(request)
+        return loss_fn(w, tokens_BS, {1: 1.0}, c, stage, last), lost_ngrams(request)
 
     loss, lost = jax.tree.map(jnp.sum, lax.map(microbatch, tokens_MBS))
     nodes = lax.psum(1, node_axes())  # all validate the same sequences
@@ -1861,8 +1855,12 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
         "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
-    # In jax 0.10, YNNPACK's kernels are slower than others, and some are wrong: jax issue 39103.
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
+    "cpu": {
+        "xla_cpu_experimental_ynn_fusion_type": "",  # slower kernels, some wrong: jax issue 39103
+        "xla_disable_hlo_passes": "tree_reduction_rewriter",  # it makes two kernels of every sum
+    }
+    if jax.__version_info__ < (0, 11)
+    else {},
 }
 
 
@@ -1881,16 +1879,17 @@ def compile_train_step(stage: int, adam_step: bool, c: Config, mesh: Mesh) -> ja
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
-    """The program (params, tokens) -> (loss, lost n-grams), with the windows of a stage, compiled
-    from shapes."""
+    """The program (params, tokens, whether it is the last validation) -> (loss, lost n-grams),
+    with the windows of a stage, compiled from shapes."""
     params = state_shapes(c, mesh).params
     c = c.for_validation()
 
-    def step(params, tokens):
-        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), c, stage)
+    def step(params, tokens, last):
+        return val_step(params, tokens.reshape(-1, c.microbatch, c.val_T + 1), last, c, stage)
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
-    return compile_program(step, mesh, (params, tokens), is_training=False)
+    last = shapes_on(mesh, P(), np.int32(0))
+    return compile_program(step, mesh, (params, tokens, last), is_training=False)
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
@@ -1920,7 +1919,7 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     whether it is an Adam step."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
-    keys += [(c.stage_at(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    keys += [(c.val_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
     print(f"compiling {len(keys)} programs ...", flush=True)
 
@@ -2352,8 +2351,9 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
-    program = programs[c.stage_at(step), "val"]
-    results = [jax.tree.map(float, program(weights, batch)) for batch in batches]
+    program = programs[c.val_stage(step), "val"]
+    last = np.int32(step == c.total_steps)
+    results = [jax.tree.map(float, program(weights, batch, last)) for batch in batches]
     losses, lost = zip(*results, strict=True)
     return float(np.mean(losses)), int(sum(lost))
 

@@ -62,7 +62,7 @@ class Chunk:
         """The chunk's part of an array that has an axis of the text's tokens."""
         return lax.dynamic_slice_in_dim(x, self.start, CHUNK, axis)
 
-    def positions(self, _: Array, c: Any, stage: int) -> Any:
+    def positions(self, _: Array, c: Any, stage: int, last: Any = None) -> Any:
         """The script's positions(), of the chunk. The number of a token's document
         depends on all tokens before it."""
         whole = self.script["positions"](self.tokens == c.eot, c, stage)

@@ -48,7 +48,7 @@ def compile_all(c, mesh, log):
         HOOK(next(steps))
         return state, jnp.float32(3)
     keys = itertools.product(range(len(c.stages)), (False, True, "val"))
-    val_program = lambda params, tokens: (9.0, 0)
+    val_program = lambda params, tokens, last: (9.0, 0)
     return {key: val_program if key[1] == "val" else train_program for key in keys}
 
 def warm_up(programs, c, mesh):

@@ -15,6 +15,7 @@ import train_gpt
 from tests.tools import (
     MINI,
     MINI32,
+    ngram_rows,
     sequences,
     whole_loss,
     whole_weights,
@@ -126,6 +127,21 @@ def test_every_attention_is_asked_for_causality_and_its_window_at_once(monkeypat
         assert shape == ((8, 2 * T, 1, 16) if layer.paired_heads else (8, T, 2, 16))
 
 
+def test_one_program_validates_with_the_windows_of_the_last_two_stages():
+    """Where attention is in bands and the last stage has no steps."""
+    c = MINI32
+    on_gpus = dataclasses.replace(c, attention="cudnn")
+    steps = (10, 19, c.total_steps)
+    assert [c.val_stage(step) for step in steps] == [1, 1, 1]
+    assert [on_gpus.val_stage(step) for step in steps] == [1, 1, 2]
+    tokens = jnp.asarray(sequences(c, c.val_T))
+    w = ngram_rows(whole_weights(c), tokens[:, :-1], c)
+    both = jax.jit(lambda last: train_gpt.loss_fn(w, tokens, {1: 1.0}, c, 1, last))
+    narrow, wide = [float(whole_loss(whole_weights(c), tokens, {1: 1.0}, c, n)) for n in (1, 2)]
+    assert [float(both(0)), float(both(1))] == pytest.approx([narrow, wide], rel=1e-6)
+    assert abs(wide - narrow) > 1e-5 * narrow
+
+
 # ---- Documents and bands -------------------------------------------------------------------------
 @pytest.mark.parametrize("compute, error", [("float32", 2e-3), ("bfloat16", 0.02)])
 def test_the_document_code_is_an_exact_mask(compute, error):
@@ -202,16 +218,3 @@ def test_banded_attention_makes_no_array_of_all_pairs():
 
     assert largest(lambda *qkv: train_gpt.band_attention(*qkv, window, 0.3)) <= 3 * T * H * K
     assert largest(xla) >= T * T
-
-
-# ---- Signs ---------------------------------------------------------------------------------------
-def test_signs_are_balanced_and_differ():
-    signs = np.asarray(train_gpt.random_signs(jnp.arange(8192)[None], RECORD)[0], np.float32)
-    assert signs.shape == (8192, 768) and set(np.unique(signs)) == {-1, 1}
-    few = np.r_[:300, 4000:4100, 8100:8192]
-    products = signs[few] @ signs[few].T - 768 * np.eye(len(few))
-    assert np.abs(products).max() < 6 * 768**0.5  # of any two rows, 120,000 pairs
-    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of every channel
-    assert np.abs(signs.mean(axis=1)).max() < 6 / 768**0.5  # of every row
-    neighbours = (signs[:, 1:] * signs[:, :-1]).mean()
-    assert abs(neighbours) < 5 / signs.size**0.5

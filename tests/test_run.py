@@ -103,11 +103,11 @@ def test_the_weights_are_the_model_and_have_the_loss_that_was_printed(real):
         params[name] = padded.reshape(param.shape)
     shard = train_gpt.open_shard(real.folder / "data/x_val_000000.bin")
     program = compiled(c.stage_at(10), "val", c, MESH)
-    places, tokens_place = program.input_shardings[0]
+    places, tokens_place, _ = program.input_shardings[0]
     batches = train_gpt.read_batches([shard], train_gpt.batch_shapes("val", c), c)
     params = jax.device_put(params, places)
     batches = train_gpt.prefetch(batches, tokens_place)
-    loss = np.mean([float(program(params, batch)[0]) for batch in batches])
+    loss = np.mean([float(program(params, batch, np.int32(1))[0]) for batch in batches])
     assert loss == pytest.approx(real.result["val_loss"], abs=1e-5)
 
 

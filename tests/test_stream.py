@@ -1,14 +1,11 @@
 """Which tokens the batches have, and in which order. test_devices.py shows that any number of
 devices gets the same."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import train_gpt
 from tests.tools import MINI
-from train_gpt import Stage
 
 EOT = MINI.eot
 # For each shard, the tokens before the first document, and the size of every document.
@@ -92,22 +89,3 @@ def test_parts_of_the_stream_together_are_the_stream():
         for batch, *pieces in zip(whole, *streams, strict=True):
             assert {len(piece) for piece in pieces} == {4 // parts}
             np.testing.assert_array_equal(np.concatenate(pieces), batch)
-
-
-# ---- Stages --------------------------------------------------------------------------------------
-
-
-def test_stages_follow_each_other_at_their_steps():
-    """A stage's batches have its shape from its first step on, also in a longer run."""
-    stages = (
-        Stage(3, 64, short=8, long=8, max_doc=5, lr=1.0),
-        Stage(4, 128, short=8, long=8, max_doc=0, lr=1.0),
-        Stage(2, 256, short=8, long=8, max_doc=8, lr=1.0),
-        Stage(0, 512, short=8, long=8, max_doc=64, lr=1.0),
-    )
-    c = dataclasses.replace(MINI, stages=stages, batch=4, head_chunk=16)
-    shapes = train_gpt.batch_shapes("train", c)
-    assert shapes == [(4, 16, 5)] * 3 + [(4, 32, 0)] * 4 + [(4, 64, 8)] * 2
-    assert train_gpt.batch_shapes("val", c) == [(8, 128, 0)] * 2
-    twice = train_gpt.batch_shapes("train", dataclasses.replace(c, steps=18))
-    assert twice == [shape for shape in shapes for _ in range(2)]

@@ -97,7 +97,7 @@ def check_golden_losses(module, c) -> None:
     def loss(x, head, name, sweep_start, c):
         *ahead, prefix = (float(weight) for weight in GOLDEN[f"ss/{name}/weights"])
         weights = {k: weight for k, weight in enumerate([prefix, *ahead]) if weight}
-        return module.loss_fn({"x": x, "head": head}, tokens, weights, c, 0, sweep_start)
+        return module.loss_fn({"x": x, "head": head}, tokens, weights, c, 0, None, sweep_start)
 
     given = dict(forward=lambda w, *_: w["x"][None], norm=lambda x: x)
     given["prefix_table"] = lambda c: GOLDEN["ss/prefix_table"]
@@ -144,7 +144,7 @@ def check_sweeps(module, c) -> None:
     @jax.jit
     def loss_of(w, tokens, sweep_start):
         w = ngram_rows(w, tokens[:, :-1], c)
-        return module.loss_fn(w, tokens, {1: shares[0], 2: shares[1]}, c, 0, sweep_start)
+        return module.loss_fn(w, tokens, {1: shares[0], 2: shares[1]}, c, 0, None, sweep_start)
 
     tokens = sequences(c, c.sequence_length(0), seed=1)
     starts = COUNT + np.arange(8) * module.padded_vocab(c) // 8

@@ -68,7 +68,8 @@ def check_anvil(module, c) -> None:
     grad = slow / np.float32(0.02)
     assert relative(fast, (1 - row.momentum) * grad) < 1e-5
     optimizer = module.anvil(c)
-    options = {"momentum": row.momentum, "engaged": row.engaged}
+    layers = module.param_table(c)["vo"].layers
+    options = {"momentum": row.momentum, "engaged": row.engaged, "layers": layers}
     update, _ = optimizer.update(jnp.asarray(grad), optimizer.init(jnp.asarray(p)), **options)
     assert np.any((update * p > 0) != (slow * p > 0))  # or the gate made no difference
     decay = row.muon_lr * 2.25 * np.where(slow * p > 0, p, 0)
@@ -90,7 +91,7 @@ def check_ten_updates(module, c, bank: str, shape: tuple) -> None:
         grad = (mean + normal(f"anvil/grad/{bank}/{number}", shape)).astype(np.float32)
         if bank == "qk":
             grad[-1] = 0
-        options = {"momentum": momentum, "engaged": fast_share < 1}
+        options = {"momentum": momentum, "engaged": fast_share < 1, "layers": range(len(p))}
         update, state = optimizer.update(jnp.asarray(grad), state, **options)
         fast, slow, squares = state
         rate = np.float32(0.023 * eta)
