@@ -15,7 +15,7 @@
 
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "$0")" # CDPATH may have another clone
-unset PYTHONPATH PYTHONHOME # other packages would come before those of .venv
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # only .venv's packages, compiled once
 python=.venv/bin/python
 
 refuse() {
@@ -32,7 +32,7 @@ install() { # install FILE
   if command -v uv >/dev/null; then
     uv pip install --quiet --python $python -r "$1"
   else
-    $python -m pip install --quiet --disable-pip-version-check -r "$1"
+    $python -m pip install --quiet --disable-pip-version-check --no-compile -r "$1"
   fi
   echo "$pins" >"$stamp"
 }

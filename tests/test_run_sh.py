@@ -24,7 +24,7 @@ case "$*" in
   *pip*) [ ! -e no_network ] && sleep 0.2 ;;
 esac
 """
-PIP = "python -m pip install --quiet --disable-pip-version-check -r"
+PIP = "python -m pip install --quiet --disable-pip-version-check --no-compile -r"
 UV = "uv pip install --quiet --python .venv/bin/python -r"
 TRAIN = "python run/launch.py train_gpt.py"
 # What is typed, and the Python programs that run then.
