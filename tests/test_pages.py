@@ -40,8 +40,6 @@ PROMISES = {
     "NorMuon updates the matrices": "golden::test_eight_steps_of_the_optimizers",
     "gathers the weights": "devices::test_each_weight_is_sent_once_and_none_is_all_reduced",
     "# pairs of runs with the same seeds": "attempt::test_a_gain_is_shown_in_fewer_steps",
-    "five small changes as patches": "tweaks::test_a_patch_runs",
-    "`./run.sh idea NAME` trains one": "idea::test_ideas_make_a_copy_that_run_sh_trains",
     "`verify` judges runs": "records::test_a_record_holds",
     "the law of this house": "house::test_a_room_is_no_longer_than_the_law_allows",
 }
