@@ -489,8 +489,10 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
     objections = [] if stop and not pairs else verify.study(stage)[1].split(verify.FAIL)[1:]
     if objections:
         lines.append(f"THE JUDGE OBJECTS: {objections[0].splitlines()[0]}.")
-    if len(pairs) < 2 or stdev(pairs) == 0:
-        lines.append("There are no two pairs of runs that differ: not shown.")
+    if len(pairs) < 2:
+        lines.append(f"Not shown: of two or more pairs that it takes, {len(pairs)} came to an end.")
+    elif stdev(pairs) == 0:
+        lines.append(f"Not shown: all pairs of runs differ by {pairs[0]:+.4f} nats.")
     else:
         is_fresh = stage.name != "pilot" and not objections
         lines += sentences(attempt, rule, pairs, stage.name, is_fresh)
@@ -585,7 +587,8 @@ def show(tried: Idea, args: argparse.Namespace) -> None:
         total += legs * part * minutes
         print(f"{what}: {legs} legs of {part * minutes:.1f} minutes")
     dollars = f", {total / 60 * args.price:.2f} dollars" if args.price else ""
-    print(f"together about {total:.0f} minutes{dollars}, or what --budget and --runs leave of it")
+    allowed = f"; --budget allows about {args.budget / minutes:.0f} legs" if args.budget else ""
+    print(f"together about {total:.0f} minutes{dollars}{allowed}")
 
 
 def main(argv: list[str]) -> None:

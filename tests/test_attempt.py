@@ -183,7 +183,7 @@ def test_a_worthless_idea_is_not_shown(place, run):
 def test_crashes_stop_the_spending_and_are_kept(place, run, switch, name, reason, legs):
     (place / "switch" / switch).touch()
     status, text = run("--gain 0.02")
-    assert status == 0 and f"It ended because {reason}" in text and "not shown" in text
+    assert status == 0 and f"It ended because {reason}" in text and "takes, 0 came to" in text
     assert len(order(place)) == legs
     packed = place / "gain_0_02/packed"
     lost = 2 * switch.startswith("crash")
@@ -250,7 +250,8 @@ def test_a_budget_ends_an_attempt_before_it_can_show_nothing(place, run):
 def test_a_dry_run_prints_every_leg_and_runs_none(place, run):
     status, text = run("--gain 0.02", "--dry-run", "--price", "60", "--pairs", "4")
     assert status == 0 and "\n+PRESETS" in text and "pilot: 4 pairs, 187 steps" in text
-    assert "together about 25 minutes, 25.48 dollars" in text
+    assert "together about 25 minutes, 25.48 dollars\n" in text
+    assert "; --budget allows about 10 legs" in run("--gain 0.02", "--dry-run", "--budget", "7")[1]
     assert not (place / "order").exists()
 
 
