@@ -642,7 +642,8 @@ def finish(attempt: Path, lock: int, by_hand: bool) -> None:
     for path in sorted(HERE.glob(f"{rule['name']}*/verdict.txt")):
         verdict += f"\nAn earlier attempt, {path.parent.name}: {path.read_text().splitlines()[0]}"
     (attempt / "verdict.txt").write_text(f"{verdict}\n")
-    print(f"\n{verdict}\n\nall of it: {pack.make(attempt, to=attempt / 'packed')}/README.md")
+    packed = pack.make(attempt, to=attempt / "packed")
+    print(f"\n{verdict}\n\nall of it: {packed}/README.md. Next: see Write it up in AGENTS.md")
 
 
 if __name__ == "__main__":
