@@ -86,7 +86,7 @@ def make(attempt: Path, to: Path | None = None) -> Path:
         if (attempt / "notes.md").is_file():
             parts.insert(2, (attempt / "notes.md").read_text("utf-8"))
         parts += ["## The rule, as it was written before the first run", f"`{rule['command']}`"]
-        parts += [f"- {line}" for line in rule["rule"]]
+        parts.append("\n".join(f"- {line}" for line in rule["rule"]))
         place.mkdir(exist_ok=True)
         for file in ("rule.json", "ledger.jsonl", "verdict.txt", "notes.md"):
             if (attempt / file).is_file():
