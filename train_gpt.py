@@ -280,7 +280,7 @@ class Config:
 
     def val_stage(self, step: int) -> int:
         """The stage whose program validates before a step. Where attention is in bands, a last
-        stage without steps has no program: its windows are in that of the stage before it."""
+        stage without steps has none: the program of the stage before it has its windows, too."""
         stage = self.stage_at(step)
         has_program = self.stages[stage].steps > 0 or self.attention != "band"
         return stage if has_program else stage - 1
@@ -878,10 +878,12 @@ def pointer_scores(q_BiE, labels_q, k_BjE, labels_k, visible, w, c: Config) -> t
     scores = scale * jnp.einsum("BiE,BjE->Bij", q_BiE, k_BjE, preferred_element_type="float32")
     sentinel = scale * (jnp.float32(q_BiE) @ w["pointer_sentinel"]) + w["pointer_sentinel_bias"]
     visible = visible & (labels_q[:, :, None, 0] == labels_k[:, None, :, 0])
-    # A match of n tokens is one of n - 1, too, so the number of equal hashes is its length.
+    # A match of n tokens is one of n - 1, too, so the number of equal hashes is its length, and
+    # the terms of all lengths up to it are added.
     length = (labels_q[:, :, None, 1:] == labels_k[:, None, :, 1:]).sum(axis=-1)
     length = jnp.where(visible, length, 0)
-    scores += jnp.cumsum(jnp.pad(w["pointer_match"], (1, 0)))[length]
+    is_as_long = length[..., None] > jnp.arange(c.pointer)
+    scores += jnp.where(is_as_long, w["pointer_match"], 0).sum(axis=-1)
     return jnp.where(visible, scores, -jnp.inf), sentinel, length.max(axis=-1)
 
 
@@ -1631,7 +1633,9 @@ def normuon(c: Config) -> optax.GradientTransformationExtraArgs:
         buffer = buffer + (1 - momentum) * (grad - buffer)
         nesterov = grad + momentum * (buffer - grad)
         stack = nesterov.reshape(-1, *grad.shape[-2:])
-        X = orthogonalize(stack[: len(layers)], c.compute)  # the rest can only be padding
+        # The device that owns the whole bank leaves out its padding. Each of several devices owns
+        # fewer matrices than there are layers, so this keeps all of them.
+        X = orthogonalize(stack[: len(layers)], c.compute)
         X = jnp.pad(X, ((0, len(stack) - len(X)), (0, 0), (0, 0))).reshape(grad.shape)
         Y, squares = equalize(X, squares)
         return Y, (buffer, squares)
@@ -1855,12 +1859,8 @@ OPTIONS = {  # of the compiler, by platform; they override XLA_FLAGS
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on Hopper alone
         "xla_gpu_executable_terminate_timeout_seconds": 600,  # the first call may load for long
     },
-    "cpu": {
-        "xla_cpu_experimental_ynn_fusion_type": "",  # slower kernels, some wrong: jax issue 39103
-        "xla_disable_hlo_passes": "tree_reduction_rewriter",  # it makes two kernels of every sum
-    }
-    if jax.__version_info__ < (0, 11)
-    else {},
+    # In jax 0.10, YNNPACK's kernels are slower than others, and some are wrong: jax issue 39103.
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ < (0, 11) else {},
 }
 
 
