@@ -334,7 +334,7 @@ def record_programs(c: train_gpt.Config) -> list[tuple[str, int]]:
     programs = list(steps_of_programs(c))
     for step in range(c.total_steps + 1):
         if c.validates_before(step):
-            programs.append((VAL, int(c.stage_at(step))))
+            programs.append((VAL, int(c.val_stage(step))))
     return list(dict.fromkeys(programs))
 
 
