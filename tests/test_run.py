@@ -183,8 +183,9 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(tmp_path,
     one = jax.numpy.float32(1)
 
     def program(stage, kind):
-        def run(state, tokens, row=None):
-            ran.append((stage, kind, tokens.shape[1] - 1))
+        def run(state, tokens, row):
+            is_last = [int(row)] if kind == "val" else []
+            ran.append((stage, kind, tokens.shape[1] - 1, *is_last))
             return (one, 0) if kind == "val" else (state, one)
 
         return run
@@ -193,10 +194,11 @@ def test_first_and_second_steps_alternate_and_stages_follow_each_other(tmp_path,
     programs = {key: program(*key) for key in keys}
     state = MagicMock(params={}, lost_ngrams=0)
     train_gpt.train(state, c, make_mesh(1), programs, train_gpt.find_data(c), QUIET, None)
-    val = (1, "val", 64)
+    val = (1, "val", 64, 0)
     assert ran == [
         *[(0, FIRST, 16), (0, SECOND, 16)] * 2, val,
-        *[(1, FIRST, 32), (1, SECOND, 32)] * 2, val, (1, FIRST, 32), (1, SECOND, 32), val,
+        *[(1, FIRST, 32), (1, SECOND, 32)] * 2, val,
+        (1, FIRST, 32), (1, SECOND, 32), (1, "val", 64, 1),
     ]  # fmt: skip
 
 
