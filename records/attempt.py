@@ -233,11 +233,6 @@ def parameters(settings: tuple, F: int) -> int:
 
 
 # ---- What is written before the first run --------------------------------------------------------
-def read_json(path: Path) -> Any:
-    """Reads a rule or a plan."""
-    return json.loads(path.read_text("utf-8"))
-
-
 def write_plan(stage: Path, seeds: list[int], arguments: list[str], sources: dict) -> None:
     """Writes the files of a stage's variants, and then its plan.json."""
     for name, source in sources.items():
@@ -281,9 +276,10 @@ def find_attempt(tried: Idea, args: argparse.Namespace) -> Path:
     number = 1
     while True:
         attempt = HERE / (tried.name if number == 1 else f"{tried.name}-{number}")
-        if not (attempt / "rule.json").is_file():
+        rule = attempt / "rule.json"
+        if not rule.is_file():
             return attempt
-        is_same = read_json(attempt / "rule.json")["tried"] == fingerprint(tried, args)
+        is_same = json.loads(rule.read_text())["tried"] == fingerprint(tried, args)
         if is_same and not (attempt / "verdict.txt").is_file():
             return attempt
         number += 1
@@ -365,7 +361,7 @@ def run_leg(variant: Path, seed: int, arguments: list[str], lock: int) -> None:
 
 def waiting_legs(stage: Path) -> list[tuple[int, str]]:
     """(seed, variant) of the legs that a stage lacks: every round reverses the order."""
-    plan = read_json(stage / "plan.json")
+    plan = json.loads((stage / "plan.json").read_text())
     finished = {name: finished_seeds(stage / name) for name in plan["arms"]}
     names = list(finished)
     legs = []
@@ -377,12 +373,12 @@ def waiting_legs(stage: Path) -> list[tuple[int, str]]:
 
 def run_stage(stage: Path, lock: int) -> None:
     """Runs what a stage lacks."""
-    plan = read_json(stage / "plan.json")
+    plan = json.loads((stage / "plan.json").read_text())
     for name, sha256 in plan["arms"].items():
         if runs.source_hash(stage / name / "train_gpt.py") != sha256:
             refuse(f"{stage / name}/train_gpt.py has changed since its plan was made: restore it")
     legs = waiting_legs(stage)
-    rule = read_json(stage.parent / "rule.json")
+    rule = json.loads((stage.parent / "rule.json").read_text())
     while legs:
         if stage.name == "pilot" and legs_left(stage.parent, rule) < 1:
             raise Stop("the budget is spent")
@@ -481,12 +477,14 @@ def go_through(attempt: Path, rule: dict[str, Any], lock: int) -> None:
 def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
     """The sentences of the verdict."""
     stage, long = attempt / "pilot", rule["name"]
-    if (attempt / "certification/plan.json").is_file() and not stop:
-        stage = attempt / "certification"
-        long = "same_length" if (stage / "same_length").is_dir() else long
+    fresh = attempt / "certification"
+    if (fresh / "plan.json").is_file():
+        equal = "same_length" if (fresh / "same_length").is_dir() else long
+        if not stop or len(differences(fresh, equal)) > 1:
+            stage, long = fresh, equal
     lines = [remark for remark in rule["remarks"] if remark.startswith("THE IDEA CHANGES")]
     pairs = differences(stage, long)
-    objections = [] if stop and not pairs else verify.study(stage)[1].split(verify.FAIL)[1:]
+    objections = [] if stop else verify.study(stage)[1].split(verify.FAIL)[1:]
     if objections:
         lines.append(f"THE JUDGE OBJECTS: {objections[0].splitlines()[0]}.")
     if len(pairs) < 2:
@@ -494,7 +492,7 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
     elif stdev(pairs) == 0:
         lines.append(f"Not shown: all pairs of runs differ by {pairs[0]:+.4f} nats.")
     else:
-        is_fresh = stage.name != "pilot" and not objections
+        is_fresh = stage == fresh and not objections and not stop
         lines += sentences(attempt, rule, pairs, stage.name, is_fresh)
     if (stage / "same_length").is_dir():
         lines.append(below_target(verify.collect(stage / rule["name"])))
@@ -629,11 +627,13 @@ def main(argv: list[str]) -> None:
 
 def finish(attempt: Path, lock: int, by_hand: bool) -> None:
     """Runs the rest of an attempt, unless it is ended by hand; judges and packs it."""
-    rule = read_json(attempt / "rule.json")
+    rule = json.loads((attempt / "rule.json").read_text())
     print(f"the rule is in {attempt}/rule.json")
     stop = ""
     try:
         if by_hand:
+            for plan in attempt.glob("*/plan.json"):
+                waiting_legs(plan.parent)  # sets aside a leg that was cut off
             raise Stop("it was ended by hand, which the rule does not know")
         go_through(attempt, rule, lock)
     except Stop as reason:

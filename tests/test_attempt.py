@@ -239,6 +239,18 @@ def test_an_attempt_ended_by_hand_is_judged_and_packed_and_shows_nothing(place, 
     assert order(place) == first and (place / "gain_0_02/packed/README.md").is_file()
 
 
+def test_a_leg_that_was_cut_off_is_set_aside_at_an_end_by_hand(place, run):
+    """And the pairs of the certification that are whole are judged."""
+    run("--gain 0.02")
+    stage = place / "gain_0_02/certification"
+    (place / "gain_0_02/verdict.txt").unlink()
+    log = max((stage / "same_length/logs").glob("*.txt"))
+    log.write_text(log.read_text().rpartition("train_time:")[0])
+    text = run("--gain 0.02", "--end")[1]
+    assert "in 7 pairs of the certification" in text and "one-sided): not shown." in text
+    assert "OBJECTS" not in text and (stage / "same_length/unfinished" / log.name).is_file()
+
+
 def test_a_budget_ends_an_attempt_before_it_can_show_nothing(place, run):
     text = run("--gain 0.02", "--runs", "20")[1]
     assert "It ended because there is no path to p < 0.01: it takes 8 pairs or more, not 3" in text
