@@ -380,7 +380,7 @@ def run_stage(stage: Path, lock: int) -> None:
     legs = waiting_legs(stage)
     rule = json.loads((stage.parent / "rule.json").read_text())
     while legs:
-        if stage.name == "pilot" and legs_left(stage.parent, rule) < 1:
+        if stage.name == "pilot" and legs_left(stage.parent, rule) < 2 - len(legs) % 2:
             raise Stop("the budget is spent")
         seed, name = legs[0]
         print(f"[{stage.name}, {len(legs)} to run] {name}, seed {seed}", flush=True)
