@@ -292,7 +292,7 @@ def run_nnx(clone: Path, folder: Path, steps: int) -> None:
         r"^feed_forward_dim = .*$": f"feed_forward_dim = {4 * WIDTH}",
         r"^text_dl = .*$": "text_dl = feed",
         r"optax\.adam\(1e-3\)": "recipe",
-        r"\(nnx\.Module\)": "(nnx.Module, pytree=False)",
+        r"(self\.transformer_blocks) = \[([^]]*)\]": r"\1 = nnx.List([\2])",
     }
     for pattern, text in changes.items():
         code, count = re.subn(pattern, text, code, flags=re.MULTILINE)
@@ -309,7 +309,7 @@ def run_nnx(clone: Path, folder: Path, steps: int) -> None:
     from flax import nnx
 
     # Flax 0.12 refuses two things of the tutorial: vectors sharded as if they were matrices, and
-    # (see pytree=False above) a list of modules.
+    # a list of modules, which is an nnx.List above.
     flax.config.update("flax_always_shard_variable", False)
     tokenizer = SimpleNamespace(n_vocab=VOCAB, encode=encode, decode=decode)
     sys.modules["tiktoken"] = SimpleNamespace(get_encoding=lambda name: tokenizer)
@@ -382,7 +382,7 @@ def follow(clock: Clock, pattern: str, about: dict) -> list[dict]:
         lost = re.match(r"@ loss (\d+) (\S+)", line)
         if lost:
             (item,) = [item for item in entries if item["step"] == int(lost[1])]
-            item["val_loss"] = round(float(lost[2]), 4)
+            item["val_loss"] = round(float(lost[2]), 6)
     return entries
 
 
@@ -538,8 +538,9 @@ def main() -> None:
     head |= dict(python=platform.python_version(), steps=args.steps, target=TARGET)
     subprocess.run([sys.executable, "data/source_code.py"], cwd=ROOT, check=True)
     clones = {"`tiny`": ROOT}
-    clones |= {f"`{name}`": Path(path).resolve() for name, _, path in
-               (pair.partition("=") for pair in args.ours)}  # fmt: skip
+    for pair in args.ours:
+        name, _, path = pair.partition("=")
+        clones[f"`{name}`"] = Path(path).resolve()
     jobs = {name: lambda cores, name=name: run_peer(name, args, cores) for name in PEERS}
     for name, clone in clones.items():
         often = f"{name}, --val_every 10"
@@ -556,8 +557,8 @@ def main() -> None:
             if args.only and name.replace("`", "") not in args.only:
                 continue
             new = job(cores)
-            same = lambda item, key=(name, len(cores)): (item.get("who"), item.get("cores")) == key
-            entries = [item for item in entries if not same(item)] + new
+            run = {key: new[0][key] for key in ("who", "cores")}.items()
+            entries = [item for item in entries if not run <= item.items()] + new
             print(new[-1], "first:", passes(new[1:]), flush=True)
             log.write_text("".join(json.dumps(item) + "\n" for item in entries))
     print(page(entries))
