@@ -484,7 +484,7 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
             stage, long = fresh, equal
     lines = [remark for remark in rule["remarks"] if remark.startswith("THE IDEA CHANGES")]
     pairs = differences(stage, long)
-    objections = [] if stop else verify.study(stage)[1].split(verify.FAIL)[1:]
+    objections = [] if waiting_legs(stage) else verify.study(stage)[1].split(verify.FAIL)[1:]
     if objections:
         lines.append(f"THE JUDGE OBJECTS: {objections[0].splitlines()[0]}.")
     if len(pairs) < 2:
