@@ -239,6 +239,15 @@ def test_an_attempt_ended_by_hand_is_judged_and_packed_and_shows_nothing(place, 
     assert order(place) == first and (place / "gain_0_02/packed/README.md").is_file()
 
 
+def test_what_the_judge_objects_to_is_said_first_and_shows_nothing(place, run):
+    run("--gain 0.02")
+    (place / "gain_0_02/verdict.txt").unlink()
+    log = max((place / "gain_0_02/certification/baseline/logs").glob("*.txt"))
+    log.write_text(log.read_text().replace("1a9b61a147d894ec", "2a9b61a147d894ec"))
+    text = run("--gain 0.02")[1]
+    assert "\n\nTHE JUDGE OBJECTS: " in text and "one-sided): not shown." in text
+
+
 def test_a_leg_that_was_cut_off_is_set_aside_at_an_end_by_hand(place, run):
     """And the pairs of the certification that are whole are judged."""
     run("--gain 0.02")
