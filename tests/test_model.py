@@ -218,3 +218,14 @@ def test_banded_attention_makes_no_array_of_all_pairs():
 
     assert largest(lambda *qkv: train_gpt.band_attention(*qkv, window, 0.3)) <= 3 * T * H * K
     assert largest(xla) >= T * T
+
+
+# ---- Signs ---------------------------------------------------------------------------------------
+def test_signs_are_balanced_and_differ():
+    signs = np.asarray(train_gpt.random_signs(jnp.arange(8192)[None], RECORD)[0], np.float32)
+    assert signs.shape == (8192, 768) and set(np.unique(signs)) == {-1, 1}
+    few = np.r_[:300, 4000:4100, 8100:8192]
+    products = signs[few] @ signs[few].T - 768 * np.eye(len(few))
+    assert np.abs(products).max() < 6 * 768**0.5  # of any two rows, 120,000 pairs
+    assert np.abs(signs.mean(axis=0)).max() < 5 / 8192**0.5  # of every channel
+    assert abs((signs[:, 1:] * signs[:, :-1]).mean()) < 5 / signs.size**0.5  # of neighbours
