@@ -61,6 +61,7 @@ SOURCE = Path(__file__).read_bytes().decode()  # for the log: the file may be ed
 # ---- Hyperparameters -----------------------------------------------------------------------------
 # fmt: off
 SHORT, LONG = "short", "long"  # attention windows; each Stage says how long they are
+VAL_SEQUENCES = 8  # sequences in a validation step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,13 +315,8 @@ class Config:
         return dataclasses.replace(self, head_forward=self.compute, head_backward=self.compute)
 
 
-VAL_SEQUENCES = 8  # sequences in a validation step
-
-
 def check_config(c: Config) -> None:
     """Raises ValueError for layers and sizes with which a run would be wrong in silence."""
-    if min(c.D, c.H, c.batch, c.val_T) < 1:
-        raise ValueError("--D, --H, --batch and --val_T must be at least 1")
     K = c.D // c.H
     stages = sum(stage.steps > 0 for stage in c.stages)
     val_tokens = VAL_SEQUENCES * c.val_T
@@ -644,7 +640,8 @@ def dc_attention(q_BTHK, k_BTHK, v_BTHK, w_in_BTH, w_out_BTH, scale: float, c: C
     B, T, H, K = q_BTHK.shape
     # A power of two, which fills the tiles of tensor cores; a short sequence is cut in two.
     W = min(1 << (c.dc_window - 1).bit_length(), -(-T // 2))
-    scores = scale * dc_scores(in_bands(q_BTHK, W), in_two_bands(k_BTHK, W))
+    q_BniHK, k_BnjHK = in_bands(q_BTHK, W), in_two_bands(k_BTHK, W)
+    scores = scale * contract("BniHK,BnjHK->BnHij", jnp.float32, q_BniHK, k_BnjHK)
     bands_n11 = jnp.arange(scores.shape[1])[:, None, None]
     mask_nij = band_mask(bands_n11, W, c.dc_window - 1)
     maps_BnHij = jax.nn.softmax(jnp.where(mask_nij[:, None], scores, -jnp.inf), axis=-1)
@@ -660,7 +657,8 @@ def mlp(x_BTD, i: int, w, c: Config, out_scale=1.0) -> Array:
     fc_FD, proj_FD = w["mlp"][i]  # see bank(): all have one shape, so proj is transposed
     hidden = norm_linear(x_BTD, fc_FD.astype(x_BTD.dtype), radial_from="y")
     hidden = jnp.square(jax.nn.relu(hidden))
-    return jnp.einsum("BTF,FD->BTD", hidden, (out_scale * proj_FD).astype(x_BTD.dtype))
+    proj_FD = (out_scale * proj_FD).astype(x_BTD.dtype)
+    return contract("BTF,FD->BTD", x_BTD.dtype, hidden, proj_FD)
 
 
 # ---- Gates and MUDD ------------------------------------------------------------------------------
@@ -999,25 +997,28 @@ def offset_keys(k_BTHK) -> Array:
     return jnp.where(unchanged, k_BTHK, previous)
 
 
-@jax.custom_vjp
-def dc_scores(q_BniHK, k_BnjHK) -> Array:
-    """q.k, (B, n, H, i, j), in float32; the matmuls of its gradient are in the dtype of q."""
-    return jnp.einsum("BniHK,BnjHK->BnHij", q_BniHK, k_BnjHK, preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def contract(subscripts: str, dtype: Any, a, b) -> Array:
+    """An einsum, in dtype; the matmuls of its gradient are in the dtype of a. For x w, JAX would
+    compute dw as (dy^T x)^T, which on CPUs is slow and, in jax 0.12, summed in bfloat16."""
+    return jnp.einsum(subscripts, a, b, preferred_element_type=dtype)
 
 
-def dc_scores_fwd(q_BniHK, k_BnjHK) -> tuple[Array, tuple]:
-    """The scores, and their operands."""
-    return dc_scores(q_BniHK, k_BnjHK), (q_BniHK, k_BnjHK)
+def contract_fwd(subscripts: str, dtype: Any, a, b) -> tuple[Array, tuple]:
+    """The result, and its operands."""
+    return contract(subscripts, dtype, a, b), (a, b)
 
 
-def dc_scores_bwd(residuals: tuple, g_BnHij) -> tuple:
-    """dq = g k and dk = g^T q."""
-    q, k = residuals
-    g = g_BnHij.astype(q.dtype)
-    return jnp.einsum("BnHij,BnjHK->BniHK", g, k), jnp.einsum("BnHij,BniHK->BnjHK", g, q)
+def contract_bwd(subscripts: str, dtype: Any, residuals: tuple, dy) -> tuple:
+    """For "x,w->y", da is "y,w->x" of dy and b, and db is "y,x->w" of dy and a."""
+    a, b = residuals
+    dy = dy.astype(a.dtype)
+    of_a, of_b, of_y = re.split(",|->", subscripts)
+    da = jnp.einsum(f"{of_y},{of_b}->{of_a}", dy, b)
+    return da, jnp.einsum(f"{of_y},{of_a}->{of_b}", dy, a)
 
 
-dc_scores.defvjp(dc_scores_fwd, dc_scores_bwd)
+contract.defvjp(contract_fwd, contract_bwd)
 
 
 @jax.custom_vjp
@@ -1085,8 +1086,7 @@ def ngram_rows(tokens_BT, c: Config) -> Array:
 
 def random_signs(seed_BT, c: Config) -> Array:
     """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
-    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
-    bits = bits * np.uint32(0x9E3779B1)
+    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32) * np.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
     return 1 - 2 * (bits >> 31).astype(c.compute)
 
@@ -1170,8 +1170,7 @@ def push_gradients(gradients_BUD, request: Request, c: Config) -> RowGradients:
     sums_QpCD = lax.all_to_all(sums_B8CD, "fsdp", split_axis=1, concat_axis=0, tiled=True)
     received = (request.wanted_QpC, sums_QpCD)
     if node_axes():
-        gather = functools.partial(lax.all_gather, axis_name=node_axes(), tiled=True)
-        received = [gather(x, to="invarying") for x in received]
+        received = [lax.all_gather(x, node_axes(), tiled=True, to="invarying") for x in received]
     return RowGradients(*(join_sequences(x) for x in received))
 
 

@@ -16,6 +16,7 @@ from tests.tools import (
     MINI,
     MINI32,
     ngram_rows,
+    noise,
     sequences,
     whole_loss,
     whole_weights,
@@ -100,6 +101,18 @@ def test_a_gate_that_nothing_reads_is_refused(monkeypatch):
     tokens = jnp.asarray(sequences(SMALL, T))
     with pytest.raises(ValueError, match="layer 0 has gates that nothing reads: mlp"):
         jax.eval_shape(lambda w: whole_loss(w, tokens, {1: 1.0}, SMALL, 1), whole_weights(SMALL))
+
+
+def test_the_gradient_of_an_mlp_is_summed_in_float32():
+    """Only the result is rounded, by half of bfloat16's last bit: 2^-8. A sum in bfloat16 has ten
+    times the error."""
+    x = jnp.bfloat16(noise("x", (1, 256, 96)))
+    w = jnp.bfloat16(noise("w", (96, 64)))
+    dy = jnp.bfloat16(noise("dy", (1, 256, 64)))
+    product = functools.partial(train_gpt.contract, "BTF,FD->BTD", jnp.bfloat16)
+    _, dw = jax.jit(lambda x, w, dy: jax.vjp(product, x, w)[1](dy))(x, w, dy)
+    exact = np.float32(x[0]).T @ np.float32(dy[0])
+    np.testing.assert_allclose(np.float32(dw), exact, rtol=2**-8, atol=1e-3)
 
 
 # ---- Windows -------------------------------------------------------------------------------------
