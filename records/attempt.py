@@ -492,7 +492,7 @@ def judge(attempt: Path, rule: dict[str, Any], stop: str) -> str:
     elif stdev(pairs) == 0:
         lines.append(f"Not shown: all pairs of runs differ by {pairs[0]:+.4f} nats.")
     else:
-        is_fresh = stage == fresh and not objections and not stop
+        is_fresh = not objections and not stop
         lines += sentences(attempt, rule, pairs, stage.name, is_fresh)
     if (stage / "same_length").is_dir():
         lines.append(below_target(verify.collect(stage / rule["name"])))
