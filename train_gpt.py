@@ -1086,7 +1086,8 @@ def ngram_rows(tokens_BT, c: Config) -> Array:
 
 def random_signs(seed_BT, c: Config) -> Array:
     """(B, T, D) of -1 and 1, the same for a seed in every run: a hash instead of a table."""
-    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32) * np.uint32(0x9E3779B1)
+    bits = (seed_BT[..., None] * c.D + jnp.arange(c.D)).astype(jnp.uint32)
+    bits = bits * np.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
     return 1 - 2 * (bits >> 31).astype(c.compute)
 
