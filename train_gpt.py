@@ -1000,7 +1000,7 @@ def offset_keys(k_BTHK) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def contract(subscripts: str, dtype: Any, a, b) -> Array:
     """An einsum, in dtype; the matmuls of its gradient are in the dtype of a. For x w, JAX would
-    compute dw as (dy^T x)^T, which on CPUs is slow and, in jax 0.12, summed in bfloat16."""
+    compute dw as (dy^T x)^T, which jax 0.12 sums slowly, and in bfloat16, on CPUs."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=dtype)
 
 
