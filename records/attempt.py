@@ -254,10 +254,11 @@ def write_rule(attempt: Path, tried: Idea, args: argparse.Namespace) -> None:
     seeds = random.SystemRandom().sample(range(2**31), args.pairs + MOST)
     short = round(SHORT * tried.steps)
     text = RULE.format(pairs=args.pairs, steps=tried.steps, short=short, least=LEAST, most=MOST)
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     write_plan(attempt / "pilot", seeds[: args.pairs], tried.arguments, tried.sources)
     rule = dict(
         created=time.strftime(UTC, time.gmtime()), name=tried.name, steps=tried.steps, short=short,
-        command=shlex.join(["./run.sh", "attempt", *sys.argv[1:]]), baseline=tried.baseline,
+        command=shlex.join(["./run.sh", "attempt", *words]), baseline=tried.baseline,
         arguments=tried.arguments, tried=fingerprint(tried, args),
         pilot_seeds=seeds[: args.pairs], fresh_seeds=seeds[args.pairs :], budget=args.budget,
         runs=args.runs, remarks=tried.remarks, rule=text.splitlines(),

@@ -74,9 +74,14 @@ def make(attempt: Path, to: Path | None = None) -> Path:
             for variant, evidence in sets.items():
                 copy_logs(evidence, place / stage / variant)
                 source = (evidence.folder / "train_gpt.py").read_bytes()
-                patch = idea.difference(baseline, source)
-                file = "change.patch" if patch else "train_gpt.py"
-                (place / stage / variant / file).write_bytes(patch or source)
+                file, content = "change.patch", idea.difference(baseline, source)
+                if source == baseline:
+                    file, content = "train_gpt.py", source
+                    if stage != "pilot":  # one copy is enough
+                        path = f"../../pilot/baseline/{file}"
+                        line = f"{hashlib.sha256(source).hexdigest()}  {path}\n"
+                        file, content = runs.POINTER, line.encode()
+                (place / stage / variant / file).write_bytes(content)
             curves = {variant: evidence.ended for variant, evidence in sets.items()}
             if any(curves.values()):
                 shutil.copy(attempt / stage / "plan.json", place / stage)

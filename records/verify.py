@@ -18,10 +18,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for PYTHONSAFEPATH=1
 import runs
@@ -626,10 +626,8 @@ def main(argv: list[str]) -> int:
     return 0 if holds else 1
 
 
-def end(script: str, main: Callable[[list[str]], int]) -> NoReturn:
-    """Runs a script's main(), and exits with its status. An error has status 2, because Python's
-    own, 1, would say that the runs do not hold."""
-    with messages.one_line(script):
+if __name__ == "__main__":
+    with messages.one_line("verify.py"):
         try:
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack ± and −
             status = main(sys.argv[1:])
@@ -639,9 +637,5 @@ def end(script: str, main: Callable[[list[str]], int]) -> NoReturn:
             raise
         except Exception:
             traceback.print_exc()
-            os._exit(2)  # where stdout is full, an ordinary exit would have another status
+            os._exit(2)  # Python's own status, 1, would say that the runs do not hold
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    end("verify.py", main)

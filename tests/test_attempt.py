@@ -154,6 +154,7 @@ def test_a_gain_is_shown_in_fewer_steps_and_packed(place, run):
     assert first in (packed / "README.md").read_text()
     assert "+PRESETS" in (packed / "pilot/gain_0_02/change.patch").read_text()
     assert (packed / "certification/curves.svg").is_file()
+    assert not (packed / "certification/baseline/train_gpt.py").exists()  # it names the pilot's
     assert verify.judge(packed / "certification/gain_0_02", packed / "certification/baseline")[0]
     text = run("--gain 0.02")[1]
     assert (
@@ -163,9 +164,12 @@ def test_a_gain_is_shown_in_fewer_steps_and_packed(place, run):
     assert json.loads((place / "gain_0_02/rule.json").read_text()) == rule
 
 
-def test_a_worthless_idea_is_not_shown(place, run):
+def test_a_worthless_idea_is_not_shown(place, run, monkeypatch):
     """It is another file with the same loss. A change of what validates is the first line."""
+    monkeypatch.setattr(attempt.sys, "argv", ["attempt.py", str(place / "seed.py"), "tiny"])
     text = run("seed.py")[1]
+    rule = json.loads((place / "seed/rule.json").read_text())
+    assert rule["command"] == "./run.sh attempt seed.py tiny"  # without a path of this machine
     verdict = (place / "seed/verdict.txt").read_text().splitlines()
     assert "not shown." in verdict[0] and "better" not in text
     changed = SCRIPT.replace("return 1", "return 2")
