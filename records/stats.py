@@ -1,4 +1,4 @@
-"""Student's t and the tests that rest on it, for verify.py, which needs no packages.
+"""Tests by Student's t, for verify.py and attempt.py.
 
 Samples and targets are in one unit (nats, seconds, tokens); p is a probability.
 """
@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
+
+from scipy.special import stdtr, stdtrit  # of Student's t, and its inverse; jax brings scipy
 
 
 class Result(NamedTuple):
@@ -20,26 +22,6 @@ class Result(NamedTuple):
 UNDEFINED = Result(math.nan, math.nan, math.nan)  # fewer than two values, or all of them equal
 
 
-def tail(t: float, df: float) -> float:
-    """Returns P(T > t) of Student's t with df degrees of freedom.
-
-    T > t where a normal variable exceeds t u; u is the sample's standard deviation divided by the
-    true one. So P(T > t) is the integral of u's density times that normal tail. It is summed
-    over log u in equal steps: both ends fall off so fast that only rounding errors remain."""
-    width = 1 / math.sqrt(2 * df)  # about the standard deviation of log u
-    constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
-    # Where t is large, the integrand has its peak at a small u, about 1 / sqrt(1 + t^2 / df).
-    start = -math.log1p(t * t / df) / 2 - 9 * width - 40 / df
-    step = min(width, 1) / 4
-    total = 0.0
-    for i in range(math.ceil((9 * width - start) / step)):
-        log_u = start + i * step
-        u = math.exp(log_u)
-        density = math.exp(constant + df * (log_u - u * u / 2))
-        total += density * math.erfc(t * u / math.sqrt(2)) / 2
-    return total * step
-
-
 def below(values: Sequence[float], target: float) -> Result:
     """Tests whether the mean is below the target: one sample, one-sided."""
     n = len(values)
@@ -47,7 +29,7 @@ def below(values: Sequence[float], target: float) -> Result:
     if sd == 0:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(n))
-    return Result(t, n - 1, tail(-t, n - 1))
+    return Result(t, n - 1, float(stdtr(n - 1, t)))
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
@@ -58,7 +40,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     var_b = stdev(b) ** 2 / len(b)
     t = (fmean(a) - fmean(b)) / math.sqrt(var_a + var_b)
     df = (var_a + var_b) ** 2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
-    return Result(t, df, tail(-t, df))
+    return Result(t, df, float(stdtr(df, t)))
 
 
 def paired(differences: Sequence[float]) -> Result:
@@ -66,16 +48,12 @@ def paired(differences: Sequence[float]) -> Result:
     test = below(differences, 0.0)
     if math.isnan(test.p):
         return test
-    return test._replace(p=2 * tail(abs(test.t), test.df))
+    return test._replace(p=2 * float(stdtr(test.df, -abs(test.t))))
 
 
 def quantile(p: float, df: float) -> float:
-    """The t that Student's t exceeds with this probability, at most one half; by bisection."""
-    low, high = 0.0, 1e6
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle, df) > p else (low, middle)
-    return high
+    """The t that Student's t exceeds with this probability."""
+    return -float(stdtrit(df, p))
 
 
 def shown(sd: float, n: int, p: float = 0.01, power: float = 0.8) -> float:

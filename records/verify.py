@@ -5,8 +5,7 @@
 THIS and BASELINE are folders with logs: a record, a variant of a stage of ./run.sh attempt, or any
 folder with logs of train_gpt.py; or one log, whose report says what a record needs beside it.
 If THIS is the folder of a whole stage, all variants are compared with the first one. The report is
-Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they cannot be judged,
-whatever the reason.
+Markdown. The exit status is 0 if the runs hold, 1 if they do not, and 2 if they cannot be judged.
 """
 
 import argparse
@@ -14,10 +13,8 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
@@ -128,7 +125,11 @@ def collect(folder: Path) -> Evidence:
         except Unreadable as error:
             unreadable.append(f"{path.name}: {error}")
     if not found:
-        why = f": {unreadable[0]}" if unreadable else ", which are files *.txt"
+        why = (
+            f": {unreadable[0]}"
+            if unreadable
+            else ", files *.txt (of an attempt, its stages have them)"
+        )
         raise Unreadable(f"{folder} has no logs that can be read{why}")
     ended = [run for run in found if run.complete]
     losses = [run.loss for run in ended]
@@ -633,9 +634,4 @@ if __name__ == "__main__":
             status = main(sys.argv[1:])
         except Unreadable as error:
             messages.refuse(str(error))
-        except BrokenPipeError:  # the reader has gone, as of `| head`
-            raise
-        except Exception:
-            traceback.print_exc()
-            os._exit(2)  # Python's own status, 1, would say that the runs do not hold
     sys.exit(status)

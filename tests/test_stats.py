@@ -1,19 +1,12 @@
-"""stats.py, which needs no packages, agrees with scipy."""
+"""stats.py agrees with scipy's tests, and has no p-value where nothing varies."""
 
 import itertools
 import math
 import random
 
 import pytest
-import scipy.stats
 import stats
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
-
-
-def test_the_distribution_is_scipys():
-    for df, t in itertools.product((1, 1.5, 4.7, 30.3, 9999), (-1000, -2.815, -1e-3, 0, 0.7, 1000)):
-        theirs = scipy.stats.t.cdf(t, df)
-        assert stats.tail(-t, df) == pytest.approx(theirs, rel=1e-8, abs=1e-250)
 
 
 def test_tests_are_scipys():
