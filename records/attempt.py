@@ -36,7 +36,7 @@ import pack
 import runs
 import stats
 import verify
-from launch import load_script
+from launch import NEXT, load_script
 from messages import one_line, refuse
 from optimizers import contest
 
@@ -309,23 +309,36 @@ def finished_seeds(variant: Path) -> dict[int, bool]:
     return seeds
 
 
-def train(variant: Path, arguments: list[str], lock: int) -> int:
+idle = {}  # processes that can train once more, by their variants
+
+
+def train(variant: Path, arguments: list[str], seed: int, lock: int) -> int:
     """Trains once; returns the exit status. Ctrl-C reaches the training, too, which is waited for.
     The training inherits the lock: if this process is killed, no other can start a run beside
-    it."""
-    command = [sys.executable, "train_gpt.py", *arguments]
-    source = (variant / "train_gpt.py").read_bytes()
-    if re.search(rb"^def run\([^)]*\bguard\b", source, re.M):  # others protect themselves
-        command.insert(1, str(ROOT / "run/launch.py"))
-    env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | os.environ
-    child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], text=True,
-                             errors="replace", stdout=subprocess.PIPE)  # fmt: skip
+    it. On CPUs its process then waits for the next seed, because it has the programs."""
+    child = idle.pop(variant, None)
+    if not child:
+        command = [sys.executable, "train_gpt.py", *arguments, "--seed", str(seed)]
+        source = (variant / "train_gpt.py").read_bytes()
+        if re.search(rb"^def run\([^)]*\bguard\b", source, re.M):  # others protect themselves
+            command.insert(1, str(ROOT / "run/launch.py"))
+            if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":  # a GPU has no room for two
+                command[-1] = "-"
+        env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | os.environ
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], text=True,
+                                 errors="replace", stdin=pipe, stdout=pipe)  # fmt: skip
     try:
+        print(seed, file=child.stdin, flush=True)
         for line in child.stdout:
+            if line.rstrip() == NEXT:
+                idle[variant] = child
+                return 0
             if "val_loss:" in line and not line.startswith("RESULT"):
                 print(f"  {line.rstrip()}", flush=True)
     finally:
-        status = child.wait()
+        if variant not in idle:
+            status = child.wait()
     return status
 
 
@@ -343,7 +356,7 @@ def run_leg(variant: Path, seed: int, arguments: list[str], lock: int) -> None:
     start = time.monotonic()
     status = "interrupted"
     try:
-        status = train(variant, [*arguments, "--seed", str(seed)], lock)
+        status = train(variant, arguments, seed, lock)
     finally:
         entry = dict(leg=leg, status=status, seconds=round(time.monotonic() - start, 1))
         with open(attempt / "ledger.jsonl", "a") as file:
@@ -374,6 +387,8 @@ def waiting_legs(stage: Path) -> list[tuple[int, str]]:
 
 def run_stage(stage: Path, lock: int) -> None:
     """Runs what a stage lacks."""
+    while idle:  # of the stage before
+        idle.popitem()[1].communicate()
     plan = json.loads((stage / "plan.json").read_text())
     for name, sha256 in plan["arms"].items():
         if runs.source_hash(stage / name / "train_gpt.py") != sha256:
@@ -563,8 +578,8 @@ def check(attempt: Path, tried: Idea, lock: int) -> None:
     write_plan(attempt / "check", [1], tried.arguments, tried.sources)
     for name in tried.sources:
         print(f"[check] {name}, {flags[1]} steps", flush=True)
-        words = [*tried.arguments, *flags, "--target", "0", "--seed", "1"]
-        status = train(attempt / "check" / name, words, lock)
+        words = [*tried.arguments, *flags, "--target", "0"]
+        status = train(attempt / "check" / name, words, 1, lock)
         if status:
             refuse(f"{name} does not run: status {status}, see above; nothing was counted")
     shutil.rmtree(attempt / "check")

@@ -21,7 +21,7 @@ import time
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 from zlib import crc32
 
 import jax
@@ -37,9 +37,9 @@ from guard import Forgiving, Guard, identity  # noqa: E402
 from messages import refuse  # noqa: E402
 from shards import check as check_shards  # noqa: E402
 
+NEXT = "ready for the next run"  # what train_in_turn() prints
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
-MAY_BE_ZERO = "seed R eot pointer save save_every stall".split()  # of the flags with integers
 # The variables in which torchrun, Open MPI and Slurm give a process the number of processes and its
 # rank among them, in the whole run and on its host.
 LAUNCHERS = (
@@ -58,9 +58,11 @@ def main(argv: list[str]) -> NoReturn:
     status = 0
     try:
         start_jax()
-        weights = train(load_script(Path(argv[0])), argv)
-        if weights:
-            print(f"next: ./run.sh look {weights}, or ./run.sh sample {weights}")
+        script = load_script(Path(argv[0]))
+        if argv[-1] == "-":
+            train_in_turn(script, argv[:-1], sys.stdin)
+        else:
+            train(script, argv)
     except SystemExit as end:
         status = end.code
     except Exception:
@@ -71,9 +73,26 @@ def main(argv: list[str]) -> NoReturn:
     os._exit(status or 0)
 
 
-def train(script: ModuleType, argv: list[str]) -> Path | None:
+def train_in_turn(script: ModuleType, argv: list[str], seeds: TextIO) -> None:
+    """Trains with one seed after another, for records/attempt.py, and prints NEXT after each run.
+    Programs are compiled once: they do not know the seed, and one that asks for c.seed fails."""
+    programs = {}
+    compile_all = script.compile_all
+
+    def compile_once(c, mesh, log):
+        if not programs:
+            programs.update(compile_all(dataclasses.replace(c, seed=None), mesh, log))
+        return programs
+
+    script.compile_all = compile_once
+    for seed in seeds:
+        train(script, [*argv, seed.strip()])
+        print(NEXT)
+
+
+def train(script: ModuleType, argv: list[str]) -> None:
     """Trains with a guard, after all checks. argv are the words of the command line, the script's
-    name first. Returns the path of the weights, if they are saved."""
+    name first."""
     cli = argparse.ArgumentParser(prog="./run.sh", allow_abbrev=False, add_help=False)
     cli.error = refuse
     add = cli.add_argument
@@ -84,7 +103,6 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     if {"-h", "--help"} & {*words}:
         cli.print_help()
     preset, c = script.parse_config(words[1:])
-    check_values(argv, vars(c) | vars(options))
     set_compilation_cache()  # JAX looks only once, at the first program
     guard = Guard(script, options)
     added = fit(preset, words).split()
@@ -108,7 +126,10 @@ def train(script: ModuleType, argv: list[str]) -> Path | None:
     guard.compare(its_identity)
     guard.facts |= machine_facts()
     c = dataclasses.replace(fitted, seed=c.seed)
-    return script.run(preset, c, devices, shards, data, argv[1:] + added, guard)
+    weights = script.run(preset, c, devices, shards, data, argv[1:] + added, guard)
+    guard.limit = math.inf  # for its watchdog, if another run follows
+    if weights:
+        print(f"next: ./run.sh look {weights}, or ./run.sh sample {weights}")
 
 
 # ---- What evals/, records/ and lab/ use as well --------------------------------------------------
@@ -162,23 +183,11 @@ def start_jax() -> None:
     jax.distributed.initialize(
         **place,
         local_device_ids=[int(env[names[3]])] if several else [],  # []: all that JAX sees
-        initialization_timeout=int(env.get("JNANO_WAIT", 300)),
         heartbeat_timeout_seconds=HEARTBEAT,
     )
 
 
 # ---- Checks --------------------------------------------------------------------------------------
-def check_values(argv: list[str], values: dict[str, Any]) -> None:
-    """Exits with status 2 for a number on the command line that cannot be, as --steps 0 or nan."""
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--")
-        value = values.get(name)
-        if word.startswith("--") and isinstance(value, (int, float)):
-            least = 1 if isinstance(value, int) and name not in MAY_BE_ZERO else 0
-            if not least <= value < 2**32:
-                refuse(f"--{name} is at least {least}, and below 2**32: it cannot be {value}")
-
-
 def check_attention(script: ModuleType, c: Any, device: jax.Device) -> None:
     """Exits with status 2 if cuDNN's attention is wrong on this machine."""
     if c.attention == "cudnn" and device.platform == "gpu":

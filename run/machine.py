@@ -1,9 +1,7 @@
 """What this machine is, and what ./run.sh does on it. There is no JAX when this is asked.
 
-    python run/machine.py decide            a line for run.sh: wheels, preset, fraction and why
-    python run/machine.py plan [PRESET]     the same for a person, in three lines
-
-When a run starts, run/launch.py asks fit() for the flags with which it fits the memory.
+python run/machine.py decide            a line for run.sh: wheels, preset, fraction and why
+python run/machine.py plan [PRESET]     the same for a person, in three lines
 """
 
 from __future__ import annotations
@@ -146,16 +144,13 @@ def plan(machine: Machine, preset: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Prints the decision, or the plan of a preset; status 2 if there is no such preset."""
+    """Prints the decision, or the plan of a preset."""
     machine = find_machine()
     preset = (argv[1:] or [machine.preset])[0]
     if argv[0] == "decide":
         print(machine.wheels, machine.preset, machine.fraction, machine.why)
-    elif preset in NEEDS:
-        print(plan(machine, preset))
     else:
-        print(f"run.sh: plan knows {', '.join(NEEDS)}, and no {preset!r}", file=sys.stderr)
-        sys.exit(2)
+        print(plan(machine, preset))
 
 
 if __name__ == "__main__":

@@ -329,10 +329,15 @@ def test_the_real_script(tmp_path):
             write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
         flags = ["tiny", *SMALL, "--steps", "6", "--data", f"data/{Path(data).name}"]
         with open(tmp_path / "lock", "w") as lock:
-            status = attempt.train(tmp_path / "new", [*flags, "--seed", "7"], lock.fileno())
+            for seed in (7, 8):  # the second one in the process of the first
+                assert attempt.train(tmp_path / "new", flags, seed, lock.fileno()) == 0
+            child = attempt.idle.pop(tmp_path / "new")
+            assert attempt.train(tmp_path / "new", flags, 8, lock.fileno()) == 0
+            assert attempt.idle.pop(tmp_path / "new").communicate() and child.communicate()
     evidence = verify.collect(tmp_path / "new")
-    (first,) = evidence.ended
-    assert status == 0 and [*verify.check_source(evidence, None)] == []
+    first, second, alone = evidence.ended
+    assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8]
+    assert [*verify.check_source(evidence, None)] == [*verify.check_facts(evidence, None)] == []
     log = first.path.read_text()
     assert str(tmp_path) not in log
     result = json.loads(log.rpartition("RESULT ")[2])

@@ -118,10 +118,7 @@ def refusal(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("line, message", [
     ("huge", "'huge'.*record.*tiny"),
     ("tiny --step 3", "--step "),  # a typo must not become another flag
-    ("tiny --steps 0", "--steps is at least 1, and below .*: it cannot be 0"),
     ("record --steps 3", "--steps 3 is less than 4 stages"),
-    ("tiny --muon_lr nan", "--muon_lr is at least 0, .* cannot be nan"),
-    ("tiny --seed 4294967296", "--seed is at least 0, and below"),
     ("tiny --val_tokens 66560", "--val_tokens 66560 is not a multiple of 8192"),
     ("tiny --resume=", "--resume .: there is no intact checkpoint"),  # of an unset variable
 ])  # fmt: skip

@@ -70,6 +70,3 @@ def test_the_plan_has_three_lines(shows, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["machine", "run", "needs"]
     assert "medium with --batch 16 --head_chunk 8192" in lines[1]
-    with pytest.raises(SystemExit, match="2"):
-        machine.main(["plan", "huge"])
-    assert capsys.readouterr().err.count("\n") == 1
