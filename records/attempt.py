@@ -317,7 +317,7 @@ def train(variant: Path, arguments: list[str], seed: int, lock: int) -> int:
     The training inherits the lock: if this process is killed, no other can start a run beside
     it. On CPUs its process then waits for the next seed, because it has the programs."""
     child = idle.pop(variant, None)
-    if not child:
+    if not child or child.poll() is not None:  # there is none, or it was killed
         command = [sys.executable, "train_gpt.py", *arguments, "--seed", str(seed)]
         source = (variant / "train_gpt.py").read_bytes()
         if re.search(rb"^def run\([^)]*\bguard\b", source, re.M):  # others protect themselves
@@ -430,7 +430,7 @@ def pairs_to_certify(pilot: list[float], legs: float) -> tuple[int, str]:
     if len(pilot) < 2 or fmean(pilot) >= 0:
         return 0, "the pilot shows no gain that could be certified"
     pairs = max(LEAST, stats.pairs_needed(-fmean(pilot), stdev(pilot), MOST + 1))
-    most = math.floor(min(MOST, legs / 3))
+    most = math.floor(min(MOST, max(0, legs) / 3))
     why = f"there is no path to p < 0.01: it takes {pairs} pairs or more, not {most}"
     return pairs, why if pairs > most else ""
 

@@ -331,9 +331,11 @@ def test_the_real_script(tmp_path):
         with open(tmp_path / "lock", "w") as lock:
             for seed in (7, 8):  # the second one in the process of the first
                 assert attempt.train(tmp_path / "new", flags, seed, lock.fileno()) == 0
-            child = attempt.idle.pop(tmp_path / "new")
+            child = attempt.idle[tmp_path / "new"]
+            child.kill()
+            child.communicate()
             assert attempt.train(tmp_path / "new", flags, 8, lock.fileno()) == 0
-            assert attempt.idle.pop(tmp_path / "new").communicate() and child.communicate()
+            assert attempt.idle.pop(tmp_path / "new").communicate()
     evidence = verify.collect(tmp_path / "new")
     first, second, alone = evidence.ended
     assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8]
