@@ -338,8 +338,8 @@ def train(variant: Path, arguments: list[str], seed: int, lock: int) -> int:
                 print(f"  {line.rstrip()}", flush=True)
     finally:
         if variant not in idle:
-            status = child.wait()
-    return status
+            child.communicate()  # also ends what it may still write, and its wait for a seed
+    return child.returncode
 
 
 def ledger(attempt: Path) -> list[dict[str, Any]]:
@@ -582,6 +582,8 @@ def check(attempt: Path, tried: Idea, lock: int) -> None:
         status = train(attempt / "check" / name, words, 1, lock)
         if status:
             refuse(f"{name} does not run: status {status}, see above; nothing was counted")
+    while idle:
+        idle.popitem()[1].communicate()
     shutil.rmtree(attempt / "check")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scipy.special import stdtr, stdtrit  # of Student's t, and its inverse; jax brings scipy
+import scipy  # which jax brings; it loads scipy.special, half a second, when that is used
 
 
 class Result(NamedTuple):
@@ -29,7 +29,7 @@ def below(values: Sequence[float], target: float) -> Result:
     if sd == 0:
         return UNDEFINED
     t = (fmean(values) - target) / (sd / math.sqrt(n))
-    return Result(t, n - 1, float(stdtr(n - 1, t)))
+    return Result(t, n - 1, float(scipy.special.stdtr(n - 1, t)))
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Result:
@@ -40,7 +40,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Result:
     var_b = stdev(b) ** 2 / len(b)
     t = (fmean(a) - fmean(b)) / math.sqrt(var_a + var_b)
     df = (var_a + var_b) ** 2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
-    return Result(t, df, float(stdtr(df, t)))
+    return Result(t, df, float(scipy.special.stdtr(df, t)))
 
 
 def paired(differences: Sequence[float]) -> Result:
@@ -48,12 +48,12 @@ def paired(differences: Sequence[float]) -> Result:
     test = below(differences, 0.0)
     if math.isnan(test.p):
         return test
-    return test._replace(p=2 * float(stdtr(test.df, -abs(test.t))))
+    return test._replace(p=2 * float(scipy.special.stdtr(test.df, -abs(test.t))))
 
 
 def quantile(p: float, df: float) -> float:
     """The t that Student's t exceeds with this probability."""
-    return -float(stdtrit(df, p))
+    return -float(scipy.special.stdtrit(df, p))
 
 
 def shown(sd: float, n: int, p: float = 0.01, power: float = 0.8) -> float:

@@ -139,7 +139,9 @@ class Forgiving:
 
 # ---- The guard -----------------------------------------------------------------------------------
 class Guard:
-    """Protects the one run of a process. options has save_every, resume and stall."""
+    """Protects a run. options has save_every, resume and stall."""
+
+    exits = []  # exit statuses that signals have asked for, in the whole process
 
     def __init__(self, script: ModuleType, options: Any):
         self.script = script
@@ -153,7 +155,6 @@ class Guard:
         self.log_path = ""  # of the log to append to; "" for a new one
         self.facts = {}  # for the log
         self.lock = None
-        self.exits = []  # exit statuses that signals have asked for
         self.limit = max(PATIENCE, 6 * options.stall)  # seconds until the watchdog ends the process
         self.idle = 0  # seconds since something ended
         jax.monitoring.register_event_duration_secs_listener(self.note)  # compiled programs

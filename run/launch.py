@@ -77,19 +77,19 @@ def main(argv: list[str]) -> NoReturn:
 
 def train_in_turn(script: ModuleType, argv: list[str], seeds: TextIO) -> None:
     """Trains with one seed after another, for records/attempt.py, and prints NEXT after each run.
-    Programs are compiled once: they do not know the seed, and one that asks for c.seed fails."""
+    Programs are compiled once: what asks for c.seed while they are traced fails."""
     programs = {}
     compile_all = script.compile_all
 
-    def compile_once(c, mesh, log):
+    def compile_once(c, *arguments):
         if not programs:
-            programs.update(compile_all(dataclasses.replace(c, seed=None), mesh, log))
+            programs.update(compile_all(dataclasses.replace(c, seed=object()), *arguments))
         return programs
 
     script.compile_all = compile_once
     for seed in seeds:
         train(script, [*argv, seed.strip()])
-        print(NEXT)
+        print(f"\n{NEXT}")  # on a line of its own
 
 
 def train(script: ModuleType, argv: list[str]) -> None:

@@ -318,9 +318,16 @@ def test_the_width_that_keeps_the_parameters_is_printed(place, monkeypatch):
     assert attempt.read_idea([patch, "--F", "171", "tiny"], "").name == "swiglu_f_171"
 
 
-def test_the_real_script(tmp_path):
+def test_the_real_script(tmp_path, monkeypatch):
     """train_gpt.py itself is started by the launcher, and reads data by a relative path. If its log
-    changes, verify.py has to change."""
+    changes, verify.py has to change. A second run in one process is that of a process of its own;
+    and what nobody can read any more ends."""
+
+    def on_a_full_disk(*words, file=None, **options):
+        if not file:
+            raise OSError("No space left on device")
+        print(*words, file=file, **options)
+
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
     source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage).encode()
     attempt.write_plan(tmp_path, [7], ["tiny"], {"new": source})
@@ -335,10 +342,13 @@ def test_the_real_script(tmp_path):
             child.kill()
             child.communicate()
             assert attempt.train(tmp_path / "new", flags, 8, lock.fileno()) == 0
-            assert attempt.idle.pop(tmp_path / "new").communicate()
+            monkeypatch.setattr(attempt, "print", on_a_full_disk, raising=False)
+            with pytest.raises(OSError, match="No space"):
+                attempt.train(tmp_path / "new", flags, 9, lock.fileno())
+            assert attempt.idle == {}
     evidence = verify.collect(tmp_path / "new")
-    first, second, alone = evidence.ended
-    assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8]
+    first, second, alone, _ = evidence.ended
+    assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8, 9]
     assert [*verify.check_source(evidence, None)] == [*verify.check_facts(evidence, None)] == []
     log = first.path.read_text()
     assert str(tmp_path) not in log
