@@ -80,6 +80,7 @@ def go(folder: Path, *argv, hook=lambda *_: None, stop: int = 0):
         patch.setattr(train_gpt, "warm_up", lambda programs, c, mesh: None)
         patch.setattr(train_gpt, "make_state", lambda c, mesh, _: copy(first_state(c, mesh)))
         patch.setattr(guard.Guard, "__init__", init)
+        patch.setattr(guard.Guard, "exits", [])
         set_tiny(patch)
         try:
             launch.train(train_gpt, ["train_gpt.py", *FLAGS, *map(str, argv)])
