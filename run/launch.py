@@ -76,8 +76,8 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def train_in_turn(script: ModuleType, argv: list[str], seeds: TextIO) -> None:
-    """Trains with one seed after another, for records/attempt.py, and prints NEXT after each run.
-    Programs are compiled once: what asks for c.seed while they are traced fails."""
+    """Trains with one seed after another, and prints NEXT after each: `--seed -`, for attempt.py.
+    Programs are compiled once, so what reads c.seed while it is traced fails."""
     programs = {}
     compile_all = script.compile_all
 
