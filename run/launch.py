@@ -54,7 +54,7 @@ def main(argv: list[str]) -> NoReturn:
     """Runs a script. Ends the process by os._exit, because an ordinary exit would wait for threads
     and for the other processes."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the compiler
-    gc.set_threshold(1_000_000)  # objects; by default, a sixth of tracing is garbage collection
+    gc.set_threshold(1_000_000)  # objects; by default, a fifth of tracing is garbage collection
     for name in ("stdout", "stderr"):
         setattr(sys, name, Forgiving(getattr(sys, name) or open(os.devnull, "w")))
     status = 0

@@ -1,7 +1,6 @@
-"""What this machine is, and what ./run.sh does on it. There is no JAX when this is asked.
-
-python run/machine.py decide            a line for run.sh: wheels, preset, fraction and why
-python run/machine.py plan [PRESET]     the same for a person, in three lines
+"""What this machine is, and what ./run.sh does on it. There is no JAX when this is asked:
+`decide` prints a line for run.sh, with wheels, preset, fraction and why, and `plan [PRESET]` the
+same for a person, in three lines.
 """
 
 from __future__ import annotations

@@ -321,16 +321,12 @@ def test_the_width_that_keeps_the_parameters_is_printed(place, monkeypatch):
 def test_the_real_script(tmp_path, monkeypatch):
     """train_gpt.py itself is started by the launcher, and reads data by a relative path. If its log
     changes, verify.py has to change. A second run in one process is that of a process of its own;
-    and what nobody can read any more ends."""
-
-    def on_a_full_disk(*words, file=None, **options):
-        if not file:
-            raise OSError("No space left on device")
-        print(*words, file=file, **options)
-
+    what nobody can read any more ends, and so does a program that would keep the first seed."""
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
     source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage).encode()
-    attempt.write_plan(tmp_path, [7], ["tiny"], {"new": source})
+    ngram = b'    ngram = params.pop("ngram")\n'  # a line of val_step()
+    seedy = source.replace(ngram, ngram + b"    np.random.default_rng(c.seed)\n")
+    attempt.write_plan(tmp_path, [7], ["tiny"], {"new": source, "seedy": seedy})
     with tempfile.TemporaryDirectory(dir=attempt.ROOT / "data") as data:
         for name in ("train_000001", "train_000002", "val_000000"):
             write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
@@ -342,12 +338,15 @@ def test_the_real_script(tmp_path, monkeypatch):
             child.kill()
             child.communicate()
             assert attempt.train(tmp_path / "new", flags, 8, lock.fileno()) == 0
-            monkeypatch.setattr(attempt, "print", on_a_full_disk, raising=False)
+            assert attempt.train(tmp_path / "seedy", flags, 7, lock.fileno()) == 1
+            monkeypatch.setattr(attempt.sys, "stdout", open("/dev/full", "w"))
             with pytest.raises(OSError, match="No space"):
                 attempt.train(tmp_path / "new", flags, 9, lock.fileno())
             assert attempt.idle == {}
     evidence = verify.collect(tmp_path / "new")
     first, second, alone, _ = evidence.ended
+    compiled = ["\ncompile " in run.path.read_text() for run in evidence.ended]
+    assert compiled == [True, False, True, False]
     assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8, 9]
     assert [*verify.check_source(evidence, None)] == [*verify.check_facts(evidence, None)] == []
     log = first.path.read_text()

@@ -299,7 +299,7 @@ def test_nothing_to_judge(tmp_path):
 
 
 @pytest.mark.parametrize("output, holds", [("| cat", True), (">/dev/full", False)])
-def test_only_a_report_has_the_status_of_a_verdict(tmp_path, output, holds):
+def test_only_a_report_passes(tmp_path, output, holds):
     """On every terminal and pipe; no source is executed. A report that is printed nowhere is none,
     and neither is an error."""
     flag = tmp_path / "executed"
