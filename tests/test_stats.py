@@ -6,7 +6,7 @@ import random
 
 import pytest
 import stats
-from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
+from scipy.stats import t, ttest_1samp, ttest_ind, ttest_rel
 
 
 def test_tests_are_scipys():
@@ -21,6 +21,7 @@ def test_tests_are_scipys():
         theirs = ttest_rel(a[: min(n, m)], b[: min(n, m)])
         ours = stats.paired([x - y for x, y in zip(a, b, strict=False)])
         assert ours == pytest.approx((theirs.statistic, theirs.df, theirs.pvalue), abs=1e-9)
+        assert stats.quantile(0.025 / m, n - 1) == pytest.approx(t.isf(0.025 / m, n - 1))
 
 
 def test_values_that_do_not_vary_have_no_p_value():
