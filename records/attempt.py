@@ -312,24 +312,26 @@ def finished_seeds(variant: Path) -> dict[int, bool]:
 idle = {}  # processes that can train once more, by their variants
 
 
-def train(variant: Path, arguments: list[str], seed: int, lock: int) -> int:
-    """Trains once; returns the exit status. Ctrl-C reaches the training, too, which is waited for.
-    The training inherits the lock: if this process is killed, no other can start a run beside
-    it. On CPUs its process then waits for the next seed, because it has the programs."""
+def train(variant: Path, arguments: list[str], own: list[str], lock: int) -> int:
+    """Trains once, with a seed and the flags of this run alone; returns the exit status. Ctrl-C
+    reaches the training, too, which is waited for. The training inherits the lock: if this process
+    is killed, no other can start a run beside it. On CPUs its process then waits for the next seed,
+    because it has the programs."""
     child = idle.pop(variant, None)
     if not child or child.poll() is not None:  # there is none, or it was killed
-        command = [sys.executable, "train_gpt.py", *arguments, "--seed", str(seed)]
+        command = [sys.executable, "train_gpt.py", *arguments, "--seed"]
         source = (variant / "train_gpt.py").read_bytes()
-        if re.search(rb"^def run\([^)]*\bguard\b", source, re.M):  # others protect themselves
+        is_ours = re.search(rb"^def run\([^)]*\bguard\b", source, re.M)
+        if is_ours:  # others protect themselves
             command.insert(1, str(ROOT / "run/launch.py"))
-            if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":  # a GPU has no room for two
-                command[-1] = "-"
+        has_room = os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"  # not a GPU, for two
+        command += ["-"] if is_ours and has_room else own
         env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | os.environ
         pipe = subprocess.PIPE
         child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], text=True,
                                  errors="replace", stdin=pipe, stdout=pipe)  # fmt: skip
     try:
-        print(seed, file=child.stdin, flush=True)
+        print(*own, file=child.stdin, flush=True)
         for line in child.stdout:
             if line.rstrip() == NEXT:
                 idle[variant] = child
@@ -356,7 +358,7 @@ def run_leg(variant: Path, seed: int, arguments: list[str], lock: int) -> None:
     start = time.monotonic()
     status = "interrupted"
     try:
-        status = train(variant, arguments, seed, lock)
+        status = train(variant, arguments, [str(seed)], lock)
     finally:
         entry = dict(leg=leg, status=status, seconds=round(time.monotonic() - start, 1))
         with open(attempt / "ledger.jsonl", "a") as file:
@@ -387,8 +389,8 @@ def waiting_legs(stage: Path) -> list[tuple[int, str]]:
 
 def run_stage(stage: Path, lock: int) -> None:
     """Runs what a stage lacks."""
-    while idle:  # of the stage before
-        idle.popitem()[1].communicate()
+    for variant in [variant for variant in idle if variant.parent != stage]:
+        idle.pop(variant).communicate()
     plan = json.loads((stage / "plan.json").read_text())
     for name, sha256 in plan["arms"].items():
         if runs.source_hash(stage / name / "train_gpt.py") != sha256:
@@ -575,16 +577,15 @@ def check(attempt: Path, tried: Idea, lock: int) -> None:
     flags = ["--steps", str(max(2, len(stages)))]
     if stages:
         flags += ["--val_tokens", str(8 * c.val_T), "--save", "0"]
-    write_plan(attempt / "check", [1], tried.arguments, tried.sources)
+    pilot = attempt / "pilot"  # where the same processes will train
+    write_plan(pilot, [1], tried.arguments, tried.sources)
+    arguments = [*tried.arguments, "--target", "0"]  # the pilot's
     for name in tried.sources:
         print(f"[check] {name}, {flags[1]} steps", flush=True)
-        words = [*tried.arguments, *flags, "--target", "0"]
-        status = train(attempt / "check" / name, words, 1, lock)
+        status = train(pilot / name, arguments, ["1", *flags], lock)
         if status:
             refuse(f"{name} does not run: status {status}, see above; nothing was counted")
-    while idle:
-        idle.popitem()[1].communicate()
-    shutil.rmtree(attempt / "check")
+        shutil.rmtree(pilot / name / "logs")
 
 
 def show(tried: Idea, args: argparse.Namespace) -> None:

@@ -41,8 +41,7 @@ from shards import check as check_shards  # noqa: E402
 NEXT = "ready for the next run"  # what train_in_turn() prints
 HEARTBEAT = 30  # seconds after which JAX ends the processes that have lost another one
 MAX_DOCUMENTS = 4095  # of a sequence: positions() in train_gpt.py cannot tell more apart
-# The variables in which torchrun, Open MPI and Slurm give a process the number of processes and its
-# rank among them, in the whole run and on its host.
+# Variables of torchrun, Open MPI and Slurm: processes and rank, in the run and on the host.
 LAUNCHERS = (
     ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
@@ -75,20 +74,22 @@ def main(argv: list[str]) -> NoReturn:
     os._exit(status or 0)
 
 
-def train_in_turn(script: ModuleType, argv: list[str], seeds: TextIO) -> None:
-    """Trains with one seed after another, and prints NEXT after each: `--seed -`, for attempt.py.
-    Programs are compiled once, so what reads c.seed while it is traced fails."""
+def train_in_turn(script: ModuleType, argv: list[str], lines: TextIO) -> None:
+    """Trains once for each line, a seed and flags that may cut the run short, and prints NEXT after
+    it: `--seed -`, for attempt.py. Programs are compiled once: one that reads c.seed fails."""
     programs = {}
     compile_all = script.compile_all
+    _, whole = script.parse_config(argv[1:-1])
 
     def compile_once(c, *arguments):
         if not programs:
-            programs.update(compile_all(dataclasses.replace(c, seed=object()), *arguments))
+            own = {"steps": whole.steps, "val_tokens": whole.val_tokens, "seed": object()}
+            programs.update(compile_all(dataclasses.replace(c, **own), *arguments))
         return programs
 
     script.compile_all = compile_once
-    for seed in seeds:
-        train(script, [*argv, seed.strip()])
+    for line in lines:
+        train(script, [*argv, *line.split()])
         print(f"\n{NEXT}")  # on a line of its own
 
 

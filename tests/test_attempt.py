@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,11 +61,12 @@ def main():
     c = parse_config(sys.argv[1:])[1]
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     switch = pathlib.Path("../../../switch")
-    if pathlib.Path.cwd().parent.name == "check":
-        switch = pathlib.Path("none")
+    stage = pathlib.Path.cwd().parent.name
+    if c.steps == 2:
+        stage, switch = "check", pathlib.Path("none")
     arm = pathlib.Path.cwd().name
     with open("../../../order", "a") as file:
-        file.write(f"{{pathlib.Path.cwd().parent.name}} {{arm}} {{seed}}\\n")
+        file.write(f"{{stage}} {{arm}} {{seed}}\\n")
     shared = random.Random(seed).gauss(0, 0.005)
     own = random.Random(f"{{arm}} {{seed}}").gauss(0, 0.001)
     loss = 1.37 - c.gain + 0.0013 * (187 - c.steps) + shared + own
@@ -320,33 +322,39 @@ def test_the_width_that_keeps_the_parameters_is_printed(place, monkeypatch):
 
 def test_the_real_script(tmp_path, monkeypatch):
     """train_gpt.py itself is started by the launcher, and reads data by a relative path. If its log
-    changes, verify.py has to change. A second run in one process is that of a process of its own;
-    what nobody can read any more ends, and so does a program that would keep the first seed."""
+    changes, verify.py has to change. A run after a check of two steps in one process is that of a
+    process of its own, also if a program depends on the steps; what nobody can read any more ends,
+    and so does a program that would keep the first seed."""
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
-    source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage).encode()
-    ngram = b'    ngram = params.pop("ngram")\n'  # a line of val_step()
-    seedy = source.replace(ngram, ngram + b"    np.random.default_rng(c.seed)\n")
-    attempt.write_plan(tmp_path, [7], ["tiny"], {"new": source, "seedy": seedy})
+    source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage)
+    ngram = '    ngram = params.pop("ngram")\n'  # a line of val_step()
+    new, seedy = (
+        source.replace(ngram, f"{ngram}    {line}\n").encode()
+        for line in ("tokens_MBS //= c.total_steps", "np.random.default_rng(c.seed)")
+    )
+    attempt.write_plan(tmp_path, [7], ["tiny"], {"new": new, "seedy": seedy})
     with tempfile.TemporaryDirectory(dir=attempt.ROOT / "data") as data:
         for name in ("train_000001", "train_000002", "val_000000"):
             write_shard(Path(data, f"x_{name}.bin"), tokens(4000))
         flags = ["tiny", *SMALL, "--steps", "6", "--data", f"data/{Path(data).name}"]
         with open(tmp_path / "lock", "w") as lock:
-            for seed in (7, 8):  # the second one in the process of the first
-                assert attempt.train(tmp_path / "new", flags, seed, lock.fileno()) == 0
+            for own in ("1 --steps 2", "7", "8"):  # all in one process
+                assert attempt.train(tmp_path / "new", flags, own.split(), lock.fileno()) == 0
+                if "--steps" in own:
+                    shutil.rmtree(tmp_path / "new/logs")
             child = attempt.idle[tmp_path / "new"]
             child.kill()
             child.communicate()
-            assert attempt.train(tmp_path / "new", flags, 8, lock.fileno()) == 0
-            assert attempt.train(tmp_path / "seedy", flags, 7, lock.fileno()) == 1
+            assert attempt.train(tmp_path / "new", flags, ["8"], lock.fileno()) == 0
+            assert attempt.train(tmp_path / "seedy", flags, ["7"], lock.fileno()) == 1
             monkeypatch.setattr(attempt.sys, "stdout", open("/dev/full", "w"))
             with pytest.raises(OSError, match="No space"):
-                attempt.train(tmp_path / "new", flags, 9, lock.fileno())
+                attempt.train(tmp_path / "new", flags, ["9"], lock.fileno())
             assert attempt.idle == {}
     evidence = verify.collect(tmp_path / "new")
     first, second, alone, _ = evidence.ended
     compiled = ["\ncompile " in run.path.read_text() for run in evidence.ended]
-    assert compiled == [True, False, True, False]
+    assert compiled == [False, False, True, False]
     assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8, 9]
     assert [*verify.check_source(evidence, None)] == [*verify.check_facts(evidence, None)] == []
     log = first.path.read_text()
