@@ -367,7 +367,7 @@ PRESETS = {  # fields that a preset does not name have Config's defaults
         microbatch=4, head_chunk=128, dc_window=56, prefixes="", head_forward="bfloat16",
         head_backward="bfloat16", muon_lr=0.018, adam_lr=0.012, adam_every=1, cooldown_start=0.15,
         cooldown_end=1.0, untie=0.67, momentum_warmup=0.8, momentum_cooldown=0.14,
-        data="data/source_code", val_every=47, val_T=1024, val_tokens=65536, target=1.38,
+        data="data/source_code", val_every=94, val_T=1024, val_tokens=65536, target=1.38,
     ),
 }  # fmt: skip
 
@@ -1875,7 +1875,7 @@ def compile_train_step(stage: int, adam_step: bool, c: Config, mesh: Mesh) -> ja
     weights = np.zeros(len(target_weights(c.stages[stage])), np.float32)
     row = shapes_on(mesh, P(), schedule(c)[0]._replace(loss_weights=weights))
     tokens = shapes_on(mesh, P(mesh.axis_names), np.zeros((c.batch, T + 1), np.int32))
-    return compile_program(step, mesh, (state_shapes(c, mesh), tokens, row), is_training=True)
+    return compile_program(step, mesh, (state_shapes(c, mesh), tokens, row), c, trains=True)
 
 
 def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
@@ -1889,7 +1889,7 @@ def compile_val_step(stage: int, c: Config, mesh: Mesh) -> jax.stages.Compiled:
 
     tokens = shapes_on(mesh, P("fsdp"), np.zeros((VAL_SEQUENCES, c.val_T + 1), np.int32))
     last = shapes_on(mesh, P(), np.int32(0))
-    return compile_program(step, mesh, (params, tokens, last), is_training=False)
+    return compile_program(step, mesh, (params, tokens, last), c, trains=False)
 
 
 def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
@@ -1902,37 +1902,36 @@ def shapes_on(mesh: Mesh, spec: P, arrays: Any) -> Any:
     return jax.tree.map(shape_of, arrays)
 
 
-def compile_program(step: Callable, mesh: Mesh, arguments: tuple, is_training: bool) -> Any:
+def compile_program(step: Callable, mesh: Mesh, arguments: tuple, c: Config, trains: bool) -> Any:
     """Compiles a step from the shapes of its arguments. A training step gives the memory of the
     state, its first argument, to the new state."""
     specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
-    out_specs = (specs[0], P()) if is_training else (P(), P())
+    out_specs = (specs[0], P()) if trains else (P(), P())
     program = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs)
     # keep_unused: warm_up() expects the shapes of all arguments.
-    program = jax.jit(program, donate_argnums=0 if is_training else (), keep_unused=True)
-    platform = mesh.devices.flat[0].platform
-    return program.lower(*arguments).compile(OPTIONS.get(platform))
+    program = jax.jit(program, donate_argnums=0 if trains else (), keep_unused=True)
+    precision = jax.config.jax_default_matmul_precision
+    if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
+        precision = "highest"
+    with jax.default_matmul_precision(precision):
+        return program.lower(*arguments).compile(OPTIONS.get(mesh.devices.flat[0].platform))
 
 
 def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     """Compiles every program of the run, by (stage, kind). kind is "val" for validation, else
-    whether it is an Adam step."""
+    whether it is an Adam step. On CPUs, validate() compiles its own, for an earlier first loss."""
     start = time.perf_counter()
     keys = [(c.stage_at(step), c.is_adam_step(step)) for step in range(c.total_steps)]
-    keys += [(c.val_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
+    if mesh.devices.flat[0].platform != "cpu":
+        keys += [(c.val_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
     print(f"compiling {len(keys)} programs ...", flush=True)
 
-    precision = jax.config.jax_default_matmul_precision
-    if c.compute == "float32":  # else GPUs would multiply in TF32, and TPUs in bfloat16
-        precision = "highest"
-
     def compile_one(key):
         stage, kind = key
-        with jax.default_matmul_precision(precision):
-            if kind == "val":
-                return compile_val_step(stage, c, mesh)
-            return compile_train_step(stage, kind, c, mesh)
+        if kind == "val":
+            return compile_val_step(stage, c, mesh)
+        return compile_train_step(stage, kind, c, mesh)
 
     # Two at once: on a GPU, each one measures kernels in memory of its own.
     with ThreadPoolExecutor(2) as pool:
@@ -2105,8 +2104,6 @@ def find_data(c: Config) -> dict[str, list[np.memmap]]:
     if needs_prefixes and (not Path(c.prefixes).is_file() or len(prefix_table(c)) != c.vocab):
         refuse(f"{c.prefixes} does not hold {c.vocab} prefixes: see data/README.md")
     folder = Path(c.data).absolute()
-    if not folder.is_dir():
-        refuse(f"there is no folder {folder}, which --data names: see data/README.md")
     shards = {"train": [], "val": []}
     for split, flag in ("train", "--steps"), ("val", "--val_tokens"):
         shapes = batch_shapes(split, c)
@@ -2351,8 +2348,11 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     shapes = batch_shapes("val", c)
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
-    program = programs[c.val_stage(step), "val"]
+    stage = c.val_stage(step)
+    if (stage, "val") not in programs:
+        programs[stage, "val"] = compile_val_step(stage, c, mesh)
     last = np.int32(step == c.total_steps)
+    program = programs[stage, "val"]
     results = [jax.tree.map(float, program(weights, batch, last)) for batch in batches]
     losses, lost = zip(*results, strict=True)
     return float(np.mean(losses)), int(sum(lost))

@@ -9,6 +9,7 @@ memory; and what would be wrong in silence, or lost at the end of the run, is re
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -77,17 +78,16 @@ def main(argv: list[str]) -> NoReturn:
 def train_in_turn(script: ModuleType, argv: list[str], lines: TextIO) -> None:
     """Trains once for each line, a seed and flags that may cut the run short, and prints NEXT after
     it: `--seed -`, for attempt.py. Programs are compiled once: one that reads c.seed fails."""
-    programs = {}
-    compile_all = script.compile_all
-    _, whole = script.parse_config(argv[1:-1])
+    _, c = script.parse_config(argv[1:-1])
+    own = {"steps": c.steps, "val_tokens": c.val_tokens, "save": c.save, "seed": object()}
 
-    def compile_once(c, *arguments):
-        if not programs:
-            own = {"steps": whole.steps, "val_tokens": whole.val_tokens, "seed": object()}
-            programs.update(compile_all(dataclasses.replace(c, **own), *arguments))
-        return programs
+    def compile_once(compiled, *arguments):
+        *key, c, mesh = arguments
+        return compiled(*key, dataclasses.replace(c, **own), mesh)
 
-    script.compile_all = compile_once
+    for name in ("compile_train_step", "compile_val_step"):
+        compiled = functools.cache(getattr(script, name))
+        setattr(script, name, functools.partial(compile_once, compiled))
     for line in lines:
         train(script, [*argv, *line.split()])
         print(f"\n{NEXT}")  # on a line of its own
