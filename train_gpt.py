@@ -1925,7 +1925,7 @@ def compile_all(c: Config, mesh: Mesh, log: "Log") -> dict[tuple, Callable]:
     if mesh.devices.flat[0].platform != "cpu":
         keys += [(c.val_stage(i), "val") for i in range(c.total_steps + 1) if c.validates_before(i)]
     keys = list(dict.fromkeys(keys))  # without repetitions: for training, then for validation
-    print(f"compiling {len(keys)} programs ...", flush=True)
+    print(f"compiling programs: {len(keys)} ...", flush=True)
 
     def compile_one(key):
         stage, kind = key

@@ -57,7 +57,7 @@ def test_a_log_is_the_source_then_facts_losses_and_the_result_as_on_the_screen(r
     weights = f"logs/{real.path.stem}.npz"
     assert real.out == [
         f"tiny on 2 x cpu, head in float32, log in logs/{real.path.name}",
-        *["compiling 4 programs ...", *real.lines[-4:]],
+        *["compiling programs: 4 ...", *real.lines[-4:]],
         f"next: ./run.sh look {weights}, or ./run.sh sample {weights}",
     ]
     assert float(real.losses[10]) < float(real.losses[5]) < math.log(257)
