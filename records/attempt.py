@@ -54,7 +54,7 @@ LEGS = {
     "124m": (60, "data/cached_fineweb10B.py"),
 }
 # Fields that no idea may change, and functions that the verdict names if an idea changes them.
-FIELDS = "data eot seed target val_T val_tokens vocab goal val_every".split()
+FIELDS = "data eot seed target val_T val_tokens vocab goal".split()
 FUNCTIONS = (
     "validate val_step compile_val_step validated_params find_data open_shard shard_facts "
     "data_facts pack_documents find_documents read_batches batch_shapes find_batches read_batch"
@@ -585,7 +585,8 @@ def check(attempt: Path, tried: Idea, lock: int) -> None:
         status = train(pilot / name, arguments, ["1", *flags], lock)
         if status:
             refuse(f"{name} does not run: status {status}, see above; nothing was counted")
-        shutil.rmtree(pilot / name / "logs")
+        for log in runs.log_files(pilot / name):
+            log.unlink()  # as this run does not count
 
 
 def show(tried: Idea, args: argparse.Namespace) -> None:

@@ -96,10 +96,9 @@ def compiled(stage: int, kind, c: train_gpt.Config, mesh) -> jax.stages.Compiled
 
 @functools.cache
 def compiled_once(stage: int, kind, c: train_gpt.Config, mesh) -> jax.stages.Compiled:
-    with jax.default_matmul_precision("highest"):  # as compile_all() does
-        if kind == "val":
-            return compile_val_step(stage, c, mesh)
-        return compile_train_step(stage, kind, c, mesh)
+    if kind == "val":
+        return compile_val_step(stage, c, mesh)
+    return compile_train_step(stage, kind, c, mesh)
 
 
 def read(path: Path) -> SimpleNamespace:

@@ -312,27 +312,31 @@ def test_numbers_of_an_idea(place):
     assert contest.outside(changed.decode()) == contest.outside(source.decode())
 
 
-def test_the_width_that_keeps_the_parameters_is_printed(place, monkeypatch):
-    monkeypatch.setattr(attempt, "TRAINER", attempt.ROOT / "train_gpt.py")
-    patch = str(attempt.ROOT / "records/changes/swiglu.patch")
+def test_the_width_that_keeps_the_parameters_is_printed(monkeypatch):
+    monkeypatch.chdir(attempt.ROOT)
+    patch = "records/changes/swiglu.patch"
     (found,) = attempt.read_idea([patch, "tiny"], "").remarks
     assert found.endswith("as many with --F 171.")
     assert attempt.read_idea([patch, "--F", "171", "tiny"], "").name == "swiglu_f_171"
 
 
+def test_a_record_is_a_baseline_for_the_file(monkeypatch):
+    monkeypatch.chdir(attempt.ROOT)
+    record = "records/tracks/tiny-2k/2026-11-27_pointer"
+    assert attempt.read_idea(["train_gpt.py", "tiny"], record).steps == 187
+
+
 def test_the_real_script(tmp_path, monkeypatch):
-    """train_gpt.py itself is started by the launcher, and reads data by a relative path. If its log
-    changes, verify.py has to change. A run after a check of two steps in one process is that of a
-    process of its own, also if a program depends on the steps; what nobody can read any more ends,
-    and so does a program that would keep the first seed."""
+    """train_gpt.py itself is started by the launcher. If its log changes, verify.py has to change.
+    A run after a check of two steps in one process is that of a process of its own, also if a
+    program depends on the steps; what nobody can read ends, and what keeps the first seed fails."""
     stage = "Stage(6, 1024, short=8, long=16, max_doc=0, lr=1.0)"
     source = with_tiny(train_gpt.SOURCE, "Layer(LONG, value_table=0)", stage)
     ngram = '    ngram = params.pop("ngram")\n'  # a line of val_step()
-    counted = "tokens_MBS //= c.total_steps; open('traced', 'a').write('x')"
-    new, seedy = (
-        source.replace(ngram, f"{ngram}    {line}\n").encode()
-        for line in (counted, "np.random.default_rng(c.seed)")
-    )
+    last = "    precision = jax.config.jax_default_matmul_precision\n"  # and of compile_program()
+    new = source.replace(ngram, f"{ngram}    tokens_MBS //= c.total_steps\n")
+    new = new.replace(last, f"{last}    open('compiled', 'a').write('x')\n").encode()
+    seedy = source.replace(ngram, f"{ngram}    np.random.default_rng(c.seed)\n").encode()
     attempt.write_plan(tmp_path, [7], ["tiny"], {"new": new, "seedy": seedy})
     with tempfile.TemporaryDirectory(dir=attempt.ROOT / "data") as data:
         for name in ("train_000001", "train_000002", "val_000000"):
@@ -354,7 +358,7 @@ def test_the_real_script(tmp_path, monkeypatch):
             assert attempt.idle == {}
     evidence = verify.collect(tmp_path / "new")
     first, second, alone, _ = evidence.ended
-    assert (tmp_path / "new/traced").read_text() == "xx"
+    assert (tmp_path / "new/compiled").read_text() == 2 * "xxx"
     assert second.loss == alone.loss and [run.seed for run in evidence.ended] == [7, 8, 8, 9]
     assert [*verify.check_source(evidence, None)] == [*verify.check_facts(evidence, None)] == []
     log = first.path.read_text()

@@ -252,9 +252,11 @@ def test_each_weight_is_sent_once_and_none_is_all_reduced(step):
     assert [sum(x) for x in collectives(hlo, "all-to-all")] == [rows * MINI.D] * 2
 
 
-def test_training_is_in_fp8_and_validation_is_not(monkeypatch):
+def test_training_is_in_fp8_and_validation_is_not_and_float32_is_exact(monkeypatch):
     """As the programs are before they are compiled."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: lowered.as_text())
+    exact = train_gpt.compile_val_step(1, MINI32, make_mesh(8))
+    assert 0 < exact.count("dot_general") == exact.count("precision = [HIGHEST, HIGHEST]")
     train = train_gpt.compile_train_step(1, True, MINI, make_mesh(8))
     val = train_gpt.compile_val_step(1, MINI, make_mesh(8))
     for name in "f8E4M3FN", "f8E5M2":

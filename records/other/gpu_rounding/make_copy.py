@@ -1,5 +1,7 @@
 """Prints train_gpt.py with a `tiny` that rounds as the record does on eight H100s: README.md.
 
+It was made for train_gpt.py of 9f7bd7b.
+
     python records/other/gpu_rounding/make_copy.py abc > gpu_rounding.py
     JAX_NUM_CPU_DEVICES=8 ./run.sh gpu_rounding.py tiny --seed 1
 
