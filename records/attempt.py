@@ -324,8 +324,8 @@ def train(variant: Path, arguments: list[str], own: list[str], lock: int) -> int
         is_ours = re.search(rb"^def run\([^)]*\bguard\b", source, re.M)
         if is_ours:  # others protect themselves
             command.insert(1, str(ROOT / "run/launch.py"))
-        has_room = os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"  # not a GPU, for two
-        command += ["-"] if is_ours and has_room else own
+        stays = is_ours and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
+        command += ["-"] if stays else own  # a GPU has no room for two
         env = {"JAX_COMPILATION_CACHE_DIR": ".cache/jax"} | os.environ
         pipe = subprocess.PIPE
         child = subprocess.Popen(command, cwd=variant, env=env, pass_fds=[lock], text=True,

@@ -79,11 +79,11 @@ def train_in_turn(script: ModuleType, argv: list[str], lines: TextIO) -> None:
     """Trains once for each line, a seed and flags that may cut the run short, and prints NEXT after
     it: `--seed -`, for attempt.py. Programs are compiled once: one that reads c.seed fails."""
     _, c = script.parse_config(argv[1:-1])
-    own = {"steps": c.steps, "val_tokens": c.val_tokens, "save": c.save, "seed": object()}
+    same = {"steps": c.steps, "val_tokens": c.val_tokens, "save": c.save, "seed": object()}
 
     def compile_once(compiled, *arguments):
         *key, c, mesh = arguments
-        return compiled(*key, dataclasses.replace(c, **own), mesh)
+        return compiled(*key, dataclasses.replace(c, **same), mesh)
 
     for name in ("compile_train_step", "compile_val_step"):
         compiled = functools.cache(getattr(script, name))
