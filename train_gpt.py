@@ -2349,7 +2349,7 @@ def validate(weights: dict, step: int, c: Config, mesh: Mesh, programs: dict, sh
     tokens = read_batches(shards["val"], shapes, c, jax.process_index() % hosts, hosts)
     batches = prefetch(tokens, NamedSharding(mesh, P("fsdp")))
     stage = c.val_stage(step)
-    if (stage, "val") not in programs:
+    if (stage, "val") not in programs:  # on CPUs, the first time
         programs[stage, "val"] = compile_val_step(stage, c, mesh)
     last = np.int32(step == c.total_steps)
     program = programs[stage, "val"]

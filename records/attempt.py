@@ -233,8 +233,8 @@ def parameters(settings: tuple, F: int) -> int:
 
 
 # ---- What is written before the first run --------------------------------------------------------
-def write_plan(stage: Path, seeds: list[int], arguments: list[str], sources: dict) -> None:
-    """Writes the files of a stage's variants, and then its plan.json."""
+def write_plan(stage: Path, seeds: list[int], arguments: list[str], sources: dict) -> list[str]:
+    """Writes the files of a stage's variants, and then its plan.json. Returns its arguments."""
     for name, source in sources.items():
         (stage / name / "logs").mkdir(parents=True, exist_ok=True)
         (stage / name / "train_gpt.py").write_bytes(source)
@@ -247,6 +247,7 @@ def write_plan(stage: Path, seeds: list[int], arguments: list[str], sources: dic
     created = time.strftime(UTC, time.gmtime())
     plan = dict(created=created, n=len(seeds), seeds=seeds, arguments=arguments, arms=arms)
     (stage / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+    return arguments
 
 
 def write_rule(attempt: Path, tried: Idea, args: argparse.Namespace) -> None:
@@ -578,8 +579,7 @@ def check(attempt: Path, tried: Idea, lock: int) -> None:
     if stages:
         flags += ["--val_tokens", str(8 * c.val_T), "--save", "0"]
     pilot = attempt / "pilot"  # where the same processes will train
-    write_plan(pilot, [1], tried.arguments, tried.sources)
-    arguments = [*tried.arguments, "--target", "0"]  # the pilot's
+    arguments = write_plan(pilot, [1], tried.arguments, tried.sources)
     for name in tried.sources:
         print(f"[check] {name}, {flags[1]} steps", flush=True)
         status = train(pilot / name, arguments, ["1", *flags], lock)
